@@ -141,7 +141,7 @@ def take(page: Page, name: str, taken: dict[str, list[str]]) -> None:
 
 def verbs(page: Page) -> list[str]:
     """The commands on the page."""
-    return sorted({text for text in page.locator("code.verb").all_text_contents() if text})
+    return sorted({text for text in page.locator("code.command").all_text_contents() if text})
 
 
 def _now() -> int:

@@ -90,18 +90,22 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, "#headline", "The only stream is blocked")
     says(page, "#subline", re.compile(r"orders: shop has not completed 8\.\.11, for 3 min \d+ s\."))
     says(page, "#spoken", re.compile(r"orders is blocked: shop has not completed 8\.\.11"))
-    says(page, ".trouble strong", re.compile(r"shop has not completed 8\.\.11, for 3 min"))
-    says(page, ".trouble .more", "1 completed ID waits behind it")
+    says(page, ".problem strong", re.compile(r"shop has not completed 8\.\.11, for 3 min"))
+    says(page, ".problem .explanation", "1 completed ID waits behind it")
     says(
         page,
-        ".trouble .how",
+        ".problem .advice",
         re.compile("^Open: pid 4711, idle in transaction. End the transaction, by this statement"),
     )
-    says(page, ".trouble .verb", "select pg_terminate_backend(4711)")
+    says(page, ".problem .command", "select pg_terminate_backend(4711)")
     expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
     pipeline.publish(moved("orders", 7, shop=held("shop", 200, deferred=True), web=At(9, 10)))
-    says(page, ".trouble .more", re.compile("more of its records are deferred, and are read again once there is room$"))
+    says(
+        page,
+        ".problem .explanation",
+        re.compile("more of its records are deferred, and are read again once there is room$"),
+    )
     pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(10, 12)))
     says(page, "#headline", "The only stream is moving")
     says(page, "#spoken", "orders is not blocked any more.")
@@ -114,8 +118,8 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) ->
     pipeline.publish(shard.left_by_a_dead_writer())
     says(page, "#headline", "The only stream is blocked")
     says(page, "#subline", re.compile(r"events: w1 has announced nothing beyond 7, for 3 min \d+ s\."))
-    says(page, ".trouble .more", re.compile(r"the linear position waits for it; last seen .* ago"))
-    says(page, ".trouble .verb", re.compile(r"tidemark retire .* events w1"))
+    says(page, ".problem .explanation", re.compile(r"the linear position waits for it; last seen .* ago"))
+    says(page, ".problem .command", re.compile(r"tidemark retire .* events w1"))
     pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
 
@@ -130,15 +134,15 @@ def test_a_stream_whose_relay_is_silent_is_not_called_complete(pipeline: Pipelin
     pipeline.publish(shard.feed(*told, reports("shop", heartbeat=30)))
     says(page, "#headline", "The only stream is blocked")
     says(page, "#subline", re.compile(r"events: shop has sent no heartbeat, for 3 min \d+ s\."))
-    says(page, ".trouble .more", "whether the stream is complete is not known")
-    expect(page.locator(".trouble .how")).to_contain_text("Start the relay of shop")
+    says(page, ".problem .explanation", "whether the stream is complete is not known")
+    expect(page.locator(".problem .advice")).to_contain_text("Start the relay of shop")
     shard.now = now
     pipeline.publish(shard.feed(reports("shop", heartbeat=30)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
     shard.now = now - 30_000
     pipeline.publish(shard.feed(reports("shop", heartbeat=3000, blocked="the sequence has CACHE 20")))
     says(page, "#subline", re.compile(r"events: shop has sent nothing new, for \d+ s\."))
-    expect(page.locator(".trouble .how")).to_contain_text("the sequence has CACHE 20")
+    expect(page.locator(".problem .advice")).to_contain_text("the sequence has CACHE 20")
 
 
 def test_of_a_stream_that_a_bridge_tells_its_own_verbs_are_shown(pipeline: Pipeline, page: Page, dsn: str) -> None:
@@ -146,11 +150,11 @@ def test_of_a_stream_that_a_bridge_tells_its_own_verbs_are_shown(pipeline: Pipel
     begun_by_a_bridge(dsn, "events", "w1")
     shard = Shard(now=int((time.time() - 200) * 1000))
     pipeline.publish(shard.left_by_a_dead_writer())
-    says(page, ".trouble .verb", "tidemark synapse retire w1 events")
-    expect(page.locator(".trouble .how")).to_contain_text("Start w1")
+    says(page, ".problem .command", "tidemark synapse retire w1 events")
+    expect(page.locator(".problem .advice")).to_contain_text("Start w1")
     told = position("w1", 7, 8, epoch=1), rdata("w1", 30, 29, epoch=1)
     pipeline.publish(shard.feed(rdata("desk", 40, epoch=3), *told))
-    expect(page.locator(".trouble .verb")).to_have_text(
+    expect(page.locator(".problem .command")).to_have_text(
         ["tidemark synapse retire w1 events", "tidemark synapse retire desk events"], timeout=PATIENCE
     )
 
@@ -166,7 +170,7 @@ def test_page_catches_up_when_the_sidecar_was_away(
             page.goto(f"http://127.0.0.1:{port}")
             says(page, ".numbers div:first-child dd", "7")
         says(page, "#headline", "No connection to the sidecar")
-        says(page, "#subline", re.compile("What you see is from .* ago"))
+        says(page, "#subline", re.compile("This page shows data from .* ago"))
         pipeline.publish(moved("orders", 9, shop=At(7, 9)), moved("parcels", 3, shop=At(0, 3)))
         with sidecar(servers, port=port):
             # Complete at once where the sidecar's first look found Redis too slow, and the page met the stream anew.
@@ -229,7 +233,7 @@ def test_page_asks_for_a_token(pipeline: Pipeline, servers: ReadSideConfig, brow
         expect(page.locator("#board")).to_be_hidden()
         assert focused(page) == "token"
         page.keyboard.type("open\n")
-        says(page, "#headline", "That token is not taken")
+        says(page, "#headline", "The token is not valid")
         page.keyboard.type("sesame\n")
         says(page, "#headline", "The only stream is complete")
         page.reload()
@@ -244,12 +248,12 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
     now = int(time.time() * 1000)
     made = batch(1, late, token=pipeline.lease.token, rejected=letters, now=now)
     pipeline.mirror.publish(made, pipeline.store.apply(made))
-    says(page, "#letters", "4")
+    says(page, "#dead-letters", "4")
     says(page, "#late", "1")
     says(page, ".late", "1 late")
     said = r"Records were rejected, the last \d+ s ago: 3 zombie, 1 conflict in all\."
     expect(page.locator("#notices li").nth(1).locator("span")).to_have_text(re.compile(said), timeout=PATIENCE)
-    expect(page.locator("#notices .verb")).to_have_text(["tidemark late list", "tidemark dead-letters list"])
+    expect(page.locator("#notices .command")).to_have_text(["tidemark late list", "tidemark dead-letters list"])
 
 
 def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, redis_url: str, page: Page) -> None:
@@ -267,10 +271,10 @@ def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, 
         re.compile(r"POLICY of orders, \d+ s ago, by ada \(as \w+\): customers wait \(gap_seconds:"),
     )
     says(page, "#subline", re.compile(r"orders: Redis is at 9 and Postgres at 7, for \d+ s\."))
-    says(page, ".trouble .verb", "tidemark verify")
+    says(page, ".problem .command", "tidemark verify")
     shard = Shard()
     pipeline.publish(shard.feed(rdata("desk", 4, epoch=3)))
-    says(page, ".trouble .verb >> nth=0", re.compile(r"tidemark retire --epoch 3 --id=4 .* events desk"))
+    says(page, ".problem .command >> nth=0", re.compile(r"tidemark retire --epoch 3 --id=4 .* events desk"))
 
 
 def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline, page: Page) -> None:
@@ -280,7 +284,7 @@ def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline,
     pipeline.publish(moved("orders", low, **writers))
     says(page, "#subline", re.compile(r"has not completed 12,345,679\.\.12,345,686, for 1 min"))
     says(page, ".numbers div:first-child dd", "12,345,678")
-    says(page, ".verb", re.compile(r"tidemark retire --id=.* orders shop"))
+    says(page, ".command", re.compile(r"tidemark retire --id=.* orders shop"))
     says(page, ".ends .allocated", "allocated to 9,007,199,254,740,993")
     expect(page.locator(".ends .first")).to_have_text(re.compile(r"from [\d,]+"))
     assert page.locator(".lane .position").all_text_contents() == ["12,345,678", "9,007,199,254,740,993"]

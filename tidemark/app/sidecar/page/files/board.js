@@ -1,196 +1,199 @@
-// The list of streams: its order, its filter, and the keyboard. Rows never move under the reader's pointer or focus.
+// The list of streams: its order, its filter, and its keyboard shortcuts. Rows do not move while the user points at the
+// list or has the focus in it.
 
-import { judge, seconds, sentence } from "./verdict.js";
+import { streamStatus, toSeconds, describeProblem } from "./status.js";
 import { Motion } from "./motion.js";
-import { Past } from "./past.js";
+import { HistoryLoader } from "./history.js";
 import { Row } from "./row.js";
-import { counted } from "./words.js";
+import { pluralize } from "./format.js";
 
-const TOUCHED = 4000; // ms after a touch in which nothing moves
-const OPENED = 3; // blocked streams that open by themselves
+const TOUCH_PAUSE_MS = 4000; // after a touch, no row moves for so long
+const MAX_AUTO_OPENED = 3; // blocked streams that open by themselves
 
 export class Board {
-  #streams = new Map(); // name -> {row, motion, stream, chosen, named}; `chosen`: opened or closed by the reader
-  #page;
-  #pointed = false;
-  #touched = 0;
-  #resumed = false;
-  #spoken = new Map(); // name -> state that was spoken last
-  #past;
-  #view = new IntersectionObserver((entries) => entries.forEach((it) => this.#seen(it)), { rootMargin: "200px" });
+  // name -> {row, motion, stream, chosenOpen, isListed}. `chosenOpen`: true if the user opened the row, false if the user
+  // closed it, else null. `isListed`: whether the current connection has sent the stream.
+  #streams = new Map();
+  #elements;
+  #isPointedAt = false;
+  #touchedAt = 0; // ms
+  #isNewConnection = false;
+  #announcedBlocked = new Map(); // name -> whether the stream was blocked at the last announcement
+  #history;
+  #viewObserver = new IntersectionObserver((entries) => entries.forEach((entry) => this.#setInView(entry)), { rootMargin: "200px" });
 
-  // `page` has: list, filter, only, shown, sort, nothing, spoken. `token` returns the bearer token, or null.
-  constructor(page, token) {
-    this.#page = page;
-    this.#past = new Past(token, (name) => this.#streams.get(name)?.row.drawPast());
-    const { list } = page;
-    list.addEventListener("pointerenter", (event) => (this.#pointed = event.pointerType === "mouse"));
-    list.addEventListener("pointerleave", () => (this.#pointed = false));
+  // `elements`: the elements of the page, as page.js names them. `token` returns the bearer token, or null.
+  constructor(elements, token) {
+    this.#elements = elements;
+    this.#history = new HistoryLoader(token, (name) => this.#streams.get(name)?.row.drawHistory());
+    const { list } = elements;
+    list.addEventListener("pointerenter", (event) => (this.#isPointedAt = event.pointerType === "mouse"));
+    list.addEventListener("pointerleave", () => (this.#isPointedAt = false));
     for (const kind of ["touchstart", "touchmove"]) {
-      list.addEventListener(kind, () => (this.#touched = Date.now()), { passive: true });
+      list.addEventListener(kind, () => (this.#touchedAt = Date.now()), { passive: true });
     }
-    page.filter.addEventListener("input", () => this.#select());
-    page.only.addEventListener("change", () => this.#select());
-    page.sort.addEventListener("click", () => this.#arrange());
-    document.addEventListener("keydown", (event) => this.#pressed(event));
+    elements.filter.addEventListener("input", () => this.#applyFilter());
+    elements.blockedOnly.addEventListener("change", () => this.#applyFilter());
+    elements.sortButton.addEventListener("click", () => this.#sort());
+    document.addEventListener("keydown", (event) => this.#handleKey(event));
   }
 
-  // What the sidecar sent about a stream. It is drawn with the next `draw`.
-  take(stream) {
+  // Store an event of a stream. The next `draw` shows it.
+  update(stream) {
     const known = this.#streams.get(stream.stream);
-    if (known) Object.assign(known, { stream, named: true });
+    if (known) Object.assign(known, { stream, isListed: true });
     else {
-      const row = new Row(stream.stream, (toggled) => this.#toggle(toggled), this.#past);
-      this.#view.observe(row.element);
-      this.#streams.set(stream.stream, { row, motion: new Motion(), stream, chosen: null, named: true });
+      const row = new Row(stream.stream, (toggled) => this.#toggle(toggled), this.#history);
+      this.#viewObserver.observe(row.element);
+      this.#streams.set(stream.stream, { row, motion: new Motion(), stream, chosenOpen: null, isListed: true });
     }
   }
 
-  // A new connection begins by naming every stream; those that it does not name are gone.
-  resume() {
-    this.#resumed = true;
-    for (const it of this.#streams.values()) {
-      it.motion.rest();
-      it.named = false;
+  // Call this when a new connection begins. It sends every stream before the next `draw`, which removes all other streams.
+  startConnection() {
+    this.#isNewConnection = true;
+    for (const entry of this.#streams.values()) {
+      entry.motion.clearSamples();
+      entry.isListed = false;
     }
   }
 
-  // Show everything as of `now`, and sum it up for the headline. While a connection is `lost` nothing is seen to move: what
-  // came of the next one, before all of it did, moves when it is drawn.
-  draw(now, lost) {
-    if (this.#resumed) this.#forget();
-    for (const it of this.#streams.values()) {
-      if (!lost) it.motion.see(it.stream.linear, now);
-      it.row.draw(it.stream, judge(it.stream, it.motion, now), it.motion, now);
+  // Draw all streams as of `now` (seconds since 1970). Returns the totals for the headline. Without a connection,
+  // positions are not sampled: the first streams of the next connection may arrive before the connection is complete.
+  draw(now, isDisconnected) {
+    if (this.#isNewConnection) this.#removeUnlisted();
+    for (const entry of this.#streams.values()) {
+      if (!isDisconnected) entry.motion.addSample(entry.stream.linear, now);
+      entry.row.draw(entry.stream, streamStatus(entry.stream, entry.motion, now), entry.motion, now);
     }
-    if (this.#disturbs()) this.#offer();
-    else this.#arrange();
-    this.#select();
-    this.#speak(now);
-    return this.#sum();
+    if (this.#isInUse()) this.#offerSort();
+    else this.#sort();
+    this.#applyFilter();
+    this.#announceChanges(now);
+    return this.#totals();
   }
 
-  #forget() {
-    this.#resumed = false;
-    for (const [name, { row, named }] of this.#streams) {
-      if (named) continue;
-      this.#view.unobserve(row.element);
+  #removeUnlisted() {
+    this.#isNewConnection = false;
+    for (const [name, { row, isListed }] of this.#streams) {
+      if (isListed) continue;
+      this.#viewObserver.unobserve(row.element);
       row.element.remove();
       this.#streams.delete(name);
     }
   }
 
-  #seen({ target, isIntersecting }) {
+  #setInView({ target, isIntersecting }) {
     for (const { row } of this.#streams.values()) if (row.element === target) row.inView = isIntersecting;
   }
 
-  #sum() {
+  #totals() {
     const all = [...this.#streams.values()];
-    const blocked = all.filter(({ row }) => row.blocked);
+    const blocked = all.filter(({ row }) => row.isBlocked);
     return {
       streams: all.length,
       blocked: blocked.length,
-      waiting: all.filter(({ row }) => row.verdict.state === "waiting").length,
-      moving: all.filter(({ row }) => row.verdict.state === "moving").length,
-      behind: all.reduce((sum, { row }) => sum + (row.verdict.behind ?? 0), 0),
+      waiting: all.filter(({ row }) => row.status.state === "waiting").length,
+      moving: all.filter(({ row }) => row.status.state === "moving").length,
+      linearLag: all.reduce((sum, { row }) => sum + (row.status.linearLag ?? 0), 0),
       rate: all.reduce((sum, { motion }) => sum + motion.rate, 0),
       late: all.reduce((sum, { stream }) => sum + (stream.late?.count ?? 0), 0),
-      newestLate: Math.max(...all.map(({ stream }) => (stream.late ? seconds(stream.late.newest) : -Infinity))),
-      memory: all.some(({ stream }) => stream.source === "memory"),
-      oldest: blocked.map(({ row }) => row).sort(byTrouble)[0] ?? null,
+      newestLate: Math.max(...all.map(({ stream }) => (stream.late ? toSeconds(stream.late.newest) : -Infinity))),
+      fromMemory: all.some(({ stream }) => stream.source === "memory"),
+      longestBlocked: blocked.map(({ row }) => row).sort(compareRows)[0] ?? null,
     };
   }
 
-  // Whether somebody points at the rows, or is among them with the keyboard or a finger.
-  #disturbs() {
-    const { list } = this.#page;
-    return this.#pointed || list.contains(document.activeElement) || Date.now() - this.#touched < TOUCHED;
+  // Whether the user points at the list, has the focus in it, or has just touched it.
+  #isInUse() {
+    const { list } = this.#elements;
+    return this.#isPointedAt || list.contains(document.activeElement) || Date.now() - this.#touchedAt < TOUCH_PAUSE_MS;
   }
 
-  #ordered() {
-    return [...this.#streams.values()].map(({ row }) => row).sort(byTrouble);
+  #sortedRows() {
+    return [...this.#streams.values()].map(({ row }) => row).sort(compareRows);
   }
 
-  #arrange() {
-    const { list, sort } = this.#page;
-    sort.hidden = true;
-    let open = 0;
-    this.#ordered().forEach((row, at) => {
-      const it = this.#streams.get(row.name);
-      const wanted = it.chosen ?? (row.blocked && ++open <= OPENED);
-      if (row.open !== wanted) row.open = wanted;
-      if (list.children[at] !== row.element) list.insertBefore(row.element, list.children[at] ?? null);
+  #sort() {
+    const { list, sortButton } = this.#elements;
+    sortButton.hidden = true;
+    let autoOpened = 0;
+    this.#sortedRows().forEach((row, index) => {
+      const entry = this.#streams.get(row.name);
+      const shouldOpen = entry.chosenOpen ?? (row.isBlocked && ++autoOpened <= MAX_AUTO_OPENED);
+      if (row.open !== shouldOpen) row.open = shouldOpen;
+      if (list.children[index] !== row.element) list.insertBefore(row.element, list.children[index] ?? null);
     });
   }
 
-  // The order is not what it should be, and we must not touch it: new rows go to the end, and a button offers the rest.
-  #offer() {
-    const { list, sort } = this.#page;
-    const ordered = this.#ordered();
-    for (const row of ordered) if (!row.element.isConnected) list.append(row.element);
-    const standing = new Set([...list.children].slice(0, ordered.filter((row) => row.blocked).length));
-    const below = ordered.filter((row) => row.blocked && !standing.has(row.element)).length;
-    sort.hidden = below === 0;
-    if (below) sort.textContent = `${counted(below, "blocked stream")} further down: move to the top`;
+  // Append new rows without moving other rows. If blocked streams are further down, show a button that sorts the list.
+  #offerSort() {
+    const { list, sortButton } = this.#elements;
+    const sorted = this.#sortedRows();
+    for (const row of sorted) if (!row.element.isConnected) list.append(row.element);
+    const top = new Set([...list.children].slice(0, sorted.filter((row) => row.isBlocked).length));
+    const below = sorted.filter((row) => row.isBlocked && !top.has(row.element)).length;
+    sortButton.hidden = below === 0;
+    if (below) sortButton.textContent = `${pluralize(below, "blocked stream")} further down: move to the top`;
   }
 
-  #select() {
-    const { filter, only, shown, nothing } = this.#page;
+  #applyFilter() {
+    const { filter, blockedOnly, matchCount, emptyMessage } = this.#elements;
     const text = filter.value.trim().toLowerCase();
     let visible = 0;
     for (const { row } of this.#streams.values()) {
-      const hidden = !row.matches(text) || (only.checked && !row.blocked);
+      const hidden = !row.matches(text) || (blockedOnly.checked && !row.isBlocked);
       if (row.element.hidden !== hidden) row.element.hidden = hidden;
       visible += !hidden;
     }
-    shown.textContent = visible === this.#streams.size ? "" : `${visible} of ${this.#streams.size}`;
-    nothing.hidden = visible > 0;
-    nothing.textContent = this.#streams.size ? "No stream fits." : "No stream yet: one appears with its first record.";
+    matchCount.textContent = visible === this.#streams.size ? "" : `${visible} of ${this.#streams.size}`;
+    emptyMessage.hidden = visible > 0;
+    emptyMessage.textContent = this.#streams.size ? "No stream matches." : "No stream yet: a stream appears with its first record.";
   }
 
   #toggle(row) {
     row.open = !row.open;
-    this.#streams.get(row.name).chosen = row.open;
+    this.#streams.get(row.name).chosenOpen = row.open;
   }
 
-  // Say aloud what became blocked and what moves again; nothing else is worth an interruption.
-  #speak(now) {
-    const news = [];
+  // Announce to screen readers the streams that became blocked, and the streams that are not blocked any more.
+  #announceChanges(now) {
+    const changes = [];
     for (const { row } of this.#streams.values()) {
-      const before = this.#spoken.get(row.name) ?? false;
-      if (row.blocked && !before) {
-        const first = row.verdict.troubles[0];
-        news.push(`${row.name} is blocked${first ? `: ${sentence(first, now)}` : ""}.`);
-      } else if (!row.blocked && before) news.push(`${row.name} is not blocked any more.`);
-      this.#spoken.set(row.name, row.blocked);
+      const wasBlocked = this.#announcedBlocked.get(row.name) ?? false;
+      if (row.isBlocked && !wasBlocked) {
+        const problem = row.status.problems[0];
+        changes.push(`${row.name} is blocked${problem ? `: ${describeProblem(problem, now)}` : ""}.`);
+      } else if (!row.isBlocked && wasBlocked) changes.push(`${row.name} is not blocked any more.`);
+      this.#announcedBlocked.set(row.name, row.isBlocked);
     }
-    if (news.length) this.#page.spoken.textContent = news.length > 3 ? `${news.length} streams changed.` : news.join(" ");
+    if (changes.length) this.#elements.liveRegion.textContent = changes.length > 3 ? `${changes.length} streams changed.` : changes.join(" ");
   }
 
-  #pressed(event) {
+  #handleKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const { filter, list } = this.#page;
-    const typing = event.target instanceof HTMLInputElement && event.target.type !== "checkbox";
+    const { filter, list } = this.#elements;
+    const isTyping = event.target instanceof HTMLInputElement && event.target.type !== "checkbox";
     if (event.key === "Escape") {
       if (filter.value) {
         filter.value = "";
-        this.#select();
+        this.#applyFilter();
       }
       document.activeElement?.blur();
       return;
     }
-    if (typing && event.key !== "ArrowDown") return;
-    const visible = [...list.children].filter((it) => !it.hidden).map((it) => it.querySelector("button"));
-    const at = visible.indexOf(document.activeElement);
-    const blocked = visible.filter((it) => it.closest("li").dataset.state === "blocked");
+    if (isTyping && event.key !== "ArrowDown") return;
+    const buttons = [...list.children].filter((item) => !item.hidden).map((item) => item.querySelector("button"));
+    const focused = buttons.indexOf(document.activeElement);
+    const blocked = buttons.filter((button) => button.closest("li").dataset.state === "blocked");
     const targets = {
       "/": filter,
-      ArrowDown: visible[at + 1],
-      ArrowUp: at > 0 ? visible[at - 1] : filter,
-      n: blocked.find((it) => visible.indexOf(it) > at) ?? blocked[0],
+      ArrowDown: buttons[focused + 1],
+      ArrowUp: focused > 0 ? buttons[focused - 1] : filter,
+      n: blocked.find((button) => buttons.indexOf(button) > focused) ?? blocked[0],
     };
-    if (event.key === "ArrowUp" && at < 0) return;
-    if (event.key === "ArrowDown" && at < 0 && !typing && event.target !== document.body) return;
+    if (event.key === "ArrowUp" && focused < 0) return;
+    if (event.key === "ArrowDown" && focused < 0 && !isTyping && event.target !== document.body) return;
     const target = targets[event.key];
     if (!target) return;
     event.preventDefault();
@@ -199,9 +202,9 @@ export class Board {
   }
 }
 
-// Blocked ones first, the longest before the others; then by name.
-function byTrouble(a, b) {
-  if (a.blocked !== b.blocked) return a.blocked ? -1 : 1;
-  if (a.blocked && a.verdict.since !== b.verdict.since) return (a.verdict.since ?? 0) - (b.verdict.since ?? 0);
+// Blocked streams first, the longest blocked before the others; then by name.
+function compareRows(a, b) {
+  if (a.isBlocked !== b.isBlocked) return a.isBlocked ? -1 : 1;
+  if (a.isBlocked && a.status.since !== b.status.since) return (a.status.since ?? 0) - (b.status.since ?? 0);
   return a.name < b.name ? -1 : 1;
 }

@@ -1,14 +1,14 @@
-// A chart of lag over the past hour: an area, as SVG without script or style of its own.
+// Charts of the lag in the past hour: an area and a line in SVG. The style is in streams.css.
 
-import { age } from "./words.js";
+import { formatDuration } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEAST = 60; // seconds at the top of a chart at least: a lag of moments must not look like a mountain
+const MIN_SCALE_SECONDS = 60; // the smallest lag at the top of a chart, so that a lag of seconds does not look large
 
-// An empty chart, and the function that draws it.
-export function chart(name) {
+// Create an empty chart with this CSS class.
+export function createChart(cssClass) {
   const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", name);
+  svg.setAttribute("class", cssClass);
   svg.setAttribute("role", "img");
   svg.setAttribute("viewBox", "0 0 120 30");
   svg.setAttribute("preserveAspectRatio", "none");
@@ -20,20 +20,20 @@ export function chart(name) {
   return svg;
 }
 
-// `lag` is in seconds, oldest first. A chart that was drawn of the same lag is not drawn again.
-export function draw(svg, lag) {
-  const most = Math.max(LEAST, ...lag);
-  const points = lag.map((seconds, at) => `${((120 * at) / (lag.length - 1)).toFixed(1)},${(29 - (28 * seconds) / most).toFixed(1)}`);
+// Draw `lag` (seconds, oldest first). Does nothing if the chart shows the same lag already.
+export function drawChart(svg, lag) {
+  const highest = Math.max(MIN_SCALE_SECONDS, ...lag);
+  const points = lag.map((seconds, index) => `${((120 * index) / (lag.length - 1)).toFixed(1)},${(29 - (28 * seconds) / highest).toFixed(1)}`);
   const path = `M${points.join("L")}`;
   const [area, line] = svg.children;
   if (line.getAttribute("d") === path) return;
   line.setAttribute("d", path);
   area.setAttribute("d", `${path}L120,30L0,30Z`);
-  svg.setAttribute("aria-label", described(lag));
+  svg.setAttribute("aria-label", describeLag(lag));
 }
 
-export function described(lag) {
+export function describeLag(lag) {
   const largest = Math.max(...lag);
   if (!largest) return "No lag in the past hour";
-  return `Lag in the past hour: at most ${age(largest)}, now ${age(lag.at(-1))}`;
+  return `Lag in the past hour: at most ${formatDuration(largest)}, now ${formatDuration(lag.at(-1))}`;
 }

@@ -1,17 +1,19 @@
-// The connection to the sidecar: everything at first, then what changes. It reconnects by itself.
+// The connection to `/v1/watch`. The sidecar sends every stream first, then the streams that change. Reconnects after
+// each loss.
 
-import { parse } from "./ids.js";
-import { events } from "./sse.js";
+import { parseJson } from "./ids.js";
+import { readEvents } from "./sse.js";
 
-const SILENT = 30_000; // ms without a byte: the connection counts as dead
-const PAUSES = [500, 1000, 2000, 5000]; // ms before the next try
+const SILENCE_TIMEOUT_MS = 30_000; // without a byte for so long, the connection is closed
+const RECONNECT_PAUSES_MS = [500, 1000, 2000, 5000];
 
-// `listener` has: connected(), stream(data), pipeline(data), lost(reason), refused() for a token that is missing or wrong.
+// `listener` has the methods onConnected(), onStream(stream), onPipeline(pipeline), onDisconnected(reason), and
+// onTokenRefused(), which is called if the token is missing or invalid. `token` returns the bearer token, or null.
 export class Feed {
   #listener;
   #token = () => null;
-  #tries = 0;
-  #retry;
+  #failures = 0; // since the last event
+  #retryTimer;
 
   constructor(listener, token) {
     this.#listener = listener;
@@ -19,45 +21,46 @@ export class Feed {
   }
 
   async open() {
-    clearTimeout(this.#retry);
+    clearTimeout(this.#retryTimer);
     let reason;
     try {
-      reason = await this.#read();
+      reason = await this.#readUntilEnd();
     } catch (error) {
-      reason = error.name === "AbortError" ? "the sidecar sends nothing any more" : "the sidecar cannot be reached";
+      reason = error.name === "AbortError" ? "no data arrives from the sidecar" : "the sidecar cannot be reached";
     }
     if (reason === null) return;
-    this.#listener.lost(reason);
-    const pause = PAUSES[Math.min(this.#tries++, PAUSES.length - 1)];
-    this.#retry = setTimeout(() => this.open(), pause * (0.5 + Math.random())); // not all pages at once
+    this.#listener.onDisconnected(reason);
+    const pause = RECONNECT_PAUSES_MS[Math.min(this.#failures++, RECONNECT_PAUSES_MS.length - 1)];
+    // A random pause, so that pages do not reconnect together.
+    this.#retryTimer = setTimeout(() => this.open(), pause * (0.5 + Math.random()));
   }
 
-  // Returns why the connection ended; null: not to be tried again before there is a token.
-  async #read() {
-    const gone = new AbortController();
-    let silence = setTimeout(() => gone.abort(), SILENT);
-    const heard = () => {
-      clearTimeout(silence);
-      silence = setTimeout(() => gone.abort(), SILENT);
+  // Read until the connection ends. Returns the reason of its end; null if a token is needed before another attempt.
+  async #readUntilEnd() {
+    const controller = new AbortController();
+    let silenceTimer = setTimeout(() => controller.abort(), SILENCE_TIMEOUT_MS);
+    const restartTimer = () => {
+      clearTimeout(silenceTimer);
+      silenceTimer = setTimeout(() => controller.abort(), SILENCE_TIMEOUT_MS);
     };
     try {
       const token = this.#token();
       const headers = token ? { Authorization: `Bearer ${token}` } : {};
-      const answer = await fetch("v1/watch", { headers, cache: "no-store", signal: gone.signal });
+      const answer = await fetch("v1/watch", { headers, cache: "no-store", signal: controller.signal });
       if (answer.status === 401) {
-        this.#listener.refused();
+        this.#listener.onTokenRefused();
         return null;
       }
       if (!answer.ok) return `the sidecar answers ${answer.status} ${answer.statusText}`.trim();
-      this.#listener.connected();
-      for await (const { name, data } of events(answer.body, heard)) {
-        this.#tries = 0;
-        if (name === "stream") this.#listener.stream(parse(data));
-        else if (name === "pipeline") this.#listener.pipeline(parse(data));
+      this.#listener.onConnected();
+      for await (const { name, data } of readEvents(answer.body, restartTimer)) {
+        this.#failures = 0;
+        if (name === "stream") this.#listener.onStream(parseJson(data));
+        else if (name === "pipeline") this.#listener.onPipeline(parseJson(data));
       }
       return "the sidecar closed the connection";
     } finally {
-      clearTimeout(silence);
+      clearTimeout(silenceTimer);
     }
   }
 }

@@ -1,132 +1,135 @@
-// The top of the page: one sentence, figures, and what needs attention besides streams.
+// The top of the page: the headline, totals of all streams, the banner, and notices that concern no single stream.
 
-import { element } from "./row.js";
-import { sentence, seconds } from "./verdict.js";
-import { age, clock, count, counted, rate } from "./words.js";
+import { createElement } from "./row.js";
+import { describeProblem, toSeconds } from "./status.js";
+import { formatCount, formatDuration, formatRate, formatTime, pluralize } from "./format.js";
 
-const FRESH = 600; // seconds in which rejected records are news
+const RECENT_SECONDS = 600; // for which rejected records and late facts cause a notice
 
-// {mood, headline, subline} of what the board summed up; `lost` is {reason, since} while there is no connection.
-export function summary(sum, pipeline, lost, now) {
-  if (lost) {
+// Returns {status, headline, subline}. `totals`: from `Board.draw`. `loss`: {reason, since} while there is no connection,
+// else null.
+export function summary(totals, pipeline, loss, now) {
+  if (loss) {
     return {
-      mood: "lost",
+      status: "disconnected",
       headline: "No connection to the sidecar",
-      subline: sum.streams
-        ? `${capital(lost.reason)}. What you see is from ${clock(lost.since * 1000)}, ${age(now - lost.since)} ago.`
-        : `${capital(lost.reason)}. Trying again.`,
+      subline: totals.streams
+        ? `${capitalize(loss.reason)}. This page shows data from ${formatTime(loss.since * 1000)}, ${formatDuration(now - loss.since)} ago.`
+        : `${capitalize(loss.reason)}. Trying again.`,
     };
   }
-  const all = counted(sum.streams, "stream");
+  const all = pluralize(totals.streams, "stream");
   if (pipeline.owner !== null && pipeline.lease_seconds === 0) {
     const subline = `No process holds the lease; ${pipeline.owner} had it last. No position moves.`;
-    return { mood: "blocked", headline: "No pipeline runs", subline };
+    return { status: "blocked", headline: "No pipeline runs", subline };
   }
-  if (sum.blocked) {
-    const verb = sum.blocked === 1 ? "is" : "are";
-    const headline = sum.streams === 1 ? "The only stream is blocked" : `${sum.blocked} of ${all} ${verb} blocked`;
-    const [first] = sum.oldest.verdict.troubles;
-    const subline = first ? `${sum.oldest.name}: ${sentence(first, now)}.` : `${sum.oldest.name} is recovering: its positions are not known.`;
-    return { mood: "blocked", headline, subline };
+  if (totals.blocked) {
+    const verb = totals.blocked === 1 ? "is" : "are";
+    const headline = totals.streams === 1 ? "The only stream is blocked" : `${totals.blocked} of ${all} ${verb} blocked`;
+    const [problem] = totals.longestBlocked.status.problems;
+    const subline = problem ? `${totals.longestBlocked.name}: ${describeProblem(problem, now)}.` : `${totals.longestBlocked.name} is recovering: its positions are not known.`;
+    return { status: "blocked", headline, subline };
   }
-  if (!sum.streams) return { mood: "calm", headline: "No stream yet", subline: "One appears with its first record." };
-  if (sum.moving || sum.waiting) {
-    const active = sum.moving + sum.waiting;
-    if (active < sum.streams) {
-      const subline = `${are(active)} moving, ${are(sum.streams - active)} complete and quiet.`;
-      return { mood: "calm", headline: `All ${all} are fine`, subline };
+  if (!totals.streams) return { status: "ok", headline: "No stream yet", subline: "A stream appears with its first record." };
+  if (totals.moving || totals.waiting) {
+    const active = totals.moving + totals.waiting;
+    if (active < totals.streams) {
+      const subline = `${countWithVerb(active)} moving, ${countWithVerb(totals.streams - active)} complete and quiet.`;
+      return { status: "ok", headline: `All ${all} are fine`, subline };
     }
-    const headline = sum.streams === 1 ? "The only stream is moving" : `All ${all} are moving`;
-    return { mood: "calm", headline, subline: "Nothing is missing for longer than a transaction takes." };
+    const headline = totals.streams === 1 ? "The only stream is moving" : `All ${all} are moving`;
+    return { status: "ok", headline, subline: "No ID is missing for longer than a transaction takes." };
   }
-  return { mood: "calm", headline: sum.streams === 1 ? "The only stream is complete" : `All ${all} are complete`, subline: "No writer is writing, and nothing is missing." };
+  return { status: "ok", headline: totals.streams === 1 ? "The only stream is complete" : `All ${all} are complete`, subline: "No position moves, and no ID is missing." };
 }
 
-export function figures(sum, pipeline) {
-  const letters = pipeline.dead_letters?.reduce((total, it) => total + it.records, 0);
+// The texts of the totals, by the ID of their HTML element.
+export function figures(totals, pipeline) {
+  const deadLetters = pipeline.dead_letters?.reduce((sum, entry) => sum + entry.records, 0);
   return {
-    rate: rate(sum.rate),
-    behind: count(sum.behind),
-    late: count(sum.late),
-    letters: letters === undefined ? "not known" : count(letters),
-    batch: pipeline.quiet_seconds === null ? (pipeline.dead_letters ? "none yet" : "not known") : `${age(pipeline.quiet_seconds)} ago`,
+    rate: formatRate(totals.rate),
+    behind: formatCount(totals.linearLag),
+    late: formatCount(totals.late),
+    "dead-letters": deadLetters === undefined ? "not known" : formatCount(deadLetters),
+    batch: pipeline.quiet_seconds === null ? (pipeline.dead_letters ? "none yet" : "not known") : `${formatDuration(pipeline.quiet_seconds)} ago`,
   };
 }
 
-// What needs attention besides streams: {said, verb}, a sentence and the first command to run, if any.
-export function notices(sum, pipeline, now) {
-  const found = pipeline.problems.map((it) => ({ said: `${it}.` }));
-  if (sum.memory) found.push({ said: "Neither Redis nor Postgres answers: these are the last positions that this sidecar read." });
-  if (pipeline.owner !== null && pipeline.lease_seconds === 0) found.push({ said: "Why the pipeline waits or stopped:", verb: "tidemark status" });
+// Problems that concern no single stream, as a list of {text, command}. `command`: the first command to run, if any.
+export function notices(totals, pipeline, now) {
+  const entries = pipeline.problems.map((problem) => ({ text: `${problem}.` }));
+  if (totals.fromMemory) entries.push({ text: "Neither Redis nor Postgres answers: these are the last positions that this sidecar read." });
+  if (pipeline.owner !== null && pipeline.lease_seconds === 0) entries.push({ text: "Why the pipeline waits or stopped:", command: "tidemark status" });
   const [hidden] = pipeline.not_shown ?? [];
   if (hidden) {
     const others = pipeline.not_shown.length - 1;
-    const said = `${hidden.stream}${others ? ` and ${counted(others, "stream")} more` : ""} cannot be published to ${hidden.sink}, for ${age(now - seconds(hidden.since))}: ${hidden.problem}.`;
-    found.push({ said, verb: "tidemark status" });
+    const text = `${hidden.stream}${others ? ` and ${pluralize(others, "stream")} more` : ""} cannot be published to ${hidden.sink}, for ${formatDuration(now - toSeconds(hidden.since))}: ${hidden.problem}.`;
+    entries.push({ text, command: "tidemark status" });
   }
-  for (const it of (pipeline.lagging ?? []).filter((lag) => lag.blocked_offset !== null)) {
-    const said = `An open Kafka transaction blocks partition ${it.partition} of ${it.topic} at offset ${it.blocked_offset}, for ${age(now - seconds(it.blocked_since))}; ${counted(it.records, "record")} cannot be read. This prints the commands that find and abort it:`;
-    found.push({ said, verb: "tidemark status" });
+  for (const partition of (pipeline.lagging ?? []).filter((lag) => lag.blocked_offset !== null)) {
+    const text = `An open Kafka transaction blocks partition ${partition.partition} of ${partition.topic} at offset ${partition.blocked_offset}, for ${formatDuration(now - toSeconds(partition.blocked_since))}; ${pluralize(partition.records, "record")} cannot be read. This prints the commands that find and abort it:`;
+    entries.push({ text, command: "tidemark status" });
   }
-  if (now - sum.newestLate < FRESH) {
-    const said = `Facts came late, the last ${age(now - sum.newestLate)} ago: readers that have passed their IDs must read them.`;
-    found.push({ said, verb: "tidemark late list" });
+  if (now - totals.newestLate < RECENT_SECONDS) {
+    const text = `Facts came late, the last ${formatDuration(now - totals.newestLate)} ago: readers that have passed their IDs must read them.`;
+    entries.push({ text, command: "tidemark late list" });
   }
-  const fresh = (pipeline.dead_letters ?? []).filter((it) => now - seconds(it.newest) < FRESH);
-  if (fresh.length) {
-    const newest = Math.max(...fresh.map((it) => seconds(it.newest)));
-    const reasons = fresh.map((it) => `${count(it.records)} ${it.reason}`).join(", ");
-    found.push({ said: `Records were rejected, the last ${age(now - newest)} ago: ${reasons} in all.`, verb: "tidemark dead-letters list" });
+  const recent = (pipeline.dead_letters ?? []).filter((entry) => now - toSeconds(entry.newest) < RECENT_SECONDS);
+  if (recent.length) {
+    const newest = Math.max(...recent.map((entry) => toSeconds(entry.newest)));
+    const reasons = recent.map((entry) => `${formatCount(entry.records)} ${entry.reason}`).join(", ");
+    entries.push({ text: `Records were rejected, the last ${formatDuration(now - newest)} ago: ${reasons} in all.`, command: "tidemark dead-letters list" });
   }
-  return found;
+  return entries;
 }
 
-// Operator overrides of the last day, the newest first.
+// The operator overrides of the last day, newest first, as a list of {text}.
 export function overrides(pipeline, now) {
-  return (pipeline.overrides ?? []).map((it) => {
-    const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream || "all streams";
-    const by = it.by === it.seen_as ? it.by : `${it.by} (as ${it.seen_as})`;
-    return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its outcome is not known"})` };
+  return (pipeline.overrides ?? []).map((override) => {
+    const target = override.writer ? `${override.writer} of ${override.stream}` : override.stream || "all streams";
+    const by = override.by === override.seen_as ? override.by : `${override.by} (as ${override.seen_as})`;
+    return { text: `${override.kind} of ${target}, ${formatDuration(now - toSeconds(override.time))} ago, by ${by}: ${override.why} (${override.outcome ?? "its outcome is not known"})` };
   });
 }
 
-// The banner: its first line always, further lines folded if there is little room. A line may begin with the name of a
-// stream and a colon.
-export async function note(place) {
+// Load the banner text into `details`, an element of that kind. The first line is the summary. Further lines are folded
+// on a narrow screen. A further line may begin with the name of a stream and a colon.
+export async function loadBanner(details) {
   const answer = await fetch("page/note.txt").catch(() => null);
   const [first, ...others] = answer?.ok ? (await answer.text()).split("\n").filter((line) => line.trim()) : [];
   if (first === undefined) return;
-  place.querySelector("summary").textContent = first;
+  details.querySelector("summary").textContent = first;
   for (const line of others) {
-    const [, name, said] = /^(\S+): (.*)$/.exec(line) ?? [null, "", line];
-    const paragraph = element("p", "", ` ${said}`);
-    if (name) paragraph.prepend(element("strong", "", `${name}:`));
-    place.append(paragraph);
+    const [, name, text] = /^(\S+): (.*)$/.exec(line) ?? [null, "", line];
+    const paragraph = createElement("p", "", ` ${text}`);
+    if (name) paragraph.prepend(createElement("strong", "", `${name}:`));
+    details.append(paragraph);
   }
-  place.classList.toggle("single", !others.length);
-  place.open = others.length > 0 && matchMedia("(min-width: 52rem)").matches;
-  place.hidden = false;
+  details.classList.toggle("single", !others.length);
+  details.open = others.length > 0 && matchMedia("(min-width: 52rem)").matches;
+  details.hidden = false;
 }
 
-// Change only what differs: a person may be copying the rest.
-export function listed(list, found) {
-  while (list.children.length > found.length) list.lastElementChild.remove();
-  while (list.children.length < found.length) {
-    const item = element("li");
-    item.append(element("span"), element("code", "verb"));
+// Show `entries`, which have {text, command}, as the items of `list`. Unchanged text is not written again, because a
+// person may have selected it.
+export function updateList(list, entries) {
+  while (list.children.length > entries.length) list.lastElementChild.remove();
+  while (list.children.length < entries.length) {
+    const item = createElement("li");
+    item.append(createElement("span"), createElement("code", "command"));
     list.append(item);
   }
-  found.forEach(({ said, verb }, at) => {
-    const [sentence, code] = list.children[at].children;
-    if (sentence.textContent !== said) sentence.textContent = said;
-    if (code.textContent !== (verb ?? "")) code.textContent = verb ?? "";
+  entries.forEach(({ text, command }, index) => {
+    const [span, code] = list.children[index].children;
+    if (span.textContent !== text) span.textContent = text;
+    if (code.textContent !== (command ?? "")) code.textContent = command ?? "";
   });
 }
 
-function are(number) {
-  return `${count(number)} ${number === 1 ? "is" : "are"}`;
+function countWithVerb(number) {
+  return `${formatCount(number)} ${number === 1 ? "is" : "are"}`;
 }
 
-function capital(text) {
+function capitalize(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

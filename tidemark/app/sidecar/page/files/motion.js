@@ -1,40 +1,41 @@
-// How a linear position moves: its rate, and how long it has not moved, as far as this page knows.
+// The motion of a linear position: its rate, and since when it has not moved. Times are in seconds.
 
-import { ahead } from "./ids.js";
+import { distanceBeyond } from "./ids.js";
 
-const WINDOW = 10; // seconds that a rate is taken over
+const RATE_WINDOW_SECONDS = 10;
 
 export class Motion {
   #samples = []; // [seconds, linear]
   #linear = null;
 
-  // `moved`: it was seen to move. `still`: it has not moved since then.
-  moved = false;
-  still = null;
+  // `hasMoved`: whether this page has seen the position move. `stillSince`: when the position moved last; before the
+  // first move, the time of the first sample.
+  hasMoved = false;
+  stillSince = null;
 
-  see(linear, now) {
+  addSample(linear, now) {
     const last = this.#samples.at(-1);
     if (linear === null || last?.[0] === now) return;
-    this.still ??= now;
+    this.stillSince ??= now;
     if (this.#linear !== null && this.#linear !== linear) {
-      this.moved = true;
-      this.still = now;
+      this.hasMoved = true;
+      this.stillSince = now;
     }
     this.#linear = linear;
     this.#samples.push([now, linear]);
-    while (this.#samples.length > 2 && now - this.#samples[1][0] >= WINDOW) this.#samples.shift();
+    while (this.#samples.length > 2 && now - this.#samples[1][0] >= RATE_WINDOW_SECONDS) this.#samples.shift();
   }
 
-  // Nothing was heard for a while: what happened meanwhile has no rate.
-  rest() {
+  // Forget the samples after a loss of the connection: the rate during the loss is not known.
+  clearSamples() {
     this.#samples = [];
   }
 
-  // IDs a second.
+  // IDs per second.
   get rate() {
     if (this.#samples.length < 2) return 0;
     const [began, from] = this.#samples[0];
     const [ended, to] = this.#samples.at(-1);
-    return ended > began ? ahead(to, from) / (ended - began) : 0;
+    return ended > began ? distanceBeyond(to, from) / (ended - began) : 0;
   }
 }

@@ -1,86 +1,86 @@
-// The live page: joins the connection, the list of streams and the headline.
+// The live page: connects the feed with the list of streams and the headline.
 
 import { Board } from "./board.js";
 import { Feed } from "./feed.js";
-import { figures, listed, note, notices, overrides, summary } from "./headline.js";
-import { seconds } from "./verdict.js";
+import { figures, loadBanner, notices, overrides, summary, updateList } from "./headline.js";
+import { toSeconds } from "./status.js";
 
-const TOKEN = "tidemark.token";
-const part = (id) => document.getElementById(id);
+const TOKEN_KEY = "tidemark.token"; // in the session storage
+const byId = (id) => document.getElementById(id);
 
 const board = new Board({
-  list: part("streams"), filter: part("filter"), only: part("only"), shown: part("shown"), sort: part("sort"),
-  nothing: part("nothing"), spoken: part("spoken"),
-}, () => sessionStorage.getItem(TOKEN));
+  list: byId("streams"), filter: byId("filter"), blockedOnly: byId("only"), matchCount: byId("shown"), sortButton: byId("sort"),
+  emptyMessage: byId("nothing"), liveRegion: byId("spoken"),
+}, () => sessionStorage.getItem(TOKEN_KEY));
 let pipeline = null;
-let lost = null;
-let skew = 0; // seconds that the sidecar's clock is ahead of ours
-const now = () => Date.now() / 1000 + skew;
+let loss = null; // {reason, since} while there is no connection
+let clockOffset = 0; // seconds by which the clock of the sidecar is ahead of the clock of this browser
+const now = () => Date.now() / 1000 + clockOffset;
 
 const feed = new Feed(
   {
-    connected() {
-      part("guard").hidden = true;
-      board.resume();
+    onConnected() {
+      byId("token-form").hidden = true;
+      board.startConnection();
     },
-    stream: (stream) => board.take(stream),
-    pipeline(said) {
-      pipeline = said;
-      skew = seconds(said.time) - Date.now() / 1000;
-      lost = null;
+    onStream: (stream) => board.update(stream),
+    onPipeline(answer) {
+      pipeline = answer;
+      clockOffset = toSeconds(answer.time) - Date.now() / 1000;
+      loss = null;
       draw();
     },
-    lost(reason) {
-      lost = { reason, since: lost?.since ?? now() };
+    onDisconnected(reason) {
+      loss = { reason, since: loss?.since ?? now() };
       draw();
     },
-    refused() {
-      const again = sessionStorage.getItem(TOKEN) !== null;
-      sessionStorage.removeItem(TOKEN);
-      show({ mood: "asking", headline: again ? "That token is not taken" : "A token is needed", subline: "\u00a0" });
-      part("board").hidden = true;
-      part("guard").hidden = false;
-      part("token").focus();
+    onTokenRefused() {
+      const hadToken = sessionStorage.getItem(TOKEN_KEY) !== null;
+      sessionStorage.removeItem(TOKEN_KEY);
+      show({ status: "loading", headline: hadToken ? "The token is not valid" : "A token is needed", subline: "\u00a0" });
+      byId("board").hidden = true;
+      byId("token-form").hidden = false;
+      byId("token").focus();
     },
   },
-  () => sessionStorage.getItem(TOKEN),
+  () => sessionStorage.getItem(TOKEN_KEY),
 );
 
-part("guard").addEventListener("submit", (event) => {
+byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(TOKEN, part("token").value.trim());
-  part("token").value = "";
+  sessionStorage.setItem(TOKEN_KEY, byId("token").value.trim());
+  byId("token").value = "";
   feed.open();
 });
 
-// With each word of the sidecar, which comes about once a second; without a connection only the age is counted on.
+// Called with each `pipeline` event, about once a second. Without a connection, only the age of the data changes.
 function draw() {
   if (pipeline === null) {
-    if (lost) show(summary({ streams: 0 }, null, lost, now()));
+    if (loss) show(summary({ streams: 0 }, null, loss, now()));
     return;
   }
-  const sum = board.draw(lost?.since ?? now(), lost !== null);
-  part("board").hidden = false;
-  show(summary(sum, pipeline, lost, now()));
-  for (const [id, said] of Object.entries(figures(sum, pipeline))) write(part(id), said);
-  listed(part("notices"), lost ? [] : notices(sum, pipeline, now()));
-  const done = overrides(pipeline, lost?.since ?? now());
-  part("audit").hidden = !done.length;
-  listed(part("overrides"), done);
+  const totals = board.draw(loss?.since ?? now(), loss !== null);
+  byId("board").hidden = false;
+  show(summary(totals, pipeline, loss, now()));
+  for (const [id, text] of Object.entries(figures(totals, pipeline))) setText(byId(id), text);
+  updateList(byId("notices"), loss ? [] : notices(totals, pipeline, now()));
+  const entries = overrides(pipeline, loss?.since ?? now());
+  byId("audit").hidden = !entries.length;
+  updateList(byId("overrides"), entries);
 }
 
-function show({ mood, headline, subline }) {
-  document.querySelector(".top").dataset.mood = mood;
-  write(part("headline"), headline);
-  write(part("subline"), subline);
+function show({ status, headline, subline }) {
+  document.querySelector(".top").dataset.status = status;
+  setText(byId("headline"), headline);
+  setText(byId("subline"), subline);
   const title = `${headline} · Tidemark`;
   if (document.title !== title) document.title = title;
 }
 
-function write(element, said) {
-  if (element.textContent !== said) element.textContent = said;
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
-setInterval(() => lost && draw(), 1000);
-note(part("note"));
+setInterval(() => loss && draw(), 1000);
+loadBanner(byId("note"));
 feed.open();

@@ -1,51 +1,51 @@
-// One stream on the page: a line that is always there, and its writers below it when it is open.
+// One stream on the page: a row, and while it is open, details below: problems, writers, readers and the past hour.
 
-import { sentence } from "./verdict.js";
-import { chart, described, draw } from "./chart.js";
-import { gaps, moves } from "./past.js";
-import { Scale, ofReader, ofWriter, paint, whole } from "./strip.js";
-import { age, count, counted, grouped, rate } from "./words.js";
+import { describeProblem } from "./status.js";
+import { createChart, describeLag, drawChart } from "./chart.js";
+import { gapParts, moveParts } from "./history.js";
+import { Scale, readerParts, writerParts, paint, streamParts } from "./strip.js";
+import { formatDuration, formatCount, pluralize, formatId, formatRate } from "./format.js";
 
 const STATES = { blocked: "blocked", waiting: "waiting", moving: "moving", complete: "complete", recovering: "recovering" };
-let rows = 0;
+let rowCount = 0; // for unique element IDs
 
 export class Row {
   #parts;
-  #shown = {}; // by part: its text
+  #texts = {}; // by part: the text that is shown
   #now = 0;
   #rate = 0;
-  #past;
+  #history;
 
-  // `past` is the `Past` of the page.
-  constructor(name, toggled, past) {
-    this.#past = past;
+  // `onToggle` is called with this row when the user clicks its name. `history`: the `HistoryLoader` of the page.
+  constructor(name, onToggle, history) {
+    this.#history = history;
     this.inView = false;
     this.name = name;
     this.stream = null;
-    this.verdict = null;
-    this.element = element("li", "stream");
-    const id = `row${rows++}`;
-    const button = element("button", "name", name);
+    this.status = null; // from `streamStatus`
+    this.element = createElement("li", "stream");
+    const id = `row${rowCount++}`;
+    const button = createElement("button", "name", name);
     button.type = "button";
     button.setAttribute("aria-controls", id);
-    button.addEventListener("click", () => toggled(this));
-    const heading = element("h2");
+    button.addEventListener("click", () => onToggle(this));
+    const heading = createElement("h2");
     heading.append(button);
-    const strip = element("div", "strip");
+    const strip = createElement("div", "strip");
     strip.setAttribute("role", "img");
-    const figures = { linear: figure("linear"), behind: figure("behind"), rate: figure("IDs a second") };
-    const list = element("dl", "numbers");
-    list.append(...Object.values(figures).map((it) => it.pair));
-    const lag = chart("lag");
+    const figures = { linear: createFigure("linear"), linearLag: createFigure("behind"), rate: createFigure("IDs a second") };
+    const list = createElement("dl", "numbers");
+    list.append(...Object.values(figures).map((figure) => figure.pair));
+    const lag = createChart("lag");
     lag.setAttribute("aria-label", "Lag in the past hour: not known yet");
-    const state = element("p", "state");
-    const late = element("p", "late");
-    const condition = element("div", "condition");
+    const state = createElement("p", "state");
+    const late = createElement("p", "late");
+    const condition = createElement("div", "condition");
     condition.append(state, late);
-    const details = element("div", "details");
+    const details = createElement("div", "details");
     details.id = id;
     this.element.append(heading, strip, list, lag, condition, details);
-    this.#parts = { button, strip, lag, state, late, details, ...map(figures, (it) => it.value) };
+    this.#parts = { button, strip, lag, state, late, details, ...mapValues(figures, (figure) => figure.value) };
     this.open = false;
   }
 
@@ -63,205 +63,210 @@ export class Row {
     return this.#parts.button;
   }
 
-  get blocked() {
-    return this.verdict?.state === "blocked" || this.verdict?.state === "recovering";
+  get isBlocked() {
+    return this.status?.state === "blocked" || this.status?.state === "recovering";
   }
 
+  // Whether the name of the stream or of one of its writers contains `text`, which is in lower case.
   matches(text) {
-    const names = [this.name, ...(this.stream?.writers ?? []).map((it) => it.writer)];
-    return names.some((it) => it.toLowerCase().includes(text));
+    const names = [this.name, ...(this.stream?.writers ?? []).map((writer) => writer.writer)];
+    return names.some((name) => name.toLowerCase().includes(text));
   }
 
-  draw(stream, verdict, motion, now) {
+  draw(stream, status, motion, now) {
     this.stream = stream;
-    this.verdict = verdict;
+    this.status = status;
     this.#now = now;
     this.#rate = motion.rate;
-    this.element.dataset.state = verdict.state;
-    this.#say("state", STATES[verdict.state] + (verdict.since === null ? "" : ` ${age(now - verdict.since)}`));
-    this.#say("linear", stream.linear === null ? "not known" : grouped(stream.linear));
-    this.#say("behind", verdict.behind === null ? "–" : count(verdict.behind));
-    this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
-    this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
-    this.#parts.strip.ariaLabel = this.#description(verdict, now);
-    paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.allocated, motion.rate)));
-    if (this.inView && stream.linear !== null) this.#past.want(this.name, this.open);
-    this.drawPast();
+    this.element.dataset.state = status.state;
+    this.#setText("state", STATES[status.state] + (status.since === null ? "" : ` ${formatDuration(now - status.since)}`));
+    this.#setText("linear", stream.linear === null ? "not known" : formatId(stream.linear));
+    this.#setText("linearLag", status.linearLag === null ? "–" : formatCount(status.linearLag));
+    this.#setText("rate", stream.linear === null ? "–" : formatRate(motion.rate));
+    this.#setText("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
+    this.#parts.strip.ariaLabel = this.#describe(status, now);
+    paint(this.#parts.strip, stream.linear === null ? [] : streamParts(stream, new Scale(stream, status.allocated, motion.rate)));
+    if (this.inView && stream.linear !== null) this.#history.request(this.name, this.open);
+    this.drawHistory();
     this.#drawDetails();
   }
 
-  // The past hour, as the sidecar answered last.
-  drawPast() {
-    const { history } = this.#past.of(this.name);
-    if (history !== null) draw(this.#parts.lag, history.lag_seconds);
+  // Draw the last known history of the past hour.
+  drawHistory() {
+    const { history } = this.#history.get(this.name);
+    if (history !== null) drawChart(this.#parts.lag, history.lag_seconds);
     if (this.open) this.#drawDetails();
   }
 
-  #description(verdict, now) {
+  // The description of the strip, for screen readers.
+  #describe(status, now) {
     if (this.stream.linear === null) return `${this.name} is recovering`;
-    if (!verdict.troubles.length) return `${this.name} is complete up to ${grouped(this.stream.linear)}`;
-    return verdict.troubles.map((it) => sentence(it, now)).join("; ");
+    if (!status.problems.length) return `${this.name} is complete up to ${formatId(this.stream.linear)}`;
+    return status.problems.map((problem) => describeProblem(problem, now)).join("; ");
   }
 
   #drawDetails() {
     const { details } = this.#parts;
     if (!this.open || this.stream === null) return;
     if (this.stream.linear === null) {
-      details.replaceChildren(element("p", "trouble", "Neither Redis nor Postgres knows its positions."));
+      details.replaceChildren(createElement("p", "problem", "Neither Redis nor Postgres knows its positions."));
       return;
     }
-    details.querySelector(":scope > .trouble")?.remove();
-    const scale = new Scale(this.stream, this.verdict.allocated, this.#rate);
-    const troubles = child(details, "ul", "troubles");
-    resized(troubles, this.verdict.troubles.length, trouble);
-    this.verdict.troubles.forEach((it, at) => tell(troubles.children[at], it, this.#now));
-    const lanes = child(details, "ul", "lanes");
+    details.querySelector(":scope > .problem")?.remove();
+    const scale = new Scale(this.stream, this.status.allocated, this.#rate);
+    const problems = getOrCreateChild(details, "ul", "problems");
+    resizeList(problems, this.status.problems.length, createProblem);
+    this.status.problems.forEach((problem, index) => updateProblem(problems.children[index], problem, this.#now));
+    const lanes = getOrCreateChild(details, "ul", "lanes");
     lanes.ariaLabel = `Writers of ${this.name}`;
-    resized(lanes, this.stream.writers.length, lane);
-    this.stream.writers.forEach((it, at) => place(lanes.children[at], it, scale));
-    const ends = child(details, "p", "ends");
-    text(child(ends, "span", "first"), `from ${grouped(scale.first)}`);
-    text(child(ends, "span", "allocated"), `allocated to ${grouped(this.verdict.allocated)}`);
-    const { history, readers } = this.#past.of(this.name);
+    resizeList(lanes, this.stream.writers.length, createLane);
+    this.stream.writers.forEach((writer, index) => updateLane(lanes.children[index], writer, scale));
+    const ends = getOrCreateChild(details, "p", "ends");
+    setText(getOrCreateChild(ends, "span", "first"), `from ${formatId(scale.first)}`);
+    setText(getOrCreateChild(ends, "span", "allocated"), `allocated to ${formatId(this.status.allocated)}`);
+    const { history, readers } = this.#history.get(this.name);
     if (readers?.length) this.#drawReaders(details, readers, scale);
-    else details.querySelector(":scope > .reading")?.remove();
-    if (history !== null) this.#drawPast(details, history);
+    else details.querySelector(":scope > .readers-section")?.remove();
+    if (history !== null) this.#drawHistorySection(details, history);
   }
 
   #drawReaders(details, readers, scale) {
-    const part = child(details, "section", "reading");
-    const past = details.querySelector(":scope > .past");
-    if (past?.nextElementSibling === part) details.insertBefore(part, past); // the readers come first
-    text(child(part, "h3", "title"), "Readers");
-    const lanes = child(part, "ul", "readers");
+    const section = getOrCreateChild(details, "section", "readers-section");
+    const historySection = details.querySelector(":scope > .history-section");
+    if (historySection?.nextElementSibling === section) details.insertBefore(section, historySection); // the readers come first
+    setText(getOrCreateChild(section, "h3", "title"), "Readers");
+    const lanes = getOrCreateChild(section, "ul", "readers");
     lanes.ariaLabel = `Readers of ${this.name}`;
-    resized(lanes, readers.length, track);
-    readers.forEach((it, at) => placeReader(lanes.children[at], it, scale));
+    resizeList(lanes, readers.length, createTrack);
+    readers.forEach((reader, index) => updateReaderTrack(lanes.children[index], reader, scale));
   }
 
-  #drawPast(details, history) {
-    const part = child(details, "section", "past");
-    text(child(part, "h3", "title"), "The past hour");
-    const hour = child(part, "div", "hour");
-    text(child(hour, "span", "writer"), "lag");
-    draw(hour.querySelector("svg") ?? hour.appendChild(chart("lag")), history.lag_seconds);
-    text(child(hour, "span", "largest"), described(history.lag_seconds).replace("Lag in the past hour: a", "a"));
+  #drawHistorySection(details, history) {
+    const section = getOrCreateChild(details, "section", "history-section");
+    setText(getOrCreateChild(section, "h3", "title"), "The past hour");
+    const hour = getOrCreateChild(section, "div", "hour");
+    setText(getOrCreateChild(hour, "span", "writer"), "lag");
+    drawChart(hour.querySelector("svg") ?? hour.appendChild(createChart("lag")), history.lag_seconds);
+    setText(getOrCreateChild(hour, "span", "largest"), describeLag(history.lag_seconds).replace("Lag in the past hour: a", "a"));
     const seconds = history.step_seconds * history.lag_seconds.length;
     const since = Date.parse(history.since) / 1000;
-    const lanes = child(part, "ul", "tracks");
+    const lanes = getOrCreateChild(section, "ul", "tracks");
     lanes.ariaLabel = `Writers of ${this.name} in the past hour`;
-    resized(lanes, history.writers.length, track);
-    history.writers.forEach((it, at) => placePast(lanes.children[at], it, since, seconds));
-    const ends = child(part, "p", "ends");
-    text(child(ends, "span", "first"), "an hour ago");
-    text(child(ends, "span", "allocated"), "now");
+    resizeList(lanes, history.writers.length, createTrack);
+    history.writers.forEach((writer, index) => updateWriterTrack(lanes.children[index], writer, since, seconds));
+    const ends = getOrCreateChild(section, "p", "ends");
+    setText(getOrCreateChild(ends, "span", "first"), "an hour ago");
+    setText(getOrCreateChild(ends, "span", "allocated"), "now");
   }
 
-  #say(part, said) {
-    if (this.#shown[part] === said) return;
-    this.#shown[part] = said;
-    this.#parts[part].textContent = said;
+  #setText(part, text) {
+    if (this.#texts[part] === text) return;
+    this.#texts[part] = text;
+    this.#parts[part].textContent = text;
   }
 }
 
-function trouble() {
-  const item = element("li", "trouble");
-  item.append(element("strong"), element("span", "more"), element("span", "how"), element("code", "verb"));
+function createProblem() {
+  const item = createElement("li", "problem");
+  item.append(createElement("strong"), createElement("span", "explanation"), createElement("span", "advice"), createElement("code", "command"));
   return item;
 }
 
-function tell(item, it, now) {
-  const [what, more, how, verb] = item.children;
-  text(what, sentence(it, now));
-  text(more, it.more);
-  text(how, it.how);
-  text(verb, it.verb ?? "");
+function updateProblem(item, problem, now) {
+  const [description, explanation, advice, command] = item.children;
+  setText(description, describeProblem(problem, now));
+  setText(explanation, problem.explanation);
+  setText(advice, problem.advice);
+  setText(command, problem.command ?? "");
 }
 
-function lane() {
-  const item = element("li", "lane");
-  const strip = element("div", "strip");
+function createLane() {
+  const item = createElement("li", "lane");
+  const strip = createElement("div", "strip");
   strip.setAttribute("role", "img");
-  item.append(element("span", "writer"), strip, element("span", "position"));
+  item.append(createElement("span", "writer"), strip, createElement("span", "position"));
   return item;
 }
 
-function place(item, writer, scale) {
+function updateLane(item, writer, scale) {
   const [name, strip, position] = item.children;
-  text(name, writer.writer);
+  setText(name, writer.writer);
   name.title = writer.epoch === null ? writer.writer : `${writer.writer}, epoch ${writer.epoch}`;
-  text(position, grouped(writer.position));
+  setText(position, formatId(writer.position));
   item.classList.toggle("retired", writer.retired === true);
-  strip.ariaLabel = `${writer.writer} at ${grouped(writer.position)}${writer.retired ? ", retired" : ""}`;
-  paint(strip, ofWriter(writer, scale));
+  strip.ariaLabel = `${writer.writer} at ${formatId(writer.position)}${writer.retired ? ", retired" : ""}`;
+  paint(strip, writerParts(writer, scale));
 }
 
-function track() {
-  const item = element("li", "track");
-  const strip = element("div", "strip");
+function createTrack() {
+  const item = createElement("li", "track");
+  const strip = createElement("div", "strip");
   strip.setAttribute("role", "img");
-  item.append(element("span", "writer"), strip, element("span", "position"), element("span", "remark"));
+  item.append(createElement("span", "writer"), strip, createElement("span", "position"), createElement("span", "remark"));
   return item;
 }
 
-function placeReader(item, reader, scale) {
-  const [name, strip, position, note] = item.children;
-  text(name, reader.reader);
+function updateReaderTrack(item, reader, scale) {
+  const [name, strip, position, remark] = item.children;
+  setText(name, reader.reader);
   name.title = reader.token === null ? reader.reader : `${reader.reader} at ${reader.token}`;
-  text(position, reader.linear === null ? "–" : grouped(reader.linear));
-  text(note, readerNote(reader));
+  setText(position, reader.linear === null ? "–" : formatId(reader.linear));
+  setText(remark, readerRemark(reader));
   item.dataset.state = reader.state;
-  strip.ariaLabel = `${reader.reader} ${reader.linear === null ? "has not begun" : `has read up to ${grouped(reader.linear)}`}`;
-  paint(strip, ofReader(reader, scale));
+  strip.ariaLabel = `${reader.reader} ${reader.linear === null ? "has not begun" : `has read up to ${formatId(reader.linear)}`}`;
+  paint(strip, readerParts(reader, scale));
 }
 
-// State, lag and what else is worth a look.
-function readerNote(reader) {
-  const copies = reader.copies ? counted(reader.copies, "copy", "copies") : "";
-  const lag = reader.lag_ids && reader.lag_seconds !== null ? `for ${age(reader.lag_seconds)}` : "";
-  const parked = reader.parked ? `${count(reader.parked)} parked` : "";
-  const late = reader.late ? `${count(reader.late)} late` : "";
+// The state and lag of a reader, and its counts that are not 0.
+function readerRemark(reader) {
+  const copies = reader.copies ? pluralize(reader.copies, "copy", "copies") : "";
+  const lag = reader.lag_ids && reader.lag_seconds !== null ? `for ${formatDuration(reader.lag_seconds)}` : "";
+  const parked = reader.parked ? `${formatCount(reader.parked)} parked` : "";
+  const late = reader.late ? `${formatCount(reader.late)} late` : "";
   return [[reader.state, lag].filter(Boolean).join(" "), copies, parked, late].filter(Boolean).join(", ");
 }
 
-function placePast(item, writer, since, seconds) {
-  const [name, strip, position, note] = item.children;
-  const ids = writer.moved.reduce((sum, it) => sum + Number(it), 0);
-  text(name, writer.writer);
+// The track of a writer in the past hour.
+function updateWriterTrack(item, writer, since, seconds) {
+  const [name, strip, position, remark] = item.children;
+  const ids = writer.moved.reduce((sum, step) => sum + Number(step), 0);
+  setText(name, writer.writer);
   name.title = writer.writer;
-  text(position, `+${count(ids)}`);
-  text(note, writer.gaps.length ? counted(writer.gaps.length, "gap") : "");
-  strip.ariaLabel = `${writer.writer} moved by ${count(ids)} IDs in the past hour, ${counted(writer.gaps.length, "gap")}`;
-  paint(strip, [...moves(writer.moved), ...gaps(writer, since, seconds)]);
+  setText(position, `+${formatCount(ids)}`);
+  setText(remark, writer.gaps.length ? pluralize(writer.gaps.length, "gap") : "");
+  strip.ariaLabel = `${writer.writer} moved by ${formatCount(ids)} IDs in the past hour, ${pluralize(writer.gaps.length, "gap")}`;
+  paint(strip, [...moveParts(writer.moved), ...gapParts(writer, since, seconds)]);
 }
 
-function figure(name) {
-  const pair = element("div");
-  const value = element("dd");
-  pair.append(element("dt", "", name), value);
+// A number with its label, as a pair in a description list.
+function createFigure(label) {
+  const pair = createElement("div");
+  const value = createElement("dd");
+  pair.append(createElement("dt", "", label), value);
   return { pair, value };
 }
 
-function child(parent, tag, name) {
-  return parent.querySelector(`:scope > .${name}`) ?? parent.appendChild(element(tag, name));
+// The child of `parent` with this CSS class. Creates the child if it does not exist.
+function getOrCreateChild(parent, tag, cssClass) {
+  return parent.querySelector(`:scope > .${cssClass}`) ?? parent.appendChild(createElement(tag, cssClass));
 }
 
-function resized(list, length, made) {
+function resizeList(list, length, createItem) {
   while (list.children.length > length) list.lastElementChild.remove();
-  while (list.children.length < length) list.append(made());
+  while (list.children.length < length) list.append(createItem());
 }
 
-function text(element, said) {
-  if (element.textContent !== said) element.textContent = said;
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
-function map(object, change) {
+function mapValues(object, change) {
   return Object.fromEntries(Object.entries(object).map(([name, value]) => [name, change(value)]));
 }
 
-export function element(tag, name = "", said = "") {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (said) made.textContent = said;
-  return made;
+export function createElement(tag, cssClass = "", text = "") {
+  const element = document.createElement(tag);
+  if (cssClass) element.className = cssClass;
+  if (text) element.textContent = text;
+  return element;
 }

@@ -1,24 +1,24 @@
-// Server-sent events out of a response that streams: EventSource cannot send the header that carries a token.
+// Parses server-sent events of a fetch response. EventSource cannot send the header with the token.
 
-// Yields {name, data} for each event of `body`, a ReadableStream of bytes; comments are left out. `heard` is called for
-// every piece that arrives, also for comments.
-export async function* events(body, heard) {
+// Yields {name, data} for each event of `body`, a ReadableStream of bytes. Comments are skipped. `onData` is called for
+// every chunk that arrives, also for comments.
+export async function* readEvents(body, onData) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    heard();
+    onData();
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
-      const event = parsed(block);
+      const event = parseEvent(block);
       if (event.data) yield event;
     }
   }
 }
 
-function parsed(block) {
+function parseEvent(block) {
   const event = { name: "message", data: "" };
   for (const line of block.split("\n")) {
     if (line.startsWith("event: ")) event.name = line.slice(7);

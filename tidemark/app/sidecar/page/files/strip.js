@@ -1,70 +1,71 @@
-// Strips: IDs drawn to scale, from a little below the oldest position of a stream to its highest allocated ID.
+// Strips: IDs of a stream drawn to scale, from a little below its lowest position to its highest allocated ID.
 
-import { ahead, before, farthest, nearest } from "./ids.js";
+import { distanceBeyond, farthest, moveTowardsZero, nearest } from "./ids.js";
 
-const RECENT = 10; // seconds whose IDs are shown below the oldest position: who is a moment behind looks so
-const FEWEST = 20; // IDs that are shown there
-const PART = 0.06; // of a strip that they fill at least
+// The range below the lowest position contains the IDs of the last `SECONDS_BELOW`, at least `MIN_IDS_BELOW` IDs, and at
+// least the part `MIN_PART_BELOW` of the strip. So a writer that is a second behind the others looks almost even with them.
+const SECONDS_BELOW = 10;
+const MIN_IDS_BELOW = 20;
+const MIN_PART_BELOW = 0.06;
 
-// Where IDs of a stream lie on its strips, in per cent. `rate` is in IDs a second; the strips begin behind the ID `first`.
+// Converts IDs of a stream to per cent of its strips. `rate`: IDs per second. `first`: the strips begin after this ID.
 export class Scale {
-  #low;
-  #below;
-  #whole;
+  #lowest;
+  #idsBelow;
+  #totalIds;
 
   constructor(stream, allocated, rate) {
-    const active = stream.writers.filter((it) => it.retired !== true);
-    this.#low = nearest([stream.linear, ...active.map((it) => it.position)]);
-    const above = ahead(allocated, this.#low);
-    const below = Math.ceil(Math.max(RECENT * rate, FEWEST, above * (PART / (1 - PART))));
-    this.first = before(this.#low, below);
-    this.#below = ahead(this.#low, this.first);
-    this.#whole = Math.max(1, this.#below + above);
+    const active = stream.writers.filter((writer) => writer.retired !== true);
+    this.#lowest = nearest([stream.linear, ...active.map((writer) => writer.position)]);
+    const above = distanceBeyond(allocated, this.#lowest);
+    const below = Math.ceil(Math.max(SECONDS_BELOW * rate, MIN_IDS_BELOW, above * (MIN_PART_BELOW / (1 - MIN_PART_BELOW))));
+    this.first = moveTowardsZero(this.#lowest, below);
+    this.#idsBelow = distanceBeyond(this.#lowest, this.first);
+    this.#totalIds = Math.max(1, this.#idsBelow + above);
   }
 
-  at(id) {
-    return 100 * Math.max(0, Math.min(1, (this.#below + ahead(id, this.#low)) / this.#whole));
+  percent(id) {
+    return 100 * Math.max(0, Math.min(1, (this.#idsBelow + distanceBeyond(id, this.#lowest)) / this.#totalIds));
   }
 }
 
-// The parts of a stream's own strip: its linear position, what is above it, every gap, and a tick for each writer.
-export function whole(stream, scale) {
-  const linear = scale.at(stream.linear);
+// The parts of a stream's strip: its linear position, completed IDs above it, every gap, and a tick for each writer.
+export function streamParts(stream, scale) {
+  const linear = scale.percent(stream.linear);
   return [
     { kind: "complete", from: 0, to: linear },
-    { kind: "settled", from: linear, to: scale.at(farthest([stream.linear, ...stream.writers.map((it) => it.reach)])) },
-    ...stream.writers.flatMap((it) => it.gaps.map((gap) => part("gap", gap.low, gap.top, scale))),
-    ...stream.writers.filter((it) => it.retired !== true).map((it) => tick(scale.at(it.position))),
+    { kind: "settled", from: linear, to: scale.percent(farthest([stream.linear, ...stream.writers.map((writer) => writer.reach)])) },
+    ...stream.writers.flatMap((writer) => writer.gaps.map((gap) => rangePart("gap", gap.low, gap.top, scale))),
+    ...stream.writers.filter((writer) => writer.retired !== true).map((writer) => tickPart(scale.percent(writer.position))),
   ];
 }
 
-// The parts of one writer's strip.
-export function ofWriter(writer, scale) {
+export function writerParts(writer, scale) {
   return [
-    { kind: "complete", from: 0, to: scale.at(writer.position) },
-    part("settled", writer.position, writer.reach, scale),
-    ...writer.gaps.map((gap) => part("gap", gap.low, gap.top, scale)),
+    { kind: "complete", from: 0, to: scale.percent(writer.position) },
+    rangePart("settled", writer.position, writer.reach, scale),
+    ...writer.gaps.map((gap) => rangePart("gap", gap.low, gap.top, scale)),
   ];
 }
 
-// The parts of a reader's strip: what it has read.
-export function ofReader(reader, scale) {
-  return reader.linear === null ? [] : [{ kind: "read", from: 0, to: scale.at(reader.linear) }];
+// The IDs that a reader has read.
+export function readerParts(reader, scale) {
+  return reader.linear === null ? [] : [{ kind: "read", from: 0, to: scale.percent(reader.linear) }];
 }
 
-function part(kind, low, top, scale) {
-  return { kind, from: scale.at(low), to: scale.at(top) };
+function rangePart(kind, low, top, scale) {
+  return { kind, from: scale.percent(low), to: scale.percent(top) };
 }
 
-function tick(at) {
-  return { kind: "tick", from: at, to: at };
+function tickPart(percent) {
+  return { kind: "tick", from: percent, to: percent };
 }
 
-// Make `strip` show `parts`; elements are kept, so that only what changed is painted again.
+// Show `parts` on the element `strip`. Elements are reused, so that the browser repaints only what changed.
 export function paint(strip, parts) {
   while (strip.children.length > parts.length) strip.lastElementChild.remove();
-  parts.forEach(({ kind, from, to }, at) => {
-    const element = strip.children[at] ?? strip.appendChild(document.createElement("i"));
+  parts.forEach(({ kind, from, to }, index) => {
+    const element = strip.children[index] ?? strip.appendChild(document.createElement("i"));
     const left = `${from.toFixed(2)}%`;
     const width = `${Math.max(0, to - from).toFixed(2)}%`;
     if (element.className !== kind) element.className = kind;
