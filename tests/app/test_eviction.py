@@ -31,12 +31,12 @@ def test_another_address_gets_the_newest_place_of_the_largest() -> None:
     for number in range(8):
         places.take(number, "192.0.2.1")
     assert [places.take(100 + number, "192.0.2.2") for number in range(2)] == [7, 6]
-    places.leave(7)  # it had no place any more
+    places.release(7)  # it had no place any more
     assert len(places) == 8
     assert places.take(102, "192.0.2.2") == 5
     with pytest.raises(NoFreeSlot):
         places.take(103, "192.0.2.2")
-    places.leave(0)
+    places.release(0)
     assert places.take(103, "192.0.2.2") is None
 
 

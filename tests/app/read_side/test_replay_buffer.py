@@ -30,7 +30,7 @@ def grown(count: int, replay_buffer: ReplayBuffer | None = None) -> tuple[Replay
     """One writer, which moves by one ID a slice."""
     replay_buffer = replay_buffer or ReplayBuffer()
     place = Place(10, {"w": 10})
-    replay_buffer.begin("s", place)
+    replay_buffer.begin_stream("s", place)
     slices = []
     for id in range(10, 10 + count):
         slices.append(moved(place, advance("w", id, id + 1)))
@@ -43,7 +43,7 @@ def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
     """From where it stood, as the very objects that others were given."""
     replay_buffer, slices = grown(3)
     for missed, place in enumerate([slices[0].before, *(piece.after for piece in slices)]):
-        found = replay_buffer.after("s", Place(place.linear, {**place.positions}, place.late))
+        found = replay_buffer.batches_after("s", Place(place.linear, {**place.positions}, place.late))
         assert found is not None
         assert found.place is place
         assert found.batches == slices[missed:]
@@ -53,39 +53,39 @@ def test_what_is_not_kept_is_read() -> None:
     """Of a stream that is not followed, of before it was, and of too long ago nothing is claimed."""
     clock = [0.0]
     replay_buffer, slices = grown(3, ReplayBuffer(lambda: clock[0]))
-    assert replay_buffer.after("other", Place()) is None
-    assert replay_buffer.after("s", Place(9, {"w": 9})) is None
-    assert replay_buffer.after("s", Place(10, {"w": 10, "gone": 9})) is None
-    clock[0] = slices[1].at + BUFFER_SECONDS + 1e-9
+    assert replay_buffer.batches_after("other", Place()) is None
+    assert replay_buffer.batches_after("s", Place(9, {"w": 9})) is None
+    assert replay_buffer.batches_after("s", Place(10, {"w": 10, "gone": 9})) is None
+    clock[0] = slices[1].created_at + BUFFER_SECONDS + 1e-9
     replay_buffer.drop_old()
-    assert replay_buffer.after("s", slices[1].before) is None
-    assert replay_buffer.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
+    assert replay_buffer.batches_after("s", slices[1].before) is None
+    assert replay_buffer.batches_after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
 
 
 def test_late_completions_are_missed_too() -> None:
     """Who has the positions and not the late completion, which moves none, is not told that it has all."""
     before = Place(5, {"w": 5}, late=1)
     replay_buffer = ReplayBuffer()
-    replay_buffer.begin("s", before)
+    replay_buffer.begin_stream("s", before)
     late = moved(before, Late(2, "w", 1, 2, 3, 1, "final", 1, 1))
     replay_buffer.add(late)
-    assert replay_buffer.after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
-    assert replay_buffer.after("s", Place(5, {"w": 5}, late=0)) is None
+    assert replay_buffer.batches_after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
+    assert replay_buffer.batches_after("s", Place(5, {"w": 5}, late=0)) is None
 
 
 def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     """Told again, it stands for no more; and for nothing where one of the streams is not known from there on."""
     replay_buffer, slices = grown(2)
-    replay_buffer.mark_complete(MARK)
+    replay_buffer.add_mark(MARK)
     later = moved(slices[-1].after, advance("w", 12, 13))
     replay_buffer.add(later)
-    replay_buffer.mark_complete(MARK)
-    assert replay_buffer.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
-    assert replay_buffer.since(DurableMark(1, 6), ["s"]) == {}
-    replay_buffer.begin("new", Place())
-    assert replay_buffer.since(MARK, ["s", "new"]) == {}
-    replay_buffer.end("s")
-    assert replay_buffer.since(MARK, ["s"]) == {}
+    replay_buffer.add_mark(MARK)
+    assert replay_buffer.batches_since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
+    assert replay_buffer.batches_since(DurableMark(1, 6), ["s"]) == {}
+    replay_buffer.begin_stream("new", Place())
+    assert replay_buffer.batches_since(MARK, ["s", "new"]) == {}
+    replay_buffer.end_stream("s")
+    assert replay_buffer.batches_since(MARK, ["s"]) == {}
 
 
 @given(
@@ -100,7 +100,7 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
         list[Advance](),
         list[Advance](),
     )
-    replay_buffer.begin("s", place)
+    replay_buffer.begin_stream("s", place)
     places = [(place, 0)]
     for batch, cut in batches:
         positions = dict(places[-1][0].positions)
@@ -114,13 +114,13 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
             replay_buffer.add(moved(place, *events))
             place, events = places[-1][0], []
     stood, seen = data.draw(st.sampled_from(places))
-    found = replay_buffer.after("s", stood)
+    found = replay_buffer.batches_after("s", stood)
     assert found is not None
     joining = EventMerge(found.place)
     given = [event for piece in found.batches for event in piece.events]
     told = [new for event in given if isinstance(event, Advance) for new in joining.add_advance(event)]
     assert told == moves[seen : len(moves) - len(events)]
     older = Place(9)
-    assert replay_buffer.after("s", older) is None
+    assert replay_buffer.batches_after("s", older) is None
     assert has_reached(stood, older)
     assert not has_reached(older, stood)

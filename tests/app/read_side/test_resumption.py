@@ -11,9 +11,9 @@ from tidemark.app.read_side.replay import (
     CACHE_BYTES,
     CACHE_SECONDS,
     MAX_MOVES,
+    ReplayReader,
     ResponseCache,
-    Resumptions,
-    lowest,
+    lowest_place,
 )
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
@@ -34,7 +34,7 @@ def places(draw: st.DrawFn) -> list[Place]:
 def test_lowest_place_is_behind_all_of_them(given: list[Place]) -> None:
     """Whoever stands at one of them has nothing to read before it, of any writer, known or not; and no place is
     farther that is behind all."""
-    found = lowest(given)
+    found = lowest_place(given)
     for name in (*NAMES, "unknown"):
         stands = [abs(it.positions.get(name, it.linear)) for it in given]
         assert abs(found.positions.get(name, found.linear)) == min(stands)
@@ -73,8 +73,8 @@ def test_text_that_led_nowhere_is_not_kept() -> None:
 class AllThatMayBe:
     """Postgres, with as many moves as are told after any mark."""
 
-    async def missed(self, since: DurableMark, most: int) -> MissedChanges:
-        return MissedChanges({"s": [LateLost(1, 2)] * most}, {})  # type: ignore[list-item]
+    async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges:
+        return MissedChanges({"s": [LateLost(1, 2)] * max_moves}, {})  # type: ignore[list-item]
 
 
 def test_what_is_held_for_slow_clients_is_bounded() -> None:
@@ -84,10 +84,10 @@ def test_what_is_held_for_slow_clients_is_bounded() -> None:
     async def tell() -> None:
         nobody: Any = None
         postgres_reader: Any = AllThatMayBe()
-        resumptions = Resumptions(nobody, postgres_reader)
-        held = [await resumptions.since(DurableMark(lease, 0)) for lease in range(4)]
-        assert [missed and missed.moves for missed in held] == [MAX_MOVES, MAX_MOVES, None, None]
+        replay_reader = ReplayReader(nobody, postgres_reader)
+        held = [await replay_reader.read_missed_since(DurableMark(lease, 0)) for lease in range(4)]
+        assert [missed and missed.move_count for missed in held] == [MAX_MOVES, MAX_MOVES, None, None]
         held.clear()
-        assert await resumptions.since(DurableMark(9, 0))
+        assert await replay_reader.read_missed_since(DurableMark(9, 0))
 
     asyncio.run(tell())

@@ -34,6 +34,6 @@ def test_unknown_head_does_not_hide_a_known_one() -> None:
 def test_nothing_is_recalled_of_what_was_never_answered() -> None:
     """No answer is not 0."""
     highest = AnsweredPositions()
-    assert highest.remembered("s") is None
+    assert highest.from_memory("s") is None
     highest.update("s", known(0))
-    assert highest.remembered("s") == KnownPositions(0, {}, 0, None, "memory", 0.0)
+    assert highest.from_memory("s") == KnownPositions(0, {}, 0, None, "memory", 0.0)

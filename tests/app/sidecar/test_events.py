@@ -510,8 +510,8 @@ def test_who_comes_and_goes_waits(
     """Where too many ended young, the next ones wait, and cost nothing meanwhile: neither Postgres nor those who are
     there, nor probes. What lived for longer counts for nothing."""
     for name, value in {
-        "FREE_RECONNECTS": 2,
-        "FORGIVEN_PER_SECOND": 0.0,
+        "RECONNECTS_WITHOUT_DELAY": 2,
+        "FORGOTTEN_PER_SECOND": 0.0,
         "DELAY_SECONDS": 60.0,
         "MAX_DELAY_SECONDS": 60.0,
     }.items():
@@ -542,17 +542,17 @@ def test_churn_is_forgiven() -> None:
     """By address, and soon: whoever waits does so for a second at most, and no longer than the crowd goes on."""
     clock = [0.0]
     churn = ReconnectThrottle(lambda: clock[0])
-    for _ in range(ReconnectThrottle.FREE_RECONNECTS):
-        churn.stream_ended("a", clock[0])
+    for _ in range(ReconnectThrottle.RECONNECTS_WITHOUT_DELAY):
+        churn.count_ended_stream("a", clock[0])
     assert churn.delay("a") == 0
     for _ in range(1000):
-        churn.stream_ended("a", clock[0])
+        churn.count_ended_stream("a", clock[0])
     assert (churn.delay("a"), churn.delay("b")) == (ReconnectThrottle.MAX_DELAY_SECONDS, 0)
     clock[0] += (
-        ReconnectThrottle.MAX_DELAY_SECONDS / ReconnectThrottle.DELAY_SECONDS / ReconnectThrottle.FORGIVEN_PER_SECOND
+        ReconnectThrottle.MAX_DELAY_SECONDS / ReconnectThrottle.DELAY_SECONDS / ReconnectThrottle.FORGOTTEN_PER_SECOND
     )
     assert churn.delay("a") == 0
-    churn.stream_ended("a", clock[0] - ReconnectThrottle.SHORT_LIVED_SECONDS)
+    churn.count_ended_stream("a", clock[0] - ReconnectThrottle.SHORT_LIVED_SECONDS)
     assert churn.delay("a") == 0
 
 
@@ -594,7 +594,7 @@ def test_open_stream_of_events_takes_few_tasks() -> None:
         app = Starlette()
         app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
         before = len(asyncio.all_tasks())
-        streams = [EventStream(texts(), Listener().cut_off, ExitStack()) for _ in range(10)]
+        streams = [EventStream(texts(), Listener().disconnect_signal, ExitStack()) for _ in range(10)]
         serving = [asyncio.create_task(it({"type": "http", "app": app}, receive, send)) for it in streams]
         await asyncio.sleep(0.01)
         taken = len(asyncio.all_tasks()) - before
@@ -624,12 +624,12 @@ def test_client_that_does_not_read_is_left() -> None:
         listener = Listener(lambda: next(clock))
         held = ExitStack()
         held.callback(left.append, "gone")
-        stream = EventStream(texts(), listener.cut_off, held)
+        stream = EventStream(texts(), listener.disconnect_signal, held)
         app = Starlette()
         app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
         serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
-            assert not listener.cut_off.done()
+            assert not listener.disconnect_signal.done()
             listener.put("s", StreamAdded())
         await asyncio.wait_for(serving, 60)
 

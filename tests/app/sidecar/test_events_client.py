@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tidemark.app.read_side.subscription import EventBatch, Listener, Started
+from tidemark.app.read_side.subscription import EventBatch, FollowerStarted, Listener
 from tidemark.app.sidecar.events import MAX_CACHED_PLACES, EventsClient
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
@@ -15,7 +15,7 @@ def place(id: int) -> Place:
     return Place(id, {"w": id, "idle": 3})
 
 
-async def told(stands: Place, *items: Started | EventBatch) -> str:
+async def told(stands: Place, *items: FollowerStarted | EventBatch) -> str:
     """What a client that stands there is told of what a follower gave."""
     listener = Listener()
     for item in items:
@@ -32,7 +32,7 @@ def moved(prev: int, id: int) -> EventBatch:
 def test_those_who_stand_at_one_place_leave_nothing_behind() -> None:
     """Thousands come to a stream that rests, each with a place of its own that says the same; and what moves then is
     encoded once for all of them."""
-    begun, move = Started(place(5)), moved(5, 7)
+    begun, move = FollowerStarted(place(5)), moved(5, 7)
 
     async def crowd() -> None:
         for _ in range(10):
@@ -46,7 +46,7 @@ def test_those_who_stand_at_one_place_leave_nothing_behind() -> None:
 
 def test_what_is_remembered_of_places_is_bounded() -> None:
     """Each of very many clients stands where nobody else does: the follower's item does not grow with them."""
-    begun = Started(place(5))
+    begun = FollowerStarted(place(5))
 
     async def crowd() -> None:
         for _ in range(MAX_CACHED_PLACES + 2):

@@ -13,7 +13,7 @@ from typing import Any
 from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started
+from tidemark.app.read_side.subscription import EventBatch, FollowerStarted, Item, Listener
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader import Advance, Event, Reread
@@ -90,7 +90,7 @@ class Hub:
         """The writers in `announced` that their stream no longer lists, and that the linear position has passed. They
         retired long ago, so subscribers do not need their positions.
         """
-        known = await self._read_side.snapshots.known({stream for stream, _ in announced})
+        known = await self._read_side.snapshots.known_positions({stream for stream, _ in announced})
         return [
             (stream, writer)
             for (stream, writer), id in announced.items()
@@ -150,7 +150,7 @@ class Hub:
             self._starting = set(names)
             self._read_side.followers.follow_new_streams(listener)
             with self._read_side.followers.subscribe(listener, names, {}):
-                for stream, known in (await self._read_side.snapshots.known(names)).items():
+                for stream, known in (await self._read_side.snapshots.known_positions(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
                 # Wait for the followers: a move before their first read could only make clients fetch its rows.
                 with suppress(TimeoutError):
@@ -158,7 +158,7 @@ class Hub:
                         while self._starting:
                             await self._announce_next(listener)
                 self._started.set()
-                while not listener.cut_off.done():
+                while not listener.disconnect_signal.done():
                     await self._announce_next(listener)
             log.warning(
                 "The line protocol missed moves, because they were too fast or a follower failed; clients fetch"
@@ -180,7 +180,7 @@ class Hub:
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
-            case Started(place):
+            case FollowerStarted(place):
                 self._starting.discard(stream)
                 yield from self._announcer.catch_up(stream, place.positions)
             case EventBatch(events=events):

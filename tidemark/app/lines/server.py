@@ -389,7 +389,7 @@ class LineServer:
 
     def remove(self, connection: LineConnection) -> None:
         self._connections.discard(connection)
-        self._slots.leave(connection)
+        self._slots.release(connection)
         metrics.LINE_CLIENTS.set(len(self._connections))
         self._unanswered.discard(connection)
         if connection in self._replicating:

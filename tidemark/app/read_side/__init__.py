@@ -12,7 +12,7 @@ from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.followers import Followers
 from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import Notifications, RedisReader
-from tidemark.app.read_side.replay import Resumptions
+from tidemark.app.read_side.replay import ReplayReader
 from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
 from tidemark.app.read_side.stream_history import StreamHistoryReader
 from tidemark.common.errors import Stop, Unavailable
@@ -47,7 +47,7 @@ class ReadSide:
     notifications: Notifications
     requests: RequestHandler
     followers: Followers
-    resumptions: Resumptions
+    replay_reader: ReplayReader
     stream_history: StreamHistoryReader
 
     async def problems(self) -> list[str]:
@@ -75,7 +75,7 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
         requests = RequestHandler(redis_reader, postgres_reader)
         followers = Followers(requests, notifications, snapshots, postgres_reader)
         async with notifications.listening(), followers.running():
-            resumptions = Resumptions(requests, postgres_reader)
+            replay_reader = ReplayReader(requests, postgres_reader)
             yield ReadSide(
                 redis_reader,
                 postgres_reader,
@@ -83,7 +83,7 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
                 notifications,
                 requests,
                 followers,
-                resumptions,
+                replay_reader,
                 stream_history,
             )
     finally:

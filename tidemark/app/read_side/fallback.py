@@ -46,14 +46,14 @@ class RequestHandler:
     async def carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest():
-                return await self._keys(request)
+                return await self._read_keys(request)
             case ReadHistory():
                 return await self._postgres_reader.history(request)
             case AwaitEntry(seconds=seconds) | Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
 
-    async def _keys(self, request: ReadList | ReadNewest) -> StreamKeys:
+    async def _read_keys(self, request: ReadList | ReadNewest) -> StreamKeys:
         return await read_redis_or_postgres(request, self._read_redis, self._read_postgres)
 
     async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
@@ -79,13 +79,13 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """A page of events. `place`: the place after the last event. `complete`: whether the page reaches the positions at
-    the time of the read.
+    """A page of events. `place`: the place after the last event. `is_complete`: whether the page reaches the positions
+    at the time of the read.
     """
 
     events: list[Event]
     place: Place
-    complete: bool
+    is_complete: bool
 
 
 class HistoryPager:
@@ -107,12 +107,12 @@ class HistoryPager:
     ) -> None:
         self._requests = requests
         self._limit = limit
-        self._page_size = limit
-        self._following = FollowProgram(stream, "vector", since, max_advances or limit)
-        self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
+        self._advances_per_query = limit
+        self._program = FollowProgram(stream, "vector", since, max_advances or limit)
+        self._driver: Driver[Event | CaughtUp] = Driver(self._program.steps())
         self._events: list[Event] = []
 
-    async def page(self) -> HistoryPage | None:
+    async def next_page(self) -> HistoryPage | None:
         """The next page; None if no server knows the stream. Raises `Unavailable`, and may be called again then."""
         while len(self._events) < self._limit:
             step = self._driver.step()
@@ -122,9 +122,9 @@ class HistoryPager:
                 case AwaitEntry():  # no server knows the stream
                     return None
                 case ReadHistory():
-                    limited = replace(step, limit=min(self._page_size, step.limit))
+                    limited = replace(step, limit=min(self._advances_per_query, step.limit))
                     self._driver.send_answer(await self._requests.carry_out(limited))
-                    self._page_size *= 2
+                    self._advances_per_query *= 2
                 case Request():
                     self._driver.send_answer(await self._requests.carry_out(step))
                 case None:
@@ -133,5 +133,5 @@ class HistoryPager:
                     self._driver.mark_handed_over()
                     self._events.append(step)
         events, self._events = self._events, []
-        assert self._following.place is not None
-        return HistoryPage(events, self._following.place, len(events) < self._limit)
+        assert self._program.place is not None
+        return HistoryPage(events, self._program.place, len(events) < self._limit)

@@ -1,7 +1,7 @@
 """Follows streams for listeners. Each stream has one follower, which reads its events once for all listeners.
 
 A follower runs while its stream has a listener, and some seconds longer, because clients reconnect. A follower never
-waits for a listener: a slow listener is cut off, and resumes later from its place.
+waits for a listener: a slow listener is disconnected, and resumes later from its place.
 """
 
 import asyncio
@@ -11,13 +11,21 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import RequestHandler
-from tidemark.app.read_side.metrics import Sentinel
+from tidemark.app.read_side.metrics import ChainChecker
 from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import Notifications
 from tidemark.app.read_side.replay import BufferedReplay, ReplayBuffer
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
-from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, complete
+from tidemark.app.read_side.subscription import (
+    EventBatch,
+    FollowerStarted,
+    Item,
+    Listener,
+    StreamAdded,
+    Watermark,
+    complete_future,
+)
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark, StreamChange
@@ -56,28 +64,28 @@ class Follower:
         self._replay_buffer = replay_buffer
         self._stream = stream
         self._requests = requests
-        self._sentinel = Sentinel()
+        self._chain_checker = ChainChecker()
         self._notifications = notifications
-        self._notified = notifications.next_event(stream)
-        self._following = FollowProgram(stream, "vector", None)
+        self._notification = notifications.next_event(stream)
+        self._program = FollowProgram(stream, "vector", None)
         self._place: Place | None = None
-        self._started: Started | None = None
+        self._started: FollowerStarted | None = None
         self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._task_ended)
+        self._task.add_done_callback(self._on_task_done)
 
     @property
     def has_failed(self) -> bool:
         return self._task.done()
 
-    def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
-        """Add a listener. Its first items are the batches of `missed`; without `missed`, the place of the follower."""
-        if missed is not None:
-            for batch in missed.batches:
+    def add(self, listener: Listener, replay: BufferedReplay | None) -> None:
+        """Add a listener. Its first items are the batches of `replay`; without `replay`, the place of the follower."""
+        if replay is not None:
+            for batch in replay.batches:
                 listener.put(self._stream, batch)
         elif self._place is not None:
             if self._started is None or self._started.place is not self._place:
-                self._started = Started(self._place)
+                self._started = FollowerStarted(self._place)
             listener.put(self._stream, self._started)
         self.listeners.add(listener)
 
@@ -92,15 +100,15 @@ class Follower:
     def stop(self) -> None:
         self._task.cancel()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Cut off the listeners if the follower failed: they cannot distinguish a failure from an idle stream."""
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Disconnect the listeners if the follower failed: they cannot distinguish a failure from an idle stream."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
-                complete(listener.cut_off)
+                complete_future(listener.disconnect_signal)
 
     async def _run(self) -> None:
-        driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
+        driver: Driver[Event | CaughtUp] = Driver(self._program.steps())
         while True:
             step = driver.step()
             if isinstance(step, Request):
@@ -122,18 +130,18 @@ class Follower:
         match request:
             case ReadList() | ReadNewest():
                 # Take the event before reading, so that a notification during the read sets it.
-                self._notified = self._notifications.next_event(self._stream)
+                self._notification = self._notifications.next_event(self._stream)
                 keys = await self._requests.carry_out(request)
-                for fault in self._sentinel.check(request, keys):
+                for fault in self._chain_checker.check(request, keys):
                     metrics.CHAIN_FAULTS.labels(fault.kind).inc()
                     log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
                 return keys
             case AwaitEntry():
-                await self._notified.wait()
+                await self._notification.wait()
                 return None
             case ReadHistory():
                 if self._place is None:
-                    self._publish_events()  # publish `Started` before the events of the history
+                    self._publish_events()  # publish `FollowerStarted` before the events of the history
                 # While Postgres is down, Redis alone is enough: missing entries become `Reread` events.
                 with suppress(Unavailable):
                     return await self._requests.carry_out(request)
@@ -142,20 +150,20 @@ class Follower:
 
     def _publish_events(self) -> None:
         """Give new events to the listeners. Without events, the place of the listeners stays the same object."""
-        before, after, events = self._place, self._following.place, self._events
+        before, after, events = self._place, self._program.place, self._events
         assert after is not None
         if before is None:
-            self._replay_buffer.begin(self._stream, after)
-            self._put(Started(after))
+            self._replay_buffer.begin_stream(self._stream, after)
+            self._put_item(FollowerStarted(after))
         elif events or beyond(after.linear, before.linear):
             batch = EventBatch(self._stream, before, after, events)
             self._replay_buffer.add(batch)
-            self._put(batch)
+            self._put_item(batch)
         else:
             return
         self._place, self._events = after, []
 
-    def _put(self, item: Item) -> None:
+    def _put_item(self, item: Item) -> None:
         for listener in self.listeners:
             listener.put(self._stream, item)
 
@@ -183,7 +191,7 @@ class Followers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(task) for task in (self._discover(), self._compare())]
+        tasks = [asyncio.create_task(task) for task in (self._discover_streams(), self._compare_periodically())]
         try:
             yield
         finally:
@@ -208,36 +216,36 @@ class Followers:
         """
         # Forget the last changes, because a new listener also needs changes of streams that were not followed.
         self._changes, self._subscription_count = None, self._subscription_count + 1
-        replays = self._missed(streams, resume_from)
+        replays = self._buffered_replays(streams, resume_from)
         try:
             for stream in streams:
-                self._add(listener, stream, replays.get(stream))
+                self._add_listener(listener, stream, replays.get(stream))
             yield {stream: replay.place for stream, replay in replays.items()}
         finally:
-            self._remove(listener)
+            self._remove_listener(listener)
 
     def follow_new_streams(self, listener: Listener) -> None:
         """Also give new streams to the listener, until its subscription ends."""
         self._new_stream_listeners.add(listener)
 
-    def _missed(
+    def _buffered_replays(
         self, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
     ) -> dict[str, BufferedReplay]:
         if isinstance(resume_from, DurableMark):
-            return self._replay_buffer.since(resume_from, streams)
+            return self._replay_buffer.batches_since(resume_from, streams)
         known_places = {stream: resume_from[stream] for stream in streams if stream in resume_from}
-        replays = {stream: self._replay_buffer.after(stream, place) for stream, place in known_places.items()}
+        replays = {stream: self._replay_buffer.batches_after(stream, place) for stream, place in known_places.items()}
         return {stream: replay for stream, replay in replays.items() if replay is not None}
 
-    def _add(self, listener: Listener, stream: str, replays: BufferedReplay | None = None) -> None:
+    def _add_listener(self, listener: Listener, stream: str, replay: BufferedReplay | None = None) -> None:
         follower = self._followers.get(stream)
         if follower is None or follower.has_failed:
             follower = self._followers[stream] = Follower(
                 stream, self._requests, self._notifications, self._replay_buffer
             )
-        follower.add(listener, replays)
+        follower.add(listener, replay)
 
-    def _remove(self, listener: Listener) -> None:
+    def _remove_listener(self, listener: Listener) -> None:
         self._new_stream_listeners.discard(listener)
         now = time.monotonic()
         for follower in self._followers.values():
@@ -245,27 +253,27 @@ class Followers:
                 follower.listeners.remove(listener)
                 follower.left_at = now
 
-    def _end_idle(self) -> None:
+    def _stop_idle_followers(self) -> None:
         latest = time.monotonic() - LINGER_SECONDS
         for stream, follower in list(self._followers.items()):
             if not follower.listeners and (follower.has_failed or follower.left_at < latest):
                 follower.stop()
-                self._replay_buffer.end(stream)
+                self._replay_buffer.end_stream(stream)
                 del self._followers[stream]
 
-    async def _compare(self) -> None:
+    async def _compare_periodically(self) -> None:
         """Read all followed streams together once a second, because notifications may be lost, and a linear position
         may move without a notification. Read Postgres too, because Redis may have gone back, or may lack a write.
         """
         due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
-            self._end_idle()
+            self._stop_idle_followers()
             self._replay_buffer.drop_old()
             followed = list(self._followers)
             began = time.monotonic()
             if followed and began >= due:
-                for stream, known in (await self._snapshots.known(followed)).items():
+                for stream, known in (await self._snapshots.known_positions(followed)).items():
                     if stream in self._followers:
                         self._followers[stream].has_reached(known)
                 due = began + PAUSE_FACTOR * (time.monotonic() - began)
@@ -276,7 +284,7 @@ class Followers:
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
         before, subscription_count = self._changes, self._subscription_count
         # Changes that Redis has not shown since the last comparison are read from Postgres.
-        lagging = {} if before is None or self._are_changes_sent else self._undelivered(before)
+        lagging = {} if before is None or self._are_changes_sent else self._undelivered_changes(before)
         self._requests.lagging_streams = lagging
         if before is not None and not lagging:
             self._send_watermark(before)
@@ -291,10 +299,10 @@ class Followers:
             and (before is None or changes.mark != before.mark)
         ):
             self._changes, self._are_changes_sent = changes, False
-            if not self._undelivered(changes):
+            if not self._undelivered_changes(changes):
                 self._send_watermark(changes)
 
-    def _undelivered(self, changes: ChangesSince) -> dict[str, StreamChange]:
+    def _undelivered_changes(self, changes: ChangesSince) -> dict[str, StreamChange]:
         """The changes that listeners have not got yet."""
         return {
             stream: moved
@@ -305,7 +313,7 @@ class Followers:
     def _send_watermark(self, changes: ChangesSince) -> None:
         if not self._are_changes_sent:
             self._are_changes_sent = True
-            self._replay_buffer.mark_complete(changes.mark)
+            self._replay_buffer.add_mark(changes.mark)
             for listener in {
                 listener
                 for follower in self._followers.values()
@@ -314,7 +322,7 @@ class Followers:
             }:
                 listener.put("", Watermark(changes.mark))
 
-    async def _discover(self) -> None:
+    async def _discover_streams(self) -> None:
         while True:
             await asyncio.sleep(DISCOVER_INTERVAL_SECONDS)
             if self._new_stream_listeners:
@@ -325,4 +333,4 @@ class Followers:
         for listener in self._new_stream_listeners:
             if stream not in self._followers or listener not in self._followers[stream].listeners:
                 listener.put(stream, StreamAdded())
-                self._add(listener, stream)
+                self._add_listener(listener, stream)

@@ -1,9 +1,9 @@
 """Every metric of the sidecar, for HTTP and the line protocol: name, type, meaning, and what to do when it changes.
 
-`Sentinel` checks the advances on a stream's list in Redis against the rules of docs/design.md, and counts violations.
-It reads the raw entries, before the follower merges them and repairs gaps. So it detects errors of the writing side
-that no reader notices. At the start of a list, and after a missing entry, the chain of each writer begins with its next
-entry.
+`ChainChecker` checks the advances on a stream's list in Redis against the rules of docs/design.md, and counts
+violations. It reads the raw entries, before the follower merges them and repairs gaps. So it detects errors of the
+writing side that no reader notices. At the start of a list, and after a missing entry, the chain of each writer begins
+with its next entry.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tidemark.streaming.values.direction import beyond
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
 NO_LIST = "0-0"  # for keys from Postgres, which may be briefly ahead of Redis
-EVIDENCE = ("facts", "empty", "unseen", "skipped")
+EVIDENCE_COUNTS = ("facts", "empty", "unseen", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ChainFault:
     entry: str
 
 
-class Sentinel:
+class ChainChecker:
     """Checks the list of one stream. A fault is reported once, because the chain continues from the faulty entry."""
 
     def __init__(self) -> None:
@@ -62,17 +62,17 @@ class Sentinel:
         for entry in keys.entries:
             self._last = entry.name
             if entry.fields["kind"] == "POSITION":
-                yield from self._advance(entry)
+                yield from self._check_advance(entry)
         if keys.linear is not None and keys.last != NO_LIST:
             before, self._linear = self._linear, keys.linear
             if before is not None and beyond(before, keys.linear):
                 yield ChainFault("regress", None, before, keys.linear, before, keys.last)
 
-    def _advance(self, entry: ListEntry) -> Iterator[ChainFault]:
+    def _check_advance(self, entry: ListEntry) -> Iterator[ChainFault]:
         writer, prev, id = entry.fields["writer"], int(entry.fields["prev"]), int(entry.fields["id"])
         reached = self._reached.get(writer)
         kind: FaultKind | None = None
-        if not beyond(id, prev) or not any(int(entry.fields[count]) for count in EVIDENCE):
+        if not beyond(id, prev) or not any(int(entry.fields[count]) for count in EVIDENCE_COUNTS):
             kind = "empty"
         elif reached is None or prev == reached:
             pass

@@ -41,12 +41,12 @@ class Details:
         pending: the number of completed edges above the position of their writer.
         gaps: the oldest first, with the writers that never joined.
         reaches: by writer, the highest settled ID, which may be above gaps.
-        waiting: by writer, its share of `pending`.
+        pending_by_writer: by writer, its share of `pending`.
         regressed: writers whose source was restored. Their gaps below their position block the linear position.
         late: the late completions, if there are any.
         transactions: by writer, the reported transactions with its open IDs.
         linear_lag: why the linear position is below the allocated ID; None if it is not.
-        seen: by writer, the batch time of its newest record (milliseconds since 1970), if known.
+        last_seen: by writer, the batch time of its newest record (milliseconds since 1970), if known.
         deferred: the (writer, epoch) pairs with deferred records.
         requeues: deferred records that are being read again, or are gone.
         bridged: whether `tidemark synapse` writes the stream.
@@ -58,12 +58,12 @@ class Details:
     pending: int
     gaps: list[Blocker]
     reaches: Mapping[str, int]
-    waiting: Mapping[str, int]
+    pending_by_writer: Mapping[str, int]
     regressed: frozenset[str]
     late: LateCount | None
     transactions: Mapping[str, list[str]]
     linear_lag: LinearLag | None
-    seen: Mapping[str, int]
+    last_seen: Mapping[str, int]
     deferred: Sequence[tuple[str, int]]
     requeues: Sequence[RequeueStatus]
     bridged: bool
@@ -138,8 +138,8 @@ class PostgresReader:
     async def history(self, request: ReadHistory) -> StreamHistory:
         return await self._read_history(lambda: self._history.read_page(request))
 
-    async def missed(self, since: DurableMark, most: int) -> MissedChanges | None:
-        return await self._read_history(lambda: self._history.missed_changes(since, most))
+    async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges | None:
+        return await self._read_history(lambda: self._history.missed_changes(since, max_moves))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
         """Read on the history thread. Raises `Slow` if Postgres answers too late."""
@@ -172,10 +172,10 @@ class PostgresReader:
 
     def _track(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
         self._reading.add(reading)
-        reading.add_done_callback(self._read_ended)
+        reading.add_done_callback(self._on_read_done)
         return reading
 
-    def _read_ended(self, reading: asyncio.Future[Any]) -> None:
+    def _on_read_done(self, reading: asyncio.Future[Any]) -> None:
         self._reading.discard(reading)
         if not reading.cancelled():
             reading.exception()  # mark as retrieved, because the waiting request may have been cancelled
@@ -198,7 +198,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
         except StateTooNew:
             continue
         details[name] = replace(
-            _details(
+            _stream_details(
                 decoded, late.get(name), [entry for entry in requeues if entry.stream == name], bridged=name in bridges
             ),
             open_ranges=[entry for entry in ranges if entry.stream == name],
@@ -230,7 +230,7 @@ def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStat
     return any(source.report.blocked or source.overdue(now, since) is not None for source in stream.sources)
 
 
-def _details(
+def _stream_details(
     stream: StreamState, late: LateCount | None, requeues: Sequence[RequeueStatus], *, bridged: bool
 ) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
@@ -240,14 +240,14 @@ def _details(
         pending=summary.pending,
         gaps=blockers(stream),
         reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
-        waiting={writer: known.chain.waiting for writer, known in stream.writers.items()},
+        pending_by_writer={writer: known.chain.waiting for writer, known in stream.writers.items()},
         regressed=frozenset(
             writer for writer, known in stream.writers.items() if known.chain.position < known.published
         ),
         late=late,
         transactions=stream.transactions,
         linear_lag=summary.linear_lag,
-        seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
+        last_seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
         deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
         requeues=requeues,
         bridged=bridged,

@@ -176,7 +176,7 @@ class Notifications:
     async def listening(self) -> AsyncIterator[None]:
         client = self._redis_reader.client
         pattern = channel_pattern(database_of(client))
-        task = asyncio.create_task(listen(client, lambda pubsub: pubsub.psubscribe(pattern), self._received))
+        task = asyncio.create_task(listen(client, lambda pubsub: pubsub.psubscribe(pattern), self._receive))
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ class Notifications:
         """
         return self._waiting.setdefault(stream, asyncio.Event())
 
-    def _received(self, message: Mapping[str, Any]) -> None:
+    def _receive(self, message: Mapping[str, Any]) -> None:
         self.notify(stream_of(message["channel"]))
 
     def notify(self, stream: str) -> None:

@@ -40,8 +40,8 @@ T = TypeVar("T")
 class SingleFlight(Generic[T]):
     """One computation, whose result any number of tasks await. It is cancelled if all of them are cancelled."""
 
-    def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
-        self._task = asyncio.create_task(reading)
+    def __init__(self, computation: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.create_task(computation)
         # Mark the exception as retrieved, because all waiting tasks may have left.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._waiting = 0
@@ -71,7 +71,7 @@ class ResponseCache:
         self._bytes = 0
 
     def get(self, stream: str, place: Place) -> tuple[bytes, Place] | None:
-        key = stream, identity(place)
+        key = stream, place_key(place)
         if key not in self._texts:
             return None
         at, _, text, after = self._texts[key]
@@ -88,7 +88,7 @@ class ResponseCache:
         """
         if after == place:
             return
-        key = stream, identity(place)
+        key = stream, place_key(place)
         if key in self._texts:
             self._drop(key)
         size = len(text) + BYTES_PER_POSITION * (len(place.positions) + len(after.positions))
@@ -101,17 +101,17 @@ class ResponseCache:
         self._bytes -= self._texts.pop(key)[1]
 
 
-def identity(place: Place) -> Hashable:
+def place_key(place: Place) -> Hashable:
     return place.linear, tuple(sorted(place.positions.items())), place.late
 
 
 class MissedPage:
     """A page: the `events` that lead to `place`. A page stays in memory only while clients have to read it."""
 
-    def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
+    def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_complete: bool) -> None:
         self.events = events
         self.place = place
-        self.complete = complete
+        self.is_complete = is_complete
         """Whether nothing more was published when the page was read."""
         self.responses: dict[Hashable, tuple[bytes, Place]] = {}
         """By place of a client, the text for the client and its place after the text. Many clients are at one place."""
@@ -128,7 +128,7 @@ class MissedPage:
     async def next(self) -> "MissedPage | None":
         """The next page, shared by any number of tasks. Raises `Unavailable` and `Stop`; may be called again then."""
         if self._next is None:
-            self._next = SingleFlight(_page(self._pager))
+            self._next = SingleFlight(_read_page(self._pager))
         reading = self._next
         try:
             return await reading.get()
@@ -138,9 +138,9 @@ class MissedPage:
             raise
 
 
-async def _page(pager: HistoryPager) -> MissedPage | None:
-    page = await pager.page()
-    return None if page is None else MissedPage(pager, page.events, page.place, complete=page.complete)
+async def _read_page(pager: HistoryPager) -> MissedPage | None:
+    page = await pager.next_page()
+    return None if page is None else MissedPage(pager, page.events, page.place, is_complete=page.is_complete)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -150,50 +150,50 @@ class MissedMoves:
     Attributes:
         events: by stream, the events that are not encoded yet.
         streams: by stream, the positions after the events.
-        encoded: by stream, the texts for clients, and the place after them. The texts are made for the first client.
-        moves: the number of events.
+        encodings: by stream, the texts for clients, and the place after them. The texts are made for the first client.
+        move_count: the number of events.
     """
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, StreamChange]
-    encoded: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
-    moves: int = field(init=False)
+    encodings: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
+    move_count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.moves = sum(map(len, self.events.values()))
+        self.move_count = sum(map(len, self.events.values()))
 
 
-class Resumptions:
+class ReplayReader:
     """Reads the events that reconnecting clients missed. For one event loop."""
 
     def __init__(self, requests: RequestHandler, postgres_reader: PostgresReader) -> None:
         self._requests = requests
         self._postgres_reader = postgres_reader
-        self._since = ReadCoalescer(self._read_since)
-        self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
+        self._reads_by_mark = ReadCoalescer(self._read_since_marks)
+        self._waiting_reads: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
         self._read_slots = asyncio.Semaphore(MAX_CONCURRENT_READS)
-        self._being_sent: WeakSet[MissedMoves] = WeakSet()
+        self._moves_being_sent: WeakSet[MissedMoves] = WeakSet()
         self.responses = ResponseCache()
 
-    async def missed(self, stream: str, place: Place) -> MissedPage | None:
+    async def read_missed(self, stream: str, place: Place) -> MissedPage | None:
         """The first page of events after `place`, or after a slightly lower place. It is read after this call. None if
         no server knows the stream. Raises `Unavailable` and `Stop`.
         """
         key = stream, place.linear // MAX_SHARED_IDS
-        if key not in self._waiting:
+        if key not in self._waiting_reads:
             places: dict[object, Place] = {}
-            self._waiting[key] = places, SingleFlight(self._read(key, places))
-        waiting = places, reading = self._waiting[key]
+            self._waiting_reads[key] = places, SingleFlight(self._read(key, places))
+        waiting = places, reading = self._waiting_reads[key]
         request_key = object()
         places[request_key] = place
         try:
             return await reading.get()
         finally:
             del places[request_key]  # a read must not begin at the place of a disconnected client
-            if reading.is_abandoned and self._waiting.get(key) is waiting:
-                del self._waiting[key]
+            if reading.is_abandoned and self._waiting_reads.get(key) is waiting:
+                del self._waiting_reads[key]
 
-    async def since(self, mark: DurableMark) -> MissedMoves | None:
+    async def read_missed_since(self, mark: DurableMark) -> MissedMoves | None:
         """The moves of all streams since `mark`, or since a slightly older mark. They are read after this call.
 
         Returns:
@@ -203,9 +203,9 @@ class Resumptions:
         Raises:
             Unavailable, Stop: Postgres does not answer, or refuses the session.
         """
-        return (await self._since.get([mark]))[mark]
+        return (await self._reads_by_mark.get([mark]))[mark]
 
-    async def _read_since(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
+    async def _read_since_marks(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
         answers: dict[DurableMark, MissedMoves | None] = {}
         first: DurableMark | None = None
         for mark in sorted(marks, key=lambda mark: (mark.lease, mark.time)):
@@ -216,24 +216,24 @@ class Resumptions:
         return answers
 
     async def _missed_since(self, mark: DurableMark) -> MissedMoves | None:
-        if sum(missed.moves for missed in self._being_sent) > MAX_MOVES:
+        if sum(missed.move_count for missed in self._moves_being_sent) > MAX_MOVES:
             return None
-        changes = await self._postgres_reader.missed(mark, MAX_MOVES)
+        changes = await self._postgres_reader.missed_changes(mark, MAX_MOVES)
         if changes is None:
             return None
         missed = MissedMoves({**changes.events}, changes.streams)
-        self._being_sent.add(missed)
+        self._moves_being_sent.add(missed)
         return missed
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._read_slots:
-            del self._waiting[key]  # requests from now on need another read
-            return await _page(
-                HistoryPager(self._requests, key[0], lowest(places.values()), PAGE_EVENTS, MAX_ADVANCES_PER_QUERY)
+            del self._waiting_reads[key]  # requests from now on need another read
+            return await _read_page(
+                HistoryPager(self._requests, key[0], lowest_place(places.values()), PAGE_EVENTS, MAX_ADVANCES_PER_QUERY)
             )
 
 
-def lowest(places: Iterable[Place]) -> Place:
+def lowest_place(places: Iterable[Place]) -> Place:
     """The highest place that is not beyond any of the places, for any writer."""
     first, *rest = places
     for other in rest:
@@ -274,50 +274,52 @@ class ReplayBuffer:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._number = 0
+        self._batch_number = 0
         self._moves = 0
         self._streams: dict[str, _StreamReplay] = {}
-        self._all: deque[tuple[int, EventBatch]] = deque()
+        self._batches: deque[tuple[int, EventBatch]] = deque()
         self._marks: dict[DurableMark, int] = {}
 
-    def begin(self, stream: str, place: Place) -> None:
+    def begin_stream(self, stream: str, place: Place) -> None:
         """Begin to store the batches of a stream, whose follower is at this place."""
-        self._streams[stream] = _StreamReplay(self._number, place)
+        self._streams[stream] = _StreamReplay(self._batch_number, place)
 
-    def end(self, stream: str) -> None:
+    def end_stream(self, stream: str) -> None:
         self._streams.pop(stream, None)
 
     def add(self, batch: EventBatch) -> None:
         """Add the next batch of its stream."""
-        self._number += 1
+        self._batch_number += 1
         self._moves += len(batch.events)
         replay = self._streams[batch.stream]
-        replay.batches.append((self._number, batch))
+        replay.batches.append((self._batch_number, batch))
         replay.place = batch.after
-        self._all.append((self._number, batch))
+        self._batches.append((self._batch_number, batch))
         self.drop_old()
 
     def drop_old(self) -> None:
         """Drop the batches that are too old or too many."""
         oldest = self._now() - BUFFER_SECONDS
-        while self._all and (
-            self._moves > MAX_BUFFERED_MOVES or len(self._all) > MAX_BUFFERED_BATCHES or self._all[0][1].at < oldest
+        while self._batches and (
+            self._moves > MAX_BUFFERED_MOVES
+            or len(self._batches) > MAX_BUFFERED_BATCHES
+            or self._batches[0][1].created_at < oldest
         ):
-            number, batch = self._all.popleft()
+            number, batch = self._batches.popleft()
             self._moves -= len(batch.events)
             replay = self._streams.get(batch.stream)
             if replay is not None and replay.batches and replay.batches[0][0] == number:
                 replay.batches.popleft()
                 replay.since = number
 
-    def mark_complete(self, mark: DurableMark) -> None:
+    def add_mark(self, mark: DurableMark) -> None:
         """Note that the batches so far contain all that Postgres published up to `mark` in the followed streams."""
         # A mark may come again. The first time counts: a listener may have got the mark then, and nothing later.
-        self._marks.setdefault(mark, self._number)
+        self._marks.setdefault(mark, self._batch_number)
         if len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]
 
-    def after(self, stream: str, place: Place) -> BufferedReplay | None:
+    def batches_after(self, stream: str, place: Place) -> BufferedReplay | None:
         """The batches after a place; None if they are no longer in memory."""
         replay = self._streams.get(stream)
         if replay is None:
@@ -334,7 +336,7 @@ class ReplayBuffer:
         start = next((at for at, batch in enumerate(batches) if not has_reached(place, batch.after)), len(batches))
         return BufferedReplay(place, batches[start:])
 
-    def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
+    def batches_since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
         """By stream, the batches since a mark. Empty if the batches of any of these streams are not in memory."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}

@@ -25,7 +25,7 @@ Read = Callable[[Collection[K]], Awaitable[Mapping[K, T]]]
 class _SharedRead(Generic[K, T]):
     def __init__(self) -> None:
         self.keys: set[K] = set()
-        self.waiting = 0
+        self.waiting_requests = 0
         self.answer: asyncio.Future[Mapping[K, T]] = asyncio.get_running_loop().create_future()
 
 
@@ -57,7 +57,7 @@ class _Queue(Generic[K, T]):
     def __init__(self, read: Read[K, T]) -> None:
         self._read = read
         self._reads: deque[_SharedRead[K, T]] = deque()
-        self._reading = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get(self, requested: Collection[K]) -> Mapping[K, T]:
@@ -68,17 +68,17 @@ class _Queue(Generic[K, T]):
             task.add_done_callback(self._tasks.discard)
         last_read = self._reads[-1]
         last_read.keys.update(requested)
-        last_read.waiting += 1
+        last_read.waiting_requests += 1
         try:
             # Shielded, so that a disconnected client does not cancel the read of other clients.
             return await asyncio.shield(last_read.answer)
         finally:
-            last_read.waiting -= 1
+            last_read.waiting_requests -= 1
 
     async def _run_next(self) -> None:
-        async with self._reading:
+        async with self._read_lock:
             reading = self._reads.popleft()
-            if not reading.waiting:
+            if not reading.waiting_requests:
                 return
             try:
                 reading.answer.set_result(await self._read(reading.keys))
@@ -106,7 +106,7 @@ class CircuitBreaker:
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._now = now
-        self._until = 0.0
+        self._refuse_until = 0.0
         self.problem: TidemarkError | None = None
         """The error of the last query; None if the server answered."""
 
@@ -117,7 +117,7 @@ class CircuitBreaker:
         Raises:
             Unavailable, Stop: the error of the block; soon after a failure, the same error without running the block.
         """
-        if self.problem is not None and self._now() < self._until:
+        if self.problem is not None and self._now() < self._refuse_until:
             raise self.problem
         began = self._now()
         try:
@@ -129,7 +129,7 @@ class CircuitBreaker:
                 log.warning(f"{self._name} does not answer", problem=str(problem))
             self.problem = problem
             now = self._now()
-            self._until = now + max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (now - began))
+            self._refuse_until = now + max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (now - began))
             raise
         if self.problem is not None:
             log.info(f"{self._name} answers again")

@@ -49,20 +49,21 @@ class DivergenceDetector:
         self._linear: dict[str, dict[str, int]] = {name: {} for name in SERVERS}
         self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: the server that lacks data
 
-    def read(self, copy: str, positions: Mapping[str, int]) -> None:
-        """Add the linear positions by stream that `copy` (`redis` or `postgres`) has just returned."""
-        other = self._linear[SERVERS[copy == "redis"]]
+    def add_positions(self, server: str, positions: Mapping[str, int]) -> None:
+        """Add the linear positions, by stream, that `server` (`redis` or `postgres`) has just returned."""
+        other = self._linear[SERVERS[server == "redis"]]
         for stream, position in positions.items():
-            self._linear[copy][stream] = position
+            self._linear[server][stream] = position
             before = self._differences.get(stream)
             if stream in other and beyond(other[stream], position):
-                since = before[1].since if before and before[0] == copy else self._now()
-                pair = (position, other[stream]) if copy == "redis" else (other[stream], position)
-                self._differences[stream] = copy, PositionDifference(*pair, since)
-            elif before and before[0] == copy:
+                since = before[1].since if before and before[0] == server else self._now()
+                pair = (position, other[stream]) if server == "redis" else (other[stream], position)
+                self._differences[stream] = server, PositionDifference(*pair, since)
+            elif before and before[0] == server:
                 del self._differences[stream]
 
-    def of(self, stream: str) -> PositionDifference | None:
+    def difference(self, stream: str) -> PositionDifference | None:
+        """The difference of the stream; None if both servers returned the same position."""
         difference = self._differences.get(stream)
         return difference and difference[1]
 
@@ -104,7 +105,7 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
         """The linear positions that were read after `since`, by stream."""
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
-    def remembered(self, stream: str) -> KnownPositions | None:
+    def from_memory(self, stream: str) -> KnownPositions | None:
         """The last positions of the stream, with the source `memory`; None if there are none."""
         before = self.get(stream)
         return before and replace(before, source="memory")
@@ -124,7 +125,7 @@ class Snapshot:
 
     stream: str
     exists: bool | None
-    known: KnownPositions | None
+    positions: KnownPositions | None
     details: Details | None = None
     details_read_at: float | None = None
     divergence: PositionDifference | None = None
@@ -148,12 +149,12 @@ class Snapshots:
         self._now = now
         self._position_reads = ReadCoalescer(self._read_positions)
         self._details_reads = ReadCoalescer(self._read_details)
-        self._postgres_reads = ReadCoalescer(self._read_stored)
+        self._postgres_reads = ReadCoalescer(self._compare_stored)
         self._compared_at: dict[str, float] = {}
         self._divergence = DivergenceDetector()
         self._details: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
-        self._names_at = -NAMES_CACHE_SECONDS
+        self._names_read_at = -NAMES_CACHE_SECONDS
 
     @property
     def has_positions(self) -> bool:
@@ -164,7 +165,7 @@ class Snapshots:
         """Whether the stream was read before, and so exists. Queries no server."""
         return stream in self._answered
 
-    def fresh(self, seconds: float) -> dict[str, int]:
+    def recent_linear_positions(self, seconds: float) -> dict[str, int]:
         """The linear positions that were read in the last `seconds`, by stream. Queries no server."""
         return self._answered.linear_positions(self._now() - seconds)
 
@@ -173,10 +174,10 @@ class Snapshots:
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
-        if not names or self._now() - self._names_at >= NAMES_CACHE_SECONDS:
+        if not names or self._now() - self._names_read_at >= NAMES_CACHE_SECONDS:
             with suppress(Unavailable, Stop):
                 names |= await self._postgres_reader.names()
-                self._names_at = self._now()
+                self._names_read_at = self._now()
         self._names |= names | self._answered.streams
         return self._names
 
@@ -191,12 +192,12 @@ class Snapshots:
         """The positions of one stream; None if they are not known."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
-        return self._with_details(snapshots[stream]).known
+        return self._with_details(snapshots[stream]).positions
 
-    async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
+    async def known_positions(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         """By stream, the positions that are known."""
         snapshots = await self._position_reads.get(streams)
-        return {name: known for name in sorted(streams) if (known := snapshots[name].known) is not None}
+        return {name: known for name in sorted(streams) if (known := snapshots[name].positions) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
         """Also read from Postgres the streams that Redis has answered, at most once a second per stream."""
@@ -204,8 +205,8 @@ class Snapshots:
         due = [
             name
             for name, snapshot in snapshots.items()
-            if snapshot.known
-            and snapshot.known.source == "redis"
+            if snapshot.positions
+            and snapshot.positions.source == "redis"
             and now - self._compared_at.get(name, -math.inf) >= COMPARE_INTERVAL_SECONDS
         ]
         await self._read_soon(self._postgres_reads, due)
@@ -217,34 +218,34 @@ class Snapshots:
 
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
         # Another request may have answered farther positions since this read.
-        known = snapshot.known and self._answered.update(snapshot.stream, snapshot.known)
+        known = snapshot.positions and self._answered.update(snapshot.stream, snapshot.positions)
         details, read_at = self._details.get(snapshot.stream, (None, None))
-        divergence = self._divergence.of(snapshot.stream)
-        return replace(snapshot, known=known, details=details, details_read_at=read_at, divergence=divergence)
+        divergence = self._divergence.difference(snapshot.stream)
+        return replace(snapshot, positions=known, details=details, details_read_at=read_at, divergence=divergence)
 
     async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
-        positions = await self._from_redis(streams)
+        positions = await self._read_redis(streams)
         missing = [name for name in streams if name not in positions]
         exists: bool | None = None
         if missing:
             with suppress(Unavailable, Stop):
-                positions |= await self._from_postgres(missing)
+                positions |= await self._read_postgres(missing)
                 exists = False
         answer = {}
         for name in streams:
             if name in positions:
-                answer[name] = Snapshot(name, exists=True, known=self._answered.update(name, positions[name]))
-            elif last := self._answered.remembered(name):
-                answer[name] = Snapshot(name, exists=True, known=last)
+                answer[name] = Snapshot(name, exists=True, positions=self._answered.update(name, positions[name]))
+            elif last := self._answered.from_memory(name):
+                answer[name] = Snapshot(name, exists=True, positions=last)
             else:
-                answer[name] = Snapshot(name, exists=True if name in self._names else exists, known=None)
+                answer[name] = Snapshot(name, exists=True if name in self._names else exists, positions=None)
         return answer
 
-    async def _from_redis(self, streams: Collection[str]) -> dict[str, KnownPositions]:
+    async def _read_redis(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
         with suppress(Unavailable, Stop):
             replies = await self._redis_reader.keys(streams)
-            self._divergence.read(
+            self._divergence.add_positions(
                 "redis", {name: keys.linear for name, keys in replies.items() if keys.linear is not None}
             )
             return {
@@ -254,7 +255,7 @@ class Snapshots:
             }
         return {}
 
-    async def _from_postgres(self, streams: Collection[str]) -> dict[str, KnownPositions]:
+    async def _read_postgres(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
         stored = await self._postgres_reader.positions(streams)
         return {
@@ -264,11 +265,11 @@ class Snapshots:
             for name, positions in stored.items()
         }
 
-    async def _read_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
+    async def _compare_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
         self._compared_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
-            positions = await self._from_postgres(streams)
-            self._divergence.read("postgres", {name: known.linear for name, known in positions.items()})
+            positions = await self._read_postgres(streams)
+            self._divergence.add_positions("postgres", {name: known.linear for name, known in positions.items()})
             return {name: self._answered.update(name, known) for name, known in positions.items()}
         return {}
 

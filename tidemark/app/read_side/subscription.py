@@ -18,7 +18,7 @@ MAX_QUEUE_SECONDS = 20.0  # for a batch in a queue; this limits the memory, beca
 
 
 @dataclass(frozen=True, eq=False)
-class Started:
+class FollowerStarted:
     """The follower has reached `place`. The next items of the stream continue from there."""
 
     place: Place
@@ -36,13 +36,14 @@ class StreamAdded:
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """The events that moved `stream` from `before` to `after`. `before` is the `after` of the previous batch."""
+    """The events that moved `stream` from `before` to `after`. `before` is the `after` of the previous batch.
+    `created_at`: seconds, monotonic."""
 
     stream: str
     before: Place
     after: Place
     events: Sequence[Event]
-    at: float = field(default_factory=time.monotonic)
+    created_at: float = field(default_factory=time.monotonic)
     by_place: PlaceCache = field(default_factory=dict, init=False, repr=False)
     _encoded: dict[Callable[["EventBatch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -51,7 +52,7 @@ class EventBatch:
         """The linear position after the events; None if it did not move."""
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
-    def encoded(self, encode: Callable[["EventBatch"], T]) -> T:
+    def encode_once(self, encode: Callable[["EventBatch"], T]) -> T:
         """The result of `encode(self)`, computed once for all listeners."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
@@ -66,33 +67,37 @@ class Watermark:
     mark: DurableMark
 
 
-Item = Started | StreamAdded | EventBatch | Watermark
+Item = FollowerStarted | StreamAdded | EventBatch | Watermark
 
 
 class Listener:
-    """The queue of one listener. For one event loop. `cut_off`: done if the listener was too slow. Then the queue is
-    cleared, and no more items follow.
+    """The queue of one listener. For one event loop.
+
+    Attributes:
+        disconnect_signal: done when the listener must end, because it was too slow, its follower failed, or its slot
+            went to another client. No more items follow.
+        wants_watermarks: whether the listener gets `Watermark` items.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.wants_watermarks = False
-        """Whether the listener gets `Watermark` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task that waits
 
     def put(self, stream: str, item: Item) -> None:
-        if self.cut_off.done():
+        """Add an item. If the queue is full or its first item too old, clear the queue and disconnect the listener."""
+        if self.disconnect_signal.done():
             return
         now = self._now()
         if self._items and (len(self._items) >= MAX_QUEUED_BATCHES or now - self._items[0][0] > MAX_QUEUE_SECONDS):
             self._items.clear()
-            complete(self.cut_off)
+            complete_future(self.disconnect_signal)
         else:
             self._items.append((now, stream, item))
             if self._waiter is not None:
-                complete(self._waiter)
+                complete_future(self._waiter)
 
     async def wait_for_item(self, seconds: float) -> bool:
         """Wait for an item, up to `seconds`. Returns whether there is one. Only one task may wait at a time."""
@@ -100,7 +105,7 @@ class Listener:
             # Thousands of tasks wait here several times a second, and asyncio's time-outs need several times more CPU.
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(seconds, complete, self._waiter)
+            timer = loop.call_later(seconds, complete_future, self._waiter)
             try:
                 await self._waiter
             finally:
@@ -113,6 +118,7 @@ class Listener:
         return [self._items.popleft()[1:] for _ in range(min(limit, len(self._items)))]
 
 
-def complete(future: "asyncio.Future[None]") -> None:
+def complete_future(future: "asyncio.Future[None]") -> None:
+    """Set the result of the future, unless it is done already."""
     if not future.done():
         future.set_result(None)

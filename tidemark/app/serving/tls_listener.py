@@ -162,7 +162,7 @@ class SlotPool(Generic[T]):
         return self._taken
 
     def take(self, client: T, address: str, evict_first: Callable[[T], bool] = lambda _: False) -> T | None:
-        """Give a slot to a client until `leave`.
+        """Give a slot to a client until `release`.
 
         Args:
             client: the connection or request that gets the slot.
@@ -179,13 +179,13 @@ class SlotPool(Generic[T]):
         network, evicted = network_of(address), None
         if self._taken >= self.limit:
             evicted = self._pick_victim(self._clients.get(network, {}), evict_first)
-            self.leave(evicted)
+            self.release(evicted)
         self._clients.setdefault(network, {})[client] = None
         self._networks[client] = network
         self._taken += 1
         return evicted
 
-    def leave(self, client: T) -> None:
+    def release(self, client: T) -> None:
         """Free the slot of the client. Has no effect for a client without a slot."""
         network = self._networks.pop(client, None)
         if network is None:

@@ -233,7 +233,7 @@ class AdmittedConnection(HttpToolsProtocol):
             request.is_started = True
             await self.config.loaded_app(scope, receive, send)
         finally:
-            self._slots.leave(request)
+            self._slots.release(request)
 
     def on_response_complete(self) -> None:
         self._mark_idle()

@@ -101,7 +101,7 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
     """The answer for a snapshot. `now`: monotonic clock, in seconds."""
-    known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
+    known, details, read_at = snapshot.positions, snapshot.details, snapshot.details_read_at
     return StreamAnswer(
         stream=snapshot.stream,
         state="recovering" if known is None else "known",
@@ -113,7 +113,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
         pending=None if details is None else details.pending,
         blockers=None if details is None else [blocker_answer(gap) for gap in nearest_blockers(details)],
         linear_lag=None if details is None else lag_answer(details.linear_lag),
-        last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
+        last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.last_seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
         age_seconds=None if known is None else _age(now, known.read_at),

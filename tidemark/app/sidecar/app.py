@@ -31,8 +31,8 @@ from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import Operation, OperationCall, parse_query
 from tidemark.app.sidecar.problems import (
-    NEVER_CACHED,
-    NO_SNIFFING,
+    NO_SNIFF_HEADER,
+    NO_STORE_HEADER,
     BadRequest,
     Problem,
     Unauthorized,
@@ -213,7 +213,7 @@ class NoStoreMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in (NEVER_CACHED | NO_SNIFFING).items():
+                for name, value in (NO_STORE_HEADER | NO_SNIFF_HEADER).items():
                     headers.setdefault(name, value)
             await send(message)
 
@@ -237,7 +237,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         began = time.perf_counter()
         status = 500
         try:
-            call = _call(request)
+            call = _check_request(request)
             if request.method == "HEAD" and operation.media == EVENT_STREAM:  # an event stream does not end by itself
                 response = Response(media_type=EVENT_STREAM)
             else:
@@ -251,7 +251,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
             metrics.REQUEST_SECONDS.labels(operation.name).observe(time.perf_counter() - began)
         return response
 
-    def _call(request: Request) -> OperationCall:
+    def _check_request(request: Request) -> OperationCall:
         if tokens and operation.needs_token and not tokens.allow(request.headers.get("authorization")):
             raise Unauthorized(
                 "the request has no valid token; send `Authorization: Bearer` with a token of this sidecar"

@@ -20,9 +20,9 @@ from tidemark.app.diagnosis.open_ranges import StreamId
 from tidemark.app.read_side.replay import PAGE_EVENTS, MissedMoves, MissedPage
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.snapshots import Snapshots
-from tidemark.app.read_side.subscription import EventBatch, Started
+from tidemark.app.read_side.subscription import EventBatch, FollowerStarted
 from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_answer
-from tidemark.app.sidecar.problems import BadRequest, Stops
+from tidemark.app.sidecar.problems import BadRequest, StoppingProblem
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token
@@ -39,22 +39,24 @@ def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
 class EventStream(Response):
     """A response with server-sent events, which lasts until the client disconnects.
 
-    The response also ends when `cut_off` is done, because a send to a client that does not read would wait for ever.
-    When the process stops, the response ends as a complete one, so that a proxy reports no failure.
+    The response also ends when `disconnect_signal` is done, because a send to a client that does not read would wait
+    for ever. When the process stops, the response ends normally, so that a proxy reports no failure.
 
     Args:
         texts: the encoded events.
-        cut_off: done when the client must be disconnected.
+        disconnect_signal: done when the client must be disconnected.
         resources: closed at the end of the response.
     """
 
     media_type = EVENT_STREAM
 
-    def __init__(self, texts: AsyncIterator[bytes], cut_off: "asyncio.Future[None]", resources: ExitStack) -> None:
+    def __init__(
+        self, texts: AsyncIterator[bytes], disconnect_signal: "asyncio.Future[None]", resources: ExitStack
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._texts = texts
-        self._cut_off = cut_off
+        self._disconnect_signal = disconnect_signal
         self._resources = resources
         self._is_started = False
 
@@ -65,15 +67,17 @@ class EventStream(Response):
             disconnected = asyncio.create_task(_disconnected(receive))
             try:
                 # Only two tasks per response, because there are thousands of responses; the futures are shared.
-                await asyncio.wait((serving, disconnected, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (serving, disconnected, self._disconnect_signal, stopped), return_when=asyncio.FIRST_COMPLETED
+                )
             finally:
                 serving.cancel()
                 disconnected.cancel()
                 await asyncio.gather(serving, disconnected, return_exceptions=True)
             if not serving.cancelled():
                 serving.result()
-            elif stopped.done() and not self._cut_off.done():
-                await self._end(scope, receive, send)
+            elif stopped.done() and not self._disconnect_signal.done():
+                await self._send_end(scope, receive, send)
 
     async def _serve(self, send: Send) -> None:
         self._is_started = True
@@ -82,11 +86,11 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": text, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_end(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_started:
             await send({"type": "http.response.body", "body": b": this sidecar is stopping\n\n", "more_body": False})
         else:
-            await Stops().response()(scope, receive, send)
+            await StoppingProblem().response()(scope, receive, send)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -181,7 +185,7 @@ class SnapshotTexts:
         self._snapshots = snapshots
         self._reads = ReadCoalescer(self._read)
         self._texts: dict[str, tuple[float, Place, bytes]] = {}
-        self._cleared = time.monotonic()
+        self._cleared_at = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
         """Each stream with its place and the text of its `snapshot` event.
@@ -197,33 +201,33 @@ class SnapshotTexts:
 
     async def _read(self, streams: Collection[str]) -> Mapping[str, tuple[float, Place, bytes]]:
         now = time.monotonic()
-        if now - self._cleared > CACHE_SECONDS:
-            self._texts, self._cleared = {}, now
+        if now - self._cleared_at > CACHE_SECONDS:
+            self._texts, self._cleared_at = {}, now
         names, texts = list(streams), {}
         for start in range(0, len(names), SNAPSHOTS_PER_READ):
             for snapshot in await self._snapshots.get(names[start : start + SNAPSHOTS_PER_READ]):
-                known = snapshot.known
-                place = Place() if known is None else Place(known.linear, known.vector, known.late)
+                positions = snapshot.positions
+                place = Place() if positions is None else Place(positions.linear, positions.vector, positions.late)
                 text = encode_event(stream_answer(snapshot, time.monotonic()), "snapshot")
                 texts[snapshot.stream] = now, place, text
         self._texts |= texts
         return texts
 
 
-def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -> tuple[list[bytes], Place]:
+def encode_events_after(stream: str, place: Place, item: FollowerStarted | EventBatch) -> tuple[list[bytes], Place]:
     """The events of `item` that are new for a client at `place`, and the place of the client after them. For clients
     that are not at the place of the follower."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:
-        case Started(after):
+        case FollowerStarted(after):
             new_events = [event for position in after.positions.items() for event in merge.move_to(*position)]
         case EventBatch(after=after):
             new_events = [new for event in item.events for new in _merge_event(merge, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in new_events]
     merge.mark_settled(after.linear, after.positions)
     if beyond(after.linear, place.linear):
-        blocks.append(_linear_event(stream, after.linear))
+        blocks.append(_encode_linear(stream, after.linear))
     if merge.place == place:
         return blocks, place
     return blocks, after if merge.place == after else merge.place
@@ -233,7 +237,7 @@ def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
     """The texts of all events of a batch but the last, and of the last event. The last event may get an ID."""
     blocks = [encode_event(move_answer(batch.stream, event)) for event in batch.events]
     if batch.linear is not None:
-        blocks.append(_linear_event(batch.stream, batch.linear))
+        blocks.append(_encode_linear(batch.stream, batch.linear))
     return b"".join(blocks[:-1]), blocks[-1]
 
 
@@ -255,7 +259,7 @@ def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:
     return [event]
 
 
-def _linear_event(stream: str, linear: int) -> bytes:
+def _encode_linear(stream: str, linear: int) -> bytes:
     return encode_event(LinearMoveAnswer(stream=stream, linear=linear))
 
 
@@ -274,15 +278,15 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) ->
         texts.append(b"".join(encode_event(move_answer(stream, event)) for event in page))
         await asyncio.sleep(0)
     missed.events[stream] = ()
-    return [*texts, _linear_event(stream, missed.streams[stream].linear)], merge.place
+    return [*texts, _encode_linear(stream, missed.streams[stream].linear)], merge.place
 
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
     """The events of the page that are new for a client at `place`, and the place of the client after them."""
     merge = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
-    if page.complete:
+    if page.is_complete:
         merge.mark_settled(page.place.linear, page.place.positions)
         if beyond(page.place.linear, place.linear):
-            blocks.append(_linear_event(stream, page.place.linear))
+            blocks.append(_encode_linear(stream, page.place.linear))
     return b"".join(blocks), page.place if merge.place == page.place else merge.place

@@ -22,8 +22,16 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tidemark.app.read_side import ReadSide, metrics
-from tidemark.app.read_side.replay import MissedPage, SingleFlight, identity
-from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, complete
+from tidemark.app.read_side.replay import MissedPage, SingleFlight, place_key
+from tidemark.app.read_side.subscription import (
+    EventBatch,
+    FollowerStarted,
+    Item,
+    Listener,
+    StreamAdded,
+    Watermark,
+    complete_future,
+)
 from tidemark.app.sidecar.event_stream import (
     EVENT_STREAM,
     SNAPSHOTS_PER_READ,
@@ -39,7 +47,7 @@ from tidemark.app.sidecar.event_stream import (
     encode_places,
 )
 from tidemark.app.sidecar.openapi import Operation, OperationCall
-from tidemark.app.sidecar.operations import existing
+from tidemark.app.sidecar.operations import require_existing
 from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.watch import PipelineAnswer, Watch, WatchedStreamAnswer, Watcher
 from tidemark.common.errors import Stop, Unavailable
@@ -81,7 +89,7 @@ class EventsClient:
             on_started: called when the client has been sent the positions of every stream.
         """
         self._read_side = read_side
-        self._texts = snapshots
+        self._snapshot_cache = snapshots
         self._listener = listener
         self._resume_from = resume_from
         self._connected_at = time.monotonic()
@@ -93,64 +101,64 @@ class EventsClient:
         if not isinstance(self._resume_from, DurableMark):
             for stream in streams:
                 if stream in self._resume_from and stream not in self._places:
-                    async for text in self._missed(stream, self._resume_from[stream]):
+                    async for text in self._missed_texts(stream, self._resume_from[stream]):
                         yield text
         elif not self._places:
-            async for text in self._missed_since(self._resume_from, streams):
+            async for text in self._missed_texts_since(self._resume_from, streams):
                 yield text
         others = [stream for stream in streams if stream not in self._places]
         for start in range(0, len(others), SNAPSHOTS_PER_READ):
-            yield b"".join(await self._snapshots(others[start : start + SNAPSHOTS_PER_READ], self._connected_at))
+            yield b"".join(await self._snapshot_texts(others[start : start + SNAPSHOTS_PER_READ], self._connected_at))
         self._request_watermarks_if_many()
         text = await self._next_text()
         if not text and self._places and not self._listener.wants_watermarks:
-            text = b": at\n" + self._id(None) + b"\n"
+            text = b": at\n" + self._event_id_line(None) + b"\n"
         if text:
             yield text
         self._on_started()
-        while not self._listener.cut_off.done():
+        while not self._listener.disconnect_signal.done():
             if await self._listener.wait_for_item(KEEP_ALIVE_SECONDS):
                 if text := await self._next_text():
                     yield text
             else:
                 yield b": still here\n\n"
 
-    async def _missed(self, stream: str, place: Place) -> AsyncIterator[bytes]:
+    async def _missed_texts(self, stream: str, place: Place) -> AsyncIterator[bytes]:
         """The moves of the stream while the client was disconnected."""
         self._places[stream] = place
         page: MissedPage | None = None
-        resumptions = self._read_side.resumptions
-        while page is None or not page.complete:
+        replay_reader = self._read_side.replay_reader
+        while page is None or not page.is_complete:
             if page is not None and page.is_abandoned:
                 page = None
-            if page is None and (cached := resumptions.responses.get(stream, place)):
+            if page is None and (cached := replay_reader.responses.get(stream, place)):
                 text, place = cached
                 yield text
                 continue
             try:
-                page = await (page.next() if page else resumptions.missed(stream, place))
+                page = await (page.next() if page else replay_reader.read_missed(stream, place))
             except (Unavailable, Stop):
                 yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
             if page is None:  # no server knows the stream
                 return
-            key = identity(place)
+            key = place_key(place)
             if key not in page.responses:
                 page.responses[key] = encode_page_after(page, stream, place)
-                if not page.complete:
-                    resumptions.responses.store(stream, place, *page.responses[key])
+                if not page.is_complete:
+                    replay_reader.responses.store(stream, place, *page.responses[key])
             text, place = page.responses[key]
             yield text
         self._places[stream] = place
 
-    async def _missed_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
+    async def _missed_texts_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
         """The moves of all streams since the mark. No texts and no places if they are no longer available."""
         while True:
             try:
                 # Read positions before moves: the moves then lead to them or beyond.
-                known = await self._read_side.snapshots.known(streams)
-                missed = await self._read_side.resumptions.since(mark)
+                known = await self._read_side.snapshots.known_positions(streams)
+                missed = await self._read_side.replay_reader.read_missed_since(mark)
             except (Unavailable, Stop):
                 yield b": waiting for Postgres\n\n"
                 await asyncio.sleep(1.0)
@@ -162,17 +170,17 @@ class EventsClient:
             if stream not in missed.streams:
                 self._places[stream] = Place(positions.linear, positions.vector, positions.late)
                 continue
-            if stream not in missed.encoded or missed.encoded[stream].is_abandoned:
+            if stream not in missed.encodings or missed.encodings[stream].is_abandoned:
                 place = Place(positions.linear, positions.vector, positions.late)
-                missed.encoded[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
+                missed.encodings[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
             # Encoded once for all clients. Positions that a client read before the moves are among the moves.
-            texts, self._places[stream] = await missed.encoded[stream].get()
+            texts, self._places[stream] = await missed.encodings[stream].get()
             for text in texts:
                 yield text
 
-    async def _snapshots(self, streams: Sequence[str], since: float) -> list[bytes]:
+    async def _snapshot_texts(self, streams: Sequence[str], since: float) -> list[bytes]:
         blocks = []
-        for stream, place, text in await self._texts.get(streams, since):
+        for stream, place, text in await self._snapshot_cache.get(streams, since):
             self._places[stream] = place
             blocks.append(text)
         return blocks
@@ -192,7 +200,7 @@ class EventsClient:
             size += sum(map(len, new))
             blocks += new
         if blocks and not self._listener.wants_watermarks:
-            blocks[-1] = self._id(last) + blocks[-1]
+            blocks[-1] = self._event_id_line(last) + blocks[-1]
         return b"".join(blocks)
 
     async def _encode(self, stream: str, item: Item) -> Sequence[bytes]:
@@ -200,14 +208,14 @@ class EventsClient:
         if isinstance(item, Watermark):
             return [b": at\nid: %s\n\n" % encode_mark(item.mark).encode()]
         if isinstance(item, StreamAdded):
-            blocks = await self._snapshots([stream], time.monotonic())
+            blocks = await self._snapshot_texts([stream], time.monotonic())
             self._request_watermarks_if_many()
             return blocks
         place = self._places[stream]
         if isinstance(item, EventBatch) and (place is item.before or place == item.before):
             self._places[stream] = item.after
-            return item.encoded(encode_batch)
-        if isinstance(item, Started) and place == item.place:
+            return item.encode_once(encode_batch)
+        if isinstance(item, FollowerStarted) and place == item.place:
             self._places[stream] = item.place
             return ()
         if id(place) not in item.by_place:
@@ -218,9 +226,9 @@ class EventsClient:
         self._places[stream] = encoded[1]
         return encoded[0]
 
-    def _id(self, last: Item | None) -> bytes:
+    def _event_id_line(self, last: Item | None) -> bytes:
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
-            text = last.encoded(encode_batch_id)
+            text = last.encode_once(encode_batch_id)
         else:
             text = encode_places(self._places).encode()
         if len(text) > MAX_EVENT_ID_LENGTH:
@@ -261,36 +269,40 @@ async def follow_events(call: OperationCall) -> Response:
             return Response(media_type=EVENT_STREAM)
     with ExitStack() as stack:
         listener = Listener()
-        stack.enter_context(service.limiter.slot("events", address, partial(complete, listener.cut_off)))
+        stack.enter_context(
+            service.limiter.slot("events", address, partial(complete_future, listener.disconnect_signal))
+        )
         on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
         names = set(query.stream) or await read_side.snapshots.names()
         if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has(name))):
             for snapshot in await read_side.snapshots.get(others):
-                existing(snapshot)
+                require_existing(snapshot)
         listener.wants_watermarks = len(names) > MAX_STREAMS_IN_EVENT_ID
         if not query.stream:
             read_side.followers.follow_new_streams(listener)
         resumed_places = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))
-        stack.callback(service.reconnect_throttle.stream_ended, address, time.monotonic())
+        stack.callback(service.reconnect_throttle.count_ended_stream, address, time.monotonic())
         resources = stack.pop_all()
     client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, resumed_places, on_started)
-    return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
+    return EventStream(client.texts(sorted(names)), listener.disconnect_signal, resources)
 
 
 async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
-        cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stack.enter_context(call.service.limiter.slot("watch", call.address, partial(complete, cut_off)))
+        disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stack.enter_context(
+            call.service.limiter.slot("watch", call.address, partial(complete_future, disconnect_signal))
+        )
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
-    return EventStream(_changes(call.service.watch, watcher, cut_off), cut_off, resources)
+    return EventStream(_watch_texts(call.service.watch, watcher, disconnect_signal), disconnect_signal, resources)
 
 
-async def _changes(watch: Watch, watcher: Watcher, cut_off: asyncio.Future[None]) -> AsyncIterator[bytes]:
+async def _watch_texts(watch: Watch, watcher: Watcher, disconnect_signal: asyncio.Future[None]) -> AsyncIterator[bytes]:
     while True:
         text = await watch.next_text(watcher)
-        write_timeout = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_SECONDS, complete, cut_off)
+        write_timeout = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_SECONDS, complete_future, disconnect_signal)
         yield text
         write_timeout.cancel()
 

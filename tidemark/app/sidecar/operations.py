@@ -38,8 +38,8 @@ from tidemark.app.sidecar.problems import (
     Busy,
     NotYet,
     RecoveringProblem,
-    SlowAnswer,
-    Stops,
+    SlowProblem,
+    StoppingProblem,
     Unauthorized,
     UnknownStream,
 )
@@ -87,11 +87,11 @@ async def all_streams(call: OperationCall) -> Response:
 
 async def one_stream(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    body = stream_answer(existing(snapshot), time.monotonic())
+    body = stream_answer(require_existing(snapshot), time.monotonic())
     return etag_response(call.request, body, etag(body))
 
 
-def existing(snapshot: Snapshot) -> Snapshot:
+def require_existing(snapshot: Snapshot) -> Snapshot:
     """The snapshot itself.
 
     Raises:
@@ -144,7 +144,7 @@ class AdvancesQuery(msgspec.Struct, frozen=True):
 
 async def gaps(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    details, read_at = existing(snapshot).details, snapshot.details_read_at
+    details, read_at = require_existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
         raise RecoveringProblem("gaps are read from Postgres, which does not answer; try again")
     query: GapsQuery = call.query
@@ -157,9 +157,9 @@ async def advances(call: OperationCall) -> Response:
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # raises BadToken if the directions differ
-        page = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).page()
+        page = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).next_page()
     except Slow as problem:
-        raise SlowAnswer(str(problem)) from None
+        raise SlowProblem(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
     except BadToken as problem:
@@ -176,7 +176,7 @@ def _advances_response(stream: str, page: HistoryPage) -> Response:
             stream=stream,
             moves=[move_answer(stream, event) for event in page.events],
             next=encode_places({stream: page.place}),
-            complete=page.complete,
+            complete=page.is_complete,
         )
     )
 
@@ -204,12 +204,14 @@ async def wait(call: OperationCall) -> Response:
         try:
             await _run_wait(call, Driver[PositionSnapshot](program), request)
         except NotReached as problem:
-            seconds, answer = time.monotonic() - began, await _position(call)
-            detail = f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blockers(answer)}"
+            seconds, answer = time.monotonic() - began, await _read_stream_answer(call)
+            detail = (
+                f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blocker_text(answer)}"
+            )
             raise NotYet(detail, answer) from None
         except BadToken as problem:
             raise BadRequest(str(problem)) from None
-        return json_response(await _position(call))
+        return json_response(await _read_stream_answer(call))
 
 
 async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest) -> None:
@@ -222,7 +224,7 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 notified = read_side.notifications.next_event(call.stream)
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
-                    await _position(call)  # raises if no server knows the stream
+                    await _read_stream_answer(call)  # raises if no server knows the stream
                     driver.send_answer(StreamKeys(None, {}))
                 else:
                     driver.send_answer(StreamKeys(known.linear, known.vector, known.late, known.allocated))
@@ -230,7 +232,7 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 driver.send_answer(answer=True)
             case AwaitEntry(seconds=seconds):
                 if call.service.stopping.is_set():
-                    raise Stops
+                    raise StoppingProblem
                 if open_request.is_evicted:
                     raise Busy(
                         "this sidecar has reached its limit of open requests, and gave the slot of this request to a"
@@ -242,7 +244,7 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 driver.send_answer(None)
 
 
-def _blockers(answer: StreamAnswer) -> str:
+def _blocker_text(answer: StreamAnswer) -> str:
     """The writers that block the linear position, as text for people."""
     if answer.linear_lag is None or not answer.linear_lag.blockers:
         return ""
@@ -251,10 +253,10 @@ def _blockers(answer: StreamAnswer) -> str:
     )
 
 
-async def _position(call: OperationCall) -> StreamAnswer:
+async def _read_stream_answer(call: OperationCall) -> StreamAnswer:
     """Raises `UnknownStream`, `RecoveringProblem`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    return stream_answer(existing(snapshot), time.monotonic())
+    return stream_answer(require_existing(snapshot), time.monotonic())
 
 
 OPERATIONS = [
@@ -293,7 +295,7 @@ OPERATIONS = [
         advances,
         AdvancesAnswer,
         query=AdvancesQuery,
-        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),
+        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem, SlowProblem),
     ),
     Operation(
         "/v1/streams/{stream}/wait",
@@ -410,7 +412,7 @@ async def history(call: OperationCall) -> Response:
             history_answer(call.stream, await call.service.read_side.stream_history.chart(call.stream))
         )
     except Slow as problem:
-        raise SlowAnswer(str(problem)) from None
+        raise SlowProblem(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
 
@@ -420,7 +422,7 @@ async def readers(call: OperationCall) -> Response:
     try:
         statuses = await call.service.read_side.stream_history.readers()
     except Slow as problem:
-        raise SlowAnswer(str(problem)) from None
+        raise SlowProblem(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
     return json_response(
@@ -429,9 +431,9 @@ async def readers(call: OperationCall) -> Response:
 
 
 async def _require_stream(call: OperationCall) -> None:
-    """Raises as `existing`."""
+    """Raises as `require_existing`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    existing(snapshot)
+    require_existing(snapshot)
 
 
 OPERATIONS += [
@@ -441,7 +443,7 @@ OPERATIONS += [
         "The lag of a stream and the gaps of its writers over the past hour.",
         history,
         HistoryAnswer,
-        problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),
+        problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowProblem),
     ),
     Operation(
         "/v1/streams/{stream}/readers",
@@ -449,6 +451,6 @@ OPERATIONS += [
         "The readers of a stream that store their places in the database of TIDEMARK_READERS_DSN.",
         readers,
         ReadersAnswer,
-        problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),
+        problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowProblem),
     ),
 ]

@@ -8,8 +8,8 @@ Problem                     `type` is a stable name, sent as a URN; `detail` is 
 ├── NotYet                  412 a wait timed out
 ├── Busy                    429 a limit of this process is reached
 ├── RecoveringProblem       503 no server can answer now
-├── Stops                   503 this process is stopping
-└── SlowAnswer              504 Postgres took too long for this query
+├── StoppingProblem         503 this process is stopping
+└── SlowProblem             504 Postgres took too long for this query
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from starlette.responses import Response
 from tidemark.app.sidecar import answers
 
 MEDIA_TYPE = "application/problem+json"
-NEVER_CACHED = {"Cache-Control": "no-store"}
-NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
-_RENAMED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # by RFC 9110; Python has the name since 3.13
+NO_STORE_HEADER = {"Cache-Control": "no-store"}
+NO_SNIFF_HEADER = {"X-Content-Type-Options": "nosniff"}
+_REASON_PHRASES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # RFC 9110; Python 3.13 and later
 
 
 def urn(type_: str) -> str:
@@ -102,7 +102,7 @@ class RecoveringProblem(Problem):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
-class Stops(Problem):
+class StoppingProblem(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "stopping"
     title = "This sidecar is stopping"
@@ -112,7 +112,7 @@ class Stops(Problem):
         super().__init__("this sidecar is stopping; ask another sidecar, or try again")
 
 
-class SlowAnswer(Problem):
+class SlowProblem(Problem):
     status = HTTPStatus.GATEWAY_TIMEOUT
     type = "slow"
     title = "Postgres did not answer in time"
@@ -133,7 +133,7 @@ async def handle_http_error(_: Request, problem: Exception) -> Response:
 
 def reason_phrase(status: HTTPStatus) -> str:
     """The reason phrase of a status, the same in every version of Python."""
-    return _RENAMED.get(status, status.phrase)
+    return _REASON_PHRASES.get(status, status.phrase)
 
 
 def status_response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
@@ -152,4 +152,6 @@ async def handle_defect(_: Request, __: Exception) -> Response:
 
 
 def _response(body: answers.ProblemAnswer, headers: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(body), body.status, {**NEVER_CACHED, **NO_SNIFFING, **headers}, MEDIA_TYPE)
+    return Response(
+        msgspec.json.encode(body), body.status, {**NO_STORE_HEADER, **NO_SNIFF_HEADER, **headers}, MEDIA_TYPE
+    )

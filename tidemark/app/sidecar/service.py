@@ -46,7 +46,7 @@ class OpenRequest:
         self._on_evicted()
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class Limiter:
@@ -56,7 +56,7 @@ class Limiter:
         self._slots: SlotPool[OpenRequest] = SlotPool(limit)
 
     @contextmanager
-    def slot(self, operation: str, address: str, on_evicted: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
+    def slot(self, operation: str, address: str, on_evicted: Callable[[], None] = _do_nothing) -> Iterator[OpenRequest]:
         """Hold a slot while the block runs.
 
         Args:
@@ -82,7 +82,7 @@ class Limiter:
             with metrics.REQUESTS_IN_FLIGHT.labels(operation).track_inprogress():
                 yield request
         finally:
-            self._slots.leave(request)
+            self._slots.release(request)
 
 
 class StartQueue:
@@ -143,9 +143,9 @@ class ReconnectThrottle:
     """
 
     SHORT_LIVED_SECONDS = 1.0
-    FREE_RECONNECTS = 100  # short streams without a delay
-    FORGIVEN_PER_SECOND = 5.0  # short streams that are forgotten in a second
-    DELAY_SECONDS = 0.05  # for each short stream beyond `FREE_RECONNECTS`
+    RECONNECTS_WITHOUT_DELAY = 100  # short streams without a delay
+    FORGOTTEN_PER_SECOND = 5.0  # short streams that are forgotten in a second
+    DELAY_SECONDS = 0.05  # for each short stream beyond `RECONNECTS_WITHOUT_DELAY`
     MAX_DELAY_SECONDS = 1.0
     MAX_ADDRESSES = 10_000
 
@@ -155,15 +155,17 @@ class ReconnectThrottle:
 
     def delay(self, address: str) -> float:
         """The delay of a new event stream of a client at `address`, in seconds."""
-        excess = max(0.0, self._count(network_of(address)) - self.FREE_RECONNECTS)
+        excess = max(0.0, self._count(network_of(address)) - self.RECONNECTS_WITHOUT_DELAY)
         return min(self.MAX_DELAY_SECONDS, excess * self.DELAY_SECONDS)
 
-    def stream_ended(self, address: str, began: float) -> None:
+    def count_ended_stream(self, address: str, began: float) -> None:
         """Count an event stream that ended now and `began` at that time (seconds, monotonic)."""
         now, address = self._now(), network_of(address)
         if now - began >= self.SHORT_LIVED_SECONDS:
             return
-        count = min(self._count(address) + 1, self.FREE_RECONNECTS + self.MAX_DELAY_SECONDS / self.DELAY_SECONDS)
+        count = min(
+            self._count(address) + 1, self.RECONNECTS_WITHOUT_DELAY + self.MAX_DELAY_SECONDS / self.DELAY_SECONDS
+        )
         self._short_streams.pop(address, None)
         self._short_streams[address] = count, now
         if len(self._short_streams) > self.MAX_ADDRESSES:
@@ -171,7 +173,7 @@ class ReconnectThrottle:
 
     def _count(self, address: str) -> float:
         count, counted_at = self._short_streams.get(address, (0.0, 0.0))
-        return max(0.0, count - (self._now() - counted_at) * self.FORGIVEN_PER_SECOND)
+        return max(0.0, count - (self._now() - counted_at) * self.FORGOTTEN_PER_SECOND)
 
 
 class MetricsText:
@@ -202,7 +204,7 @@ class MetricsText:
         with suppress(Unavailable, Slow, Stop):
             readers = await read_side.stream_history.readers()
         began = time.monotonic()
-        positions = sorted(read_side.snapshots.fresh(self.FRESH_SECONDS).items())
+        positions = sorted(read_side.snapshots.recent_linear_positions(self.FRESH_SECONDS).items())
         metrics.LINEAR_POSITION.clear()  # no await before the new series are set
         for stream, position in positions[: self._streams]:
             metrics.LINEAR_POSITION.labels(stream, "sidecar").set(position)

@@ -195,7 +195,7 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
-    known, details = snapshot.known, snapshot.details
+    known, details = snapshot.positions, snapshot.details
     gaps: dict[str, list[Blocker]] = {}
     for gap in details.gaps if details else ():
         if not gap.unknown:
@@ -260,14 +260,14 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         retired=None if details is None else name in details.retired,
         position=position,
         reach=farther(details.reaches.get(name, position), position) if details and gaps else position,
-        waiting=details.waiting.get(name, 0) if details and gaps else 0,
+        waiting=details.pending_by_writer.get(name, 0) if details and gaps else 0,
         gaps=gaps[:MAX_GAPS_PER_WRITER],
         hidden=max(0, len(gaps) - MAX_GAPS_PER_WRITER),
         transactions=details.transactions.get(name, []) if details else [],
         deferred=details is not None
         and name in {requeue for requeue, _ in details.deferred} | {requeue.writer for requeue in requeues},
         gone=sum(requeue.gone for requeue in requeues),
-        last_seen=last_seen(details.seen.get(name, 0)) if details else None,
+        last_seen=last_seen(details.last_seen.get(name, 0)) if details else None,
     )
 
 

@@ -1,8 +1,8 @@
-"""The sentinel: lists of advances that keep the rules have no fault, and each kind of fault is told once."""
+"""The chain checker: lists of advances that keep the rules have no fault, and each kind of fault is told once."""
 
 import pytest
 
-from tidemark.app.read_side.metrics import ChainFault, Sentinel
+from tidemark.app.read_side.metrics import ChainChecker, ChainFault
 from tidemark.sinks.reader.requests import ListEntry, ReadList, ReadNewest, StreamKeys
 
 
@@ -16,12 +16,12 @@ class ReadProgram:
     """A list that is read on and on."""
 
     def __init__(self) -> None:
-        self.sentinel = Sentinel()
+        self.checker = ChainChecker()
         self.last: ListEntry | None = None
 
     def on(self, *entries: ListEntry, linear: int = 0, joined: bool = True) -> list[ChainFault]:
         found = StreamKeys(linear, {}, entries=entries, is_continuous=joined, last="9-9")
-        faults = [*self.sentinel.check(ReadList("s", self.last), found)]
+        faults = [*self.checker.check(ReadList("s", self.last), found)]
         self.last = entries[-1] if entries else self.last
         return faults
 
@@ -67,7 +67,7 @@ def test_a_line_that_goes_back_is_told_once() -> None:
     assert [(it.kind, it.writer, it.id) for it in reading.on(linear=7)] == [("regress", None, 7)]
     assert reading.on(linear=7) == []
     told_by_postgres = StreamKeys(20, {"w": 20})
-    assert [*reading.sentinel.check(ReadList("s", reading.last), told_by_postgres)] == []
+    assert [*reading.checker.check(ReadList("s", reading.last), told_by_postgres)] == []
     assert reading.on(linear=8) == []
 
 
@@ -79,4 +79,4 @@ def test_a_list_that_began_anew_is_no_fault() -> None:
     reading.anew()
     assert reading.on(entry(5, 0, 3), entry(6, 3, 9)) == []
     newest = StreamKeys(9, {}, entries=[entry(8, 40, 41)], last="8-0")
-    assert [*reading.sentinel.check(ReadNewest("s"), newest)] == []
+    assert [*reading.checker.check(ReadNewest("s"), newest)] == []
