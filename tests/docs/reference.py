@@ -17,7 +17,7 @@ from tidemark.app.follow_positions import FollowMetrics
 from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
-from tidemark.app.sidecar.openapi import BEARER, document
+from tidemark.app.sidecar.openapi import BEARER, openapi_document
 from tidemark.app.sidecar.problems import Problem, reason_phrase
 from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
@@ -199,7 +199,7 @@ def _metrics(rows: Iterable[MetricRow]) -> list[str]:
 
 
 def http_api() -> str:
-    description = document(OPERATIONS, BEARER)
+    description = openapi_document(OPERATIONS, BEARER)
     lines = [
         "A running sidecar serves this description for programs at `/openapi.json`. IDs are signed 64-bit integers.",
         "",

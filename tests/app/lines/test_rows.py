@@ -30,24 +30,24 @@ class RowsPlay:
         announced: dict[Writer, int] = {}
         self.rows = RowBuffer(limit, announced)
         self.announcer = Announcer(self.rows, announced, timeout_seconds=1.0)
-        self.rows.begin({0: whole, 1: whole}, {})
+        self.rows.begin_read({0: whole, 1: whole}, {})
         self.now = 0.0
 
     def read(self, *records: Record, partition: int = 0) -> list[str]:
         told: list[Announcement] = []
         for record in records:
-            if writer := self.rows.read(partition, record):
+            if writer := self.rows.add(partition, record):
                 told.extend(self.announcer.retry([writer], self.now))
         return texts(told)
 
     def move(self, prev: int, id: int, epoch: int = 0, **evidence: int) -> list[str]:
         counted = Evidence(**(evidence or {"facts": abs(id - prev)}))
         moved = events.Advance("w", epoch, prev, id, counted, prev, id, 1, 1)
-        return texts(self.announcer.advance("s", moved, self.now))
+        return texts(self.announcer.add_advance("s", moved, self.now))
 
     def wait(self, seconds: float) -> list[str]:
         self.now += seconds
-        return texts(self.announcer.timed_out(self.now))
+        return texts(self.announcer.announce_timed_out(self.now))
 
 
 def texts(told: Iterable[Announcement]) -> list[str]:
@@ -182,7 +182,7 @@ def test_new_beginning_forgets_what_was_read() -> None:
     """What came before a hole in the reading and after it are no neighbours."""
     play = standing()
     play.read(part("a"))
-    play.rows.begin({0: False}, {})
+    play.rows.begin_read({0: False}, {})
     play.read(fact(1))
     assert play.move(0, 1) == ["POSITION s w 1 1"]
 
@@ -190,7 +190,7 @@ def test_new_beginning_forgets_what_was_read() -> None:
 def test_number_that_was_sent_twice_does_not_stand_for_all_rows() -> None:
     """The first time was before we read: what comes is the last of several rows, perhaps."""
     play = standing(4, whole=False)
-    play.rows.begin({0: False}, {"s": 6})
+    play.rows.begin_read({0: False}, {"s": 6})
     play.read(void(4, 5), fact(6), fact(7))
     assert play.move(4, 6, facts=1, empty=1) == ["POSITION s w 6 6"]
     assert play.move(6, 7) == ["RDATA s w 7 7"]
@@ -235,7 +235,7 @@ def test_past_the_bound_rows_are_dropped_and_said_to_be() -> None:
     for id in range(2, 200):  # 1 is missing
         play.read(fact(id, text="x" * 1000))
         assert play.rows.size <= 50_000
-    assert play.rows.dropped
+    assert play.rows.dropped_count
     play.read(fact(1))
     assert play.move(0, 199) == ["POSITION s w 199 199"]
     play.read(fact(200))
@@ -275,7 +275,7 @@ class Wild:
     def begin(self) -> None:
         """Start to read where the pipeline is."""
         self._read = self._published
-        self._rows.begin({0: self._read == 0}, self._heads)
+        self._rows.begin_read({0: self._read == 0}, self._heads)
 
     def write(self, records: list[Record]) -> None:
         """Kafka has them."""
@@ -297,17 +297,17 @@ class Wild:
             for moved in stream.advances:
                 how = moved.evidence
                 told = events.Advance(moved.writer, moved.epoch, moved.prev, moved.id, how, moved.prev, 0, 1, 1)
-                self._check(self._announcer.advance(stream.stream, told, now))
+                self._check(self._announcer.add_advance(stream.stream, told, now))
 
     def read(self, now: float, upto: int) -> None:
         """The reader comes as far as `upto`."""
         if self._read is None:
             return
         for record in self.records[self._read : upto]:
-            if writer := self._rows.read(0, record):
+            if writer := self._rows.add(0, record):
                 self._check(self._announcer.retry([writer], now))
         self._read = max(self._read, upto)
-        self._check(self._announcer.timed_out(now))
+        self._check(self._announcer.announce_timed_out(now))
 
     def _tagged(self, records: list[Record]) -> Iterator[Record]:
         """The rows of each fact say whose they are; those of a fact come one after the other."""
@@ -338,13 +338,13 @@ class Wild:
             writer = announcement.stream, announcement.writer
             assert self._stands.get(writer, announcement.prev) == announcement.prev, "announcements join"
             self._stands[writer] = announcement.id
-            self.counted[announcement.how] += 1
+            self.counted[announcement.kind] += 1
             true = {
                 id: rows
                 for id, rows in self.facts[writer].items()
                 if beyond(id, announcement.prev) and not beyond(id, announcement.id)
             }
-            if announcement.how != "fetch":
+            if announcement.kind != "fetch":
                 assert sent(announcement.commands) == dict(sorted(true.items(), key=lambda item: abs(item[0])))
             last = announcement.commands[-1]
             assert last.id == announcement.id

@@ -18,7 +18,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
-from tidemark.app.sidecar.openapi import BEARER, PATH, document
+from tidemark.app.sidecar.openapi import BEARER, PATH, openapi_document
 from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
 from tidemark.sinks.reader import Token
@@ -55,10 +55,10 @@ def test_every_operation_is_described(guarded: SidecarClient) -> None:
 
 def test_tokens_are_described_where_they_are_needed() -> None:
     """Where everybody may ask, the document declares no security and no 401; what a token looks like it says always."""
-    bare, guarded = (str(document(OPERATIONS, security)) for security in ({}, BEARER))
+    bare, guarded = (str(openapi_document(OPERATIONS, security)) for security in ({}, BEARER))
     assert "401" in guarded
     assert not [word for word in ("401", "security", "bearer") if word in bare]
-    wait = document(OPERATIONS, {})["paths"]["/v1/streams/{stream}/wait"]["get"]["parameters"]
+    wait = openapi_document(OPERATIONS, {})["paths"]["/v1/streams/{stream}/wait"]["get"]["parameters"]
     pattern = next(it["schema"]["pattern"] for it in wait if it["name"] == "token")
     for token in ("m7", "m-7~web.-9", str(Token.of(7, {"a.b%~c": 9}))):
         assert re.fullmatch(pattern, token)

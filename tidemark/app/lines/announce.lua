@@ -1,4 +1,4 @@
--- Publishes lines on the channel, if this sidecar holds the lease, and stores how far writers were announced.
+-- Publishes lines on the channel, if this sidecar holds the lease, and stores the announced positions of writers.
 --
 -- KEYS  leader, announced (one hash tag)
 -- ARGV  token of the lease, channel, msgpack of {lines, {field, position, ...}, {field, ...} to be deleted}
@@ -6,8 +6,8 @@
 -- Returns 1, or 0 if another sidecar holds the lease: nothing was published then.
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local lines, positions, gone = unpack(cmsgpack.unpack(ARGV[3]))
+local lines, positions, removed = unpack(cmsgpack.unpack(ARGV[3]))
 for i = 1, #positions, 2 do redis.call('HSET', KEYS[2], positions[i], positions[i + 1]) end
-for _, field in ipairs(gone) do redis.call('HDEL', KEYS[2], field) end
+for _, field in ipairs(removed) do redis.call('HDEL', KEYS[2], field) end
 for _, line in ipairs(lines) do redis.call('PUBLISH', ARGV[2], line) end
 return 1

@@ -100,7 +100,7 @@ class ChannelLeader:
     async def _lead(self) -> None:
         log.info("Leading the channel", channel=self._config.channel)
         renewing = asyncio.create_task(self._renew())
-        self._hub.subscribe(self._announce)
+        self._hub.subscribe(self._queue_announcements)
         metrics.CHANNEL_LEADER.set(1)
         try:
             announced = AnnouncedPositions(await self._stored_positions())
@@ -112,20 +112,20 @@ class ChannelLeader:
                 self._wake.clear()
                 if time.monotonic() - checked_at >= FORGET_INTERVAL_SECONDS:
                     checked_at = time.monotonic()
-                    await self._forget(announced)
+                    await self._forget_removed_writers(announced)
                 while self._announcements:
-                    await self._publish(self._batch(announced))
+                    await self._publish(self._next_batch(announced))
                 if self._is_requested and time.monotonic() - self._sent_at >= ANSWER_INTERVAL_SECONDS:
                     await self._send_positions(announced)
                 await self._wait_for_work(renewing)
             renewing.result()
         finally:
             metrics.CHANNEL_LEADER.set(0)
-            self._hub.unsubscribe(self._announce)
+            self._hub.unsubscribe(self._queue_announcements)
             await cancel_until_done(renewing)
             await self._release()
 
-    def _announce(self, announcements: Sequence[Announcement]) -> None:
+    def _queue_announcements(self, announcements: Sequence[Announcement]) -> None:
         self._announcements.extend(announcements)
         self._wake.set()
 
@@ -159,14 +159,14 @@ class ChannelLeader:
         for chunk in _chunks(announced.reannounce(self._hub.positions())):
             await self._publish([chunk])
 
-    def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
+    def _next_batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
         """The commands of the next announcements. An announcement is never split."""
         batch: list[Sequence[PositionCommand | RdataCommand]] = []
         while self._announcements and sum(map(len, batch)) < LINES_PER_CALL:
-            batch.append(announced.next(self._announcements.popleft()))
+            batch.append(announced.commands_for(self._announcements.popleft()))
         return batch
 
-    async def _forget(self, announced: AnnouncedPositions) -> None:
+    async def _forget_removed_writers(self, announced: AnnouncedPositions) -> None:
         removed_writers = await self._hub.removed_writers(announced.positions)
         announced.forget(removed_writers)
         for start in range(0, len(removed_writers), LINES_PER_CALL):
@@ -182,7 +182,7 @@ class ChannelLeader:
             f"{command.stream} {command.writer}": str(command.id) for command in commands_sent if command.id is not None
         }
         await self._run_script(
-            [str(_with_ascending_ids(command)) for command in commands_sent],
+            [str(_with_positive_ids(command)) for command in commands_sent],
             [word for pair in positions.items() for word in pair],
             [],
         )
@@ -198,14 +198,14 @@ def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionC
     return (positions[start : start + LINES_PER_CALL] for start in range(0, len(positions), LINES_PER_CALL))
 
 
-def _with_ascending_ids(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
+def _with_positive_ids(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
     """The command with positive IDs, as Synapse's workers expect them also for backward streams."""
     if isinstance(command, PositionCommand):
         return replace(command, prev=abs(command.prev), id=abs(command.id))
     return command if command.id is None else replace(command, id=abs(command.id))
 
 
-MAX_QUEUED = 10_000  # commands
+MAX_QUEUED_COMMANDS = 10_000
 MAX_QUEUED_CHARACTERS = 8 << 20  # of all commands together; one command may have 64 KiB
 
 
@@ -226,16 +226,16 @@ class Channel:
         database = database_of(client)
         if config is not None:
             config = replace(config, channel=channel_in_database(config.channel, database))
-        self._name = lines_channel(server.config.name, database) if config is None else config.channel
+        self._channel_name = lines_channel(server.config.name, database) if config is None else config.channel
         self._leader = None if config is None else ChannelLeader(hub, client, config)
-        self._outgoing: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
-        self._queued = 0  # characters in the queue
+        self._outgoing: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED_COMMANDS)
+        self._queued_characters = 0
         self._echoes: Counter[bytes] = Counter()
         self._log = RepeatedLog(log)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        self._server.on_relayed = self._send
+        self._server.on_relayed = self._enqueue
         coroutines = [listen(self._client, self._subscribe, self._receive), self._publish()]
         if self._leader is not None:
             coroutines.append(self._leader.run())
@@ -246,36 +246,38 @@ class Channel:
             for task in tasks:
                 await cancel_until_done(task)
 
-    def _send(self, command: RelayedCommand) -> None:
+    def _enqueue(self, command: RelayedCommand) -> None:
         line = str(command)
-        if self._queued + len(line) > MAX_QUEUED_CHARACTERS:
+        if self._queued_characters + len(line) > MAX_QUEUED_CHARACTERS:
             return
         with suppress(asyncio.QueueFull):
             self._outgoing.put_nowait(line)
-            self._queued += len(line)
+            self._queued_characters += len(line)
 
     async def _publish(self) -> None:
         problem = None
         while True:
             line = await self._outgoing.get()
-            self._queued -= len(line)
-            if len(self._echoes) >= MAX_QUEUED:  # no line returns if the Redis user may not subscribe
+            self._queued_characters -= len(line)
+            if len(self._echoes) >= MAX_QUEUED_COMMANDS:  # no line returns if the Redis user may not subscribe
                 self._echoes.clear()
             self._echoes[_digest(line)] += 1  # until Redis returns the line
             try:
                 with translate_errors(self._client):
-                    await self._client.publish(self._name, line)
+                    await self._client.publish(self._channel_name, line)
                 problem = None
             except (Unavailable, Stop) as error:
                 self._is_echo(line)
                 if problem is None:
-                    log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
+                    log.warning(
+                        "Relayed commands do not reach other sidecars", channel=self._channel_name, problem=str(error)
+                    )
                 problem = error
                 # Drop the waiting commands, because they must not be sent late.
-                self._outgoing, self._queued = asyncio.Queue(MAX_QUEUED), 0
+                self._outgoing, self._queued_characters = asyncio.Queue(MAX_QUEUED_COMMANDS), 0
 
     async def _subscribe(self, pubsub: Any) -> None:
-        await pubsub.subscribe(self._name)
+        await pubsub.subscribe(self._channel_name)
         self._echoes.clear()
 
     def _receive(self, message: Mapping[str, Any]) -> None:

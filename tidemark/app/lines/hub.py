@@ -40,14 +40,14 @@ class Hub:
     Args:
         read_side: the source of positions and moves.
         tail: creates a reader of the facts topic.
-        limit: the largest size of buffered rows, in bytes.
+        max_row_bytes: the largest size of buffered rows, in bytes.
     """
 
-    def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
+    def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], max_row_bytes: int) -> None:
         self._read_side = read_side
         self._tail = tail
         self._announced: dict[Writer, int] = {}
-        self._rows = RowBuffer(limit, self._announced)
+        self._rows = RowBuffer(max_row_bytes, self._announced)
         self._announcer = Announcer(self._rows, self._announced, ROW_TIMEOUT_SECONDS)
         self._subscribers: list[Subscriber] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -97,7 +97,7 @@ class Hub:
             if stream in known and writer not in known[stream].vector and not beyond(id, known[stream].linear)
         ]
 
-    async def _forget(self) -> None:
+    async def _forget_removed_writers(self) -> None:
         while True:
             await asyncio.sleep(FORGET_INTERVAL_SECONDS)
             self._announcer.forget(await self.removed_writers(self._announced))
@@ -105,7 +105,7 @@ class Hub:
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
         for announcement in announced:
-            metrics.ANNOUNCEMENTS.labels(announcement.how).inc()
+            metrics.ANNOUNCEMENTS.labels(announcement.kind).inc()
         if announced:
             for subscriber in [*self._subscribers]:
                 subscriber(announced)
@@ -113,13 +113,14 @@ class Hub:
     def _start(self) -> None:
         if self._is_closed:
             return
-        self._rows.end()
+        self._rows.clear()
         # No TaskGroup, which cancels a task only once: see `cancel_until_done`.
         self._running = {
-            self._create_task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
+            self._create_task(run())
+            for run in (self._follow, self._read_rows, self._announce_overdue, self._forget_removed_writers)
         }
         for task in self._running:
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(self._on_task_done)
 
     def _stop(self) -> None:
         for task in self._running:
@@ -132,7 +133,7 @@ class Hub:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Restart after a failure, because clients cannot distinguish a failure from idle streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
@@ -190,7 +191,7 @@ class Hub:
     def _event_announcements(self, stream: str, event: Event, now: float) -> Iterable[Announcement]:
         match event:
             case Advance():
-                return self._announcer.advance(stream, event, now)
+                return self._announcer.add_advance(stream, event, now)
             case Reread(writer=str() as writer):
                 return self._announcer.catch_up(stream, {writer: event.id})
         return ()  # the protocol has no command for late completions
@@ -198,7 +199,7 @@ class Hub:
     async def _announce_overdue(self) -> None:
         while True:
             await asyncio.sleep(TIMEOUT_CHECK_SECONDS)
-            self._announce(self._announcer.timed_out(time.monotonic()))
+            self._announce(self._announcer.announce_timed_out(time.monotonic()))
 
     async def _read_rows(self) -> None:
         loop, tail = asyncio.get_running_loop(), self._tail()
@@ -209,7 +210,7 @@ class Hub:
                 try:
                     progress = await self._read_side.postgres_reader.topic_progress(tail.topic)
                     is_complete = await loop.run_in_executor(thread, tail.begin, progress.offsets)
-                    self._rows.begin(is_complete, progress.allocated)
+                    self._rows.begin_read(is_complete, progress.allocated)
                     if problem is not None:
                         log.info("Rows can be read from Kafka again")
                     problem = None
@@ -219,15 +220,15 @@ class Hub:
                     if problem is None:
                         log.warning("Cannot read rows from Kafka; clients must fetch them", problem=str(error))
                     problem = error
-                    self._rows.end()
+                    self._rows.clear()
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             thread.submit(tail.close)
             thread.shutdown(wait=False)
 
     def _add_records(self, records: Iterable[tuple[int, Record]]) -> None:
-        read = {writer for partition, record in records if (writer := self._rows.read(partition, record))}
+        read = {writer for partition, record in records if (writer := self._rows.add(partition, record))}
         self._announce(self._announcer.retry(read, time.monotonic()))
         metrics.ROW_BUFFER_BYTES.set(self._rows.size)
-        metrics.ROWS_DROPPED.inc(self._rows.dropped)
-        self._rows.dropped = 0
+        metrics.ROWS_DROPPED.inc(self._rows.dropped_count)
+        self._rows.dropped_count = 0

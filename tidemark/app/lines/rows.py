@@ -83,30 +83,30 @@ class UnannouncedRows:
         self._ends: list[tuple[int, int]] = []  # a heap of edges: the magnitude of `id`, and `prev`
         self._batches: dict[int, list[str] | None] = {}  # by epoch: the rows of a fact whose ID was not read yet
 
-    def read(self, record: records.Record) -> None:
+    def add(self, record: records.Record) -> None:
         """Add the next record of the writer, in the order of its partition."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
             case records.Rdata(id="batch"):
-                batch = self._batch(record.epoch)
+                batch = self._batch_rows(record.epoch)
                 if batch is not None:
                     batch.append(records.in_one_line(record.row))
                     self.size += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._batch(record.epoch) if beyond(id, self._highest_named) else None
+                batch = self._batch_rows(record.epoch) if beyond(id, self._highest_named) else None
                 rows = None if batch is None else (*batch, records.in_one_line(record.row))
                 self._begin_fact(record.epoch)
-                self._keep(records.start(record), _Edge(id, record.epoch, rows))
+                self._add_edge(records.start(record), _Edge(id, record.epoch, rows))
             case records.Void() | records.Position():
                 self._begin_fact(record.epoch)
-                self._keep(record.prev, _Edge(record.id, record.epoch, ()))
+                self._add_edge(record.prev, _Edge(record.id, record.epoch, ()))
             case records.Join():
                 self._join(record)
             case records.Retire():
                 self._settle(record.id, record.epoch)
 
-    def take(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
+    def find_facts(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
         """The facts of an advance, in order. They stay in the buffer until `remove_up_to`. All IDs of the advance must
         be facts or empty."""
         facts: list[UnannouncedFact] = []
@@ -131,9 +131,9 @@ class UnannouncedRows:
             _, prev = heappop(self._ends)
             edge = self._edges.get(prev)
             if edge is not None and not beyond(edge.id, self._position):
-                self._drop(prev)
+                self._drop_edge(prev)
 
-    def _batch(self, epoch: int) -> list[str] | None:
+    def _batch_rows(self, epoch: int) -> list[str] | None:
         """The rows of the next fact; None if rows of the fact may be in unread earlier records."""
         return self._batches.setdefault(epoch, [] if self._is_complete else None)
 
@@ -143,7 +143,7 @@ class UnannouncedRows:
             self.size -= sum(map(len, batch))
         self._batches[epoch] = []
 
-    def _keep(self, prev: int, edge: _Edge) -> None:
+    def _add_edge(self, prev: int, edge: _Edge) -> None:
         self.reach = farther(edge.id, self.reach)
         if not beyond(edge.id, self._position):
             return
@@ -152,12 +152,12 @@ class UnannouncedRows:
             # A repeated edge is a duplicate. An edge of an older epoch is from a zombie.
             if edge.epoch < known.epoch or (edge.epoch == known.epoch and known.rows is not None):
                 return
-            self._drop(prev)
+            self._drop_edge(prev)
         self._edges[prev] = edge
         heappush(self._ends, (abs(edge.id), prev))
         self.size += _size(edge)
 
-    def _drop(self, prev: int) -> None:
+    def _drop_edge(self, prev: int) -> None:
         self.size -= _size(self._edges.pop(prev))
 
     def _join(self, join: records.Join) -> None:
@@ -170,7 +170,7 @@ class UnannouncedRows:
         self._begin_fact(join.epoch)
         for prev, edge in list(self._edges.items()):
             if edge.epoch < join.epoch and beyond(edge.id, join.id):
-                self._drop(prev)  # the database of the writer was restored to an earlier state
+                self._drop_edge(prev)  # the database of the writer was restored to an earlier state
         if not join.unseen:
             self._settle(join.id, join.epoch)
 
@@ -181,10 +181,10 @@ class UnannouncedRows:
             if beyond(prev, upto):
                 break
             if beyond(prev, at):
-                self._keep(at, _Edge(prev, epoch, ()))
+                self._add_edge(at, _Edge(prev, epoch, ()))
             at = farther(edge.id, at)
         if beyond(upto, at):
-            self._keep(at, _Edge(upto, epoch, ()))
+            self._add_edge(at, _Edge(upto, epoch, ()))
 
 
 def _size(edge: _Edge) -> int:
@@ -201,64 +201,64 @@ class RowBuffer:
 
     def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
         self.size = 0
-        self.dropped = 0
+        self.dropped_count = 0
         """How many times the rows of a writer were dropped. The caller resets it."""
         self._limit = limit
         self._announced = announced
         self._writers: dict[Writer, UnannouncedRows] = {}
-        self._homes: dict[str, int] = {}
+        self._home_partitions: dict[str, int] = {}
         self._is_complete: Mapping[int, bool] = {}
         self._highest_named: dict[str, int] = {}
 
-    def begin(self, is_complete: Mapping[int, bool], highest_named: Mapping[str, int]) -> None:
+    def begin_read(self, is_complete: Mapping[int, bool], highest_named: Mapping[str, int]) -> None:
         """Begin a new read of the topic.
 
         Args:
             is_complete: by partition, whether the read begins at the first record of the partition.
             highest_named: by stream, the highest ID that earlier records, which are not read, may have named.
         """
-        self.end()
+        self.clear()
         self._is_complete = is_complete
         self._highest_named = dict(highest_named)
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Remove all rows, because no more records are read."""
         self._writers.clear()
-        self._homes.clear()
+        self._home_partitions.clear()
         self._is_complete = {}
         self.size = 0
 
-    def read(self, partition: int, record: records.Record) -> Writer | None:
+    def add(self, partition: int, record: records.Record) -> Writer | None:
         """Add the next record of `partition`.
 
         Returns:
             The writer of the record; None if the record is ignored.
         """
-        if self._homes.setdefault(record.stream, partition) != partition:
+        if self._home_partitions.setdefault(record.stream, partition) != partition:
             return None  # a stream is in one partition (docs/design.md 3)
         writer = record.stream, record.writer
         buffered = self._writers.get(writer)
         if buffered is None:
             is_complete = self._is_complete[partition]
-            buffered = self._keep(
+            buffered = self._add_writer(
                 writer, 0 if is_complete else self._highest_named.get(record.stream, 0), is_complete=is_complete
             )
         before = buffered.size
-        buffered.read(record)
+        buffered.add(record)
         self.size += buffered.size - before
         if self.size > self._limit:
             self._evict()
         return writer
 
-    def take(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of `advance`, in order, as `UnannouncedRows.take`."""
+    def find_facts(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
+        """The facts of `advance`, in order, as `UnannouncedRows.find_facts`."""
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
         if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._is_complete:
             return MissingRows.LOST
         buffered = self._writers.get((stream, advance.writer))
-        return MissingRows.NOT_YET if buffered is None else buffered.take(advance)
+        return MissingRows.NOT_YET if buffered is None else buffered.find_facts(advance)
 
     def remove_up_to(self, writers: Iterable[Writer]) -> None:
         """Remove the rows of these writers up to their announced positions."""
@@ -268,7 +268,7 @@ class RowBuffer:
                 buffered.remove_up_to(self._announced[writer])
                 self.size += buffered.size - before
 
-    def _keep(self, writer: Writer, highest_named: int, *, is_complete: bool) -> UnannouncedRows:
+    def _add_writer(self, writer: Writer, highest_named: int, *, is_complete: bool) -> UnannouncedRows:
         buffered = self._writers[writer] = UnannouncedRows(
             self._announced.get(writer, 0), highest_named, is_complete=is_complete
         )
@@ -282,8 +282,8 @@ class RowBuffer:
                 return
             before = self._writers.pop(writer)
             self.size -= before.size
-            self._keep(writer, before.reach, is_complete=False)
-            self.dropped += 1
+            self._add_writer(writer, before.reach, is_complete=False)
+            self.dropped_count += 1
         # There are too many writers: even without rows they need more than half of the limit.
         for (stream, _), buffered in self._writers.items():
             self._highest_named[stream] = farther(buffered.reach, self._highest_named.get(stream, 0))
@@ -300,7 +300,7 @@ class Announcement:
     writer: str
     prev: int
     id: int
-    how: Literal["rows", "empty", "fetch"]
+    kind: Literal["rows", "empty", "fetch"]
     commands: Sequence[PositionCommand | RdataCommand]
 
     @property
@@ -312,7 +312,7 @@ class Announcement:
 @dataclass(frozen=True, slots=True)
 class _PendingAdvance:
     advance: Advance
-    until: float
+    deadline: float
 
 
 class Announcer:
@@ -343,7 +343,7 @@ class Announcer:
                 id = farther(waiting[-1].advance.id, position) if waiting else position
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
-    def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
+    def add_advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
         """Add the next advance of a writer, and return the announcements that are possible now."""
         self._waiting.setdefault((stream, advance.writer), deque()).append(
             _PendingAdvance(advance, now + self._timeout_seconds)
@@ -355,7 +355,7 @@ class Announcer:
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
-                announcement = self._next(writer, waiting[0], now)
+                announcement = self._next_announcement(writer, waiting[0], now)
                 if announcement is MissingRows.NOT_YET:
                     break
                 waiting.popleft()
@@ -364,9 +364,9 @@ class Announcer:
             else:
                 self._waiting.pop(writer, None)
 
-    def timed_out(self, now: float) -> Iterator[Announcement]:
+    def announce_timed_out(self, now: float) -> Iterator[Announcement]:
         """Announcements of advances that have waited too long for their rows."""
-        late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
+        late = [writer for writer, waiting in self._waiting.items() if waiting[0].deadline <= now]
         yield from self.retry(late, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
@@ -375,7 +375,7 @@ class Announcer:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
 
-    def _next(
+    def _next_announcement(
         self, writer: Writer, waiting: _PendingAdvance, now: float
     ) -> Announcement | Literal[MissingRows.NOT_YET] | None:
         advance, (stream, name) = waiting.advance, writer
@@ -384,8 +384,8 @@ class Announcer:
             return None
         if announced != advance.prev:  # an advance is missing, or this advance is partly announced
             return self._announce(stream, name, advance.id, announced, None)
-        facts = self._rows.take(stream, advance)
-        if facts is MissingRows.NOT_YET and now < waiting.until:
+        facts = self._rows.find_facts(stream, advance)
+        if facts is MissingRows.NOT_YET and now < waiting.deadline:
             return MissingRows.NOT_YET
         return self._announce(stream, name, advance.id, announced, None if isinstance(facts, MissingRows) else facts)
 
@@ -442,7 +442,7 @@ class AnnouncedPositions:
             restated.append(PositionCommand(*writer, id, id))
         return restated
 
-    def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
+    def commands_for(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
         """The commands that move subscribers from the last announced position to this announcement. Empty if the last
         announced position is beyond it.
         """

@@ -90,7 +90,7 @@ class ServerSession:
         self._wall_clock = wall_clock
         self._sent_at = self._received_at = now
         self._has_pinged = False
-        self._is_over = False
+        self._has_ended = False
 
     def begin(self, server: str) -> Iterator[Reaction]:
         """The reactions to a new connection. `server`: the name of the server."""
@@ -103,7 +103,7 @@ class ServerSession:
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
         """The reactions to a line of the client. After a `Disconnect` there are none."""
-        if self._is_over:
+        if self._has_ended:
             return
         self._received_at = now
         try:
@@ -130,21 +130,21 @@ class ServerSession:
 
     def refuse(self, problem: BadCommand) -> Iterator[Reaction]:
         """The reactions to an invalid command. The connection ends, because later lines may be invalid too."""
-        if not self._is_over:
+        if not self._has_ended:
             yield SendCommand(ErrorCommand(str(problem)))
             yield from self._disconnect("bad", str(problem))
 
-    def tick(self, now: float, ahead: float) -> Iterator[Reaction]:
-        """The reactions to the passage of time. The caller must call this again after at most `ahead` seconds."""
-        if self._is_over:
+    def tick(self, now: float, tick_seconds: float) -> Iterator[Reaction]:
+        """The reactions to the passage of time. The caller must call this again after at most `tick_seconds`."""
+        if self._has_ended:
             return
         if self._has_pinged and now - self._received_at >= self._keep_alive.timeout_seconds:
             yield from self._disconnect("silent", f"the client sent nothing for {self._keep_alive.timeout_seconds:g} s")
-        elif now + ahead - self._sent_at >= self._keep_alive.interval_seconds:
+        elif now + tick_seconds - self._sent_at >= self._keep_alive.interval_seconds:
             yield SendCommand(self._ping())
 
     def _disconnect(self, reason: Literal["silent", "bad"], problem: str) -> Iterator[Reaction]:
-        self._is_over = True
+        self._has_ended = True
         yield Disconnect(reason, problem)
 
     def _ping(self) -> PingCommand:
@@ -335,9 +335,9 @@ class LineServer:
         self._slots: SlotPool[LineConnection] = SlotPool(config.max_connections)
         self._listener: TlsListener | None = None
         self._connections: set[LineConnection] = set()
-        self._replicating: set[LineConnection] = set()  # connections that sent REPLICATE
-        self._unanswered: set[LineConnection] = set()
-        self._answering: asyncio.Task[None] | None = None
+        self._replicating: set[LineConnection] = set()  # connections that have sent REPLICATE
+        self._waiting_for_positions: set[LineConnection] = set()
+        self._answer_task: asyncio.Task[None] | None = None
         self._not_before = 0.0  # the time of the next answer (seconds, monotonic)
         self._connections_with_lines: deque[LineConnection] = deque()  # connections with unhandled lines
 
@@ -391,7 +391,7 @@ class LineServer:
         self._connections.discard(connection)
         self._slots.release(connection)
         metrics.LINE_CLIENTS.set(len(self._connections))
-        self._unanswered.discard(connection)
+        self._waiting_for_positions.discard(connection)
         if connection in self._replicating:
             self._replicating.remove(connection)
             if not self._replicating:
@@ -402,9 +402,9 @@ class LineServer:
         if not self._replicating:
             self._hub.subscribe(self._announce)
         self._replicating.add(connection)
-        self._unanswered.add(connection)
-        if self._answering is None:
-            self._answering = asyncio.create_task(self._answer())
+        self._waiting_for_positions.add(connection)
+        if self._answer_task is None:
+            self._answer_task = asyncio.create_task(self._answer())
 
     def relay_from(self, command: RelayedCommand, sender: LineConnection) -> int:
         """Relay a command to the other clients and to other sidecars. Returns the number of clients."""
@@ -435,7 +435,7 @@ class LineServer:
         await asyncio.sleep(self._not_before - time.monotonic())
         await self._hub.wait_until_started()
         began = time.monotonic()
-        waiting, self._unanswered, self._answering = self._unanswered, set(), None
+        waiting, self._waiting_for_positions, self._answer_task = self._waiting_for_positions, set(), None
         positions = self._hub.positions()
         self._send(waiting, encoded(positions), len(positions))
         for connection in waiting:

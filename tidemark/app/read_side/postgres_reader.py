@@ -95,14 +95,14 @@ class PostgresReader:
         self._policy_defaults = policy_defaults
         # A separate thread, so that reads of the history do not delay reads of positions.
         self._history_thread = ThreadPoolExecutor(1, "history")
-        self._reading: set[asyncio.Future[Any]] = set()
+        self._reads: set[asyncio.Future[Any]] = set()
         self._is_closed = False
 
     async def aclose(self) -> None:
         """Wait for all reads, because a read could open a connection after the close. Then close."""
         self._is_closed = True
-        if self._reading:
-            await asyncio.wait(self._reading)
+        if self._reads:
+            await asyncio.wait(self._reads)
         self._history_thread.shutdown()
 
     async def check(self) -> None:
@@ -171,12 +171,12 @@ class PostgresReader:
             raise Unavailable("Postgres", self._postgres.where, "this process is stopping")
 
     def _track(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
-        self._reading.add(reading)
+        self._reads.add(reading)
         reading.add_done_callback(self._on_read_done)
         return reading
 
     def _on_read_done(self, reading: asyncio.Future[Any]) -> None:
-        self._reading.discard(reading)
+        self._reads.discard(reading)
         if not reading.cancelled():
             reading.exception()  # mark as retrieved, because the waiting request may have been cancelled
 

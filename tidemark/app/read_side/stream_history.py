@@ -68,10 +68,10 @@ class StreamHistoryReader:
             return []  # the user may not read the places, and no database of readers is configured
         return self._lag.statuses(stored)
 
-    async def _read(self, server: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
+    async def _read(self, server: str, key: Hashable, max_age_seconds: float, read: Callable[[], T]) -> T:
         def read_once() -> T:
             """Use the cache, because another request may have read while this request waited for the thread."""
-            if key in self._answers and time.monotonic() - self._answers[key][0] < age:
+            if key in self._answers and time.monotonic() - self._answers[key][0] < max_age_seconds:
                 remembered: T = self._answers[key][1]
                 return remembered
             fresh = read()

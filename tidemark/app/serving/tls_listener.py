@@ -196,14 +196,14 @@ class SlotPool(Generic[T]):
         if not clients:
             del self._clients[network]
 
-    def _pick_victim(self, own: dict[T, None], evict_first: Callable[[T], bool]) -> T:
-        """The client to evict. `own`: the clients of the address that needs a slot."""
-        largest = max(self._clients.values(), key=len, default=own)
+    def _pick_victim(self, own_clients: dict[T, None], evict_first: Callable[[T], bool]) -> T:
+        """The client to evict. `own_clients`: the clients of the address that needs a slot."""
+        largest = max(self._clients.values(), key=len, default=own_clients)
         share = self.limit // FAIR_SHARE_DIVISOR
-        if len(own) < len(largest) // 2 or len(own) < share < len(largest):
+        if len(own_clients) < len(largest) // 2 or len(own_clients) < share < len(largest):
             return next(filter(evict_first, largest), next(reversed(largest)))
         # Evict a client of another address only if this address has less than its share.
-        candidates = chain(own, *self._clients.values()) if len(own) < share else own
+        candidates = chain(own_clients, *self._clients.values()) if len(own_clients) < share else own_clients
         for candidate in filter(evict_first, candidates):
             return candidate
         raise NoFreeSlot
@@ -348,7 +348,7 @@ class TlsListener:
         self._limits = limits
         self._handshakes: dict[asyncio.Task[None], IdleConnection[asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         listening.settimeout(0)
         self._loop.add_reader(listening, self._accept)
 
@@ -356,8 +356,8 @@ class TlsListener:
         """Accept no more connections, and cancel handshakes. Other connections stay open. May be called again."""
         if self._is_closed:
             return
-        if self._retry is not None:
-            self._retry.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
         self._loop.remove_reader(self._listening)
         self._listening.close()
         if self._certificate is not None:
@@ -379,7 +379,7 @@ class TlsListener:
                 return
             except OSError:
                 self._loop.remove_reader(self._listening)
-                self._retry = self._loop.call_later(
+                self._retry_timer = self._loop.call_later(
                     _RETRY_SECONDS, self._loop.add_reader, self._listening, self._accept
                 )
                 return
@@ -391,13 +391,13 @@ class TlsListener:
                     oldest.cancel()
             handshake = self._loop.create_task(self._handshake(connection))
             self._handshakes[handshake] = IdleConnection(handshake, address, self._loop.time())
-            handshake.add_done_callback(partial(self._handshake_ended, connection))
+            handshake.add_done_callback(partial(self._on_handshake_done, connection))
 
     @property
     def _is_full(self) -> bool:
         return self._certificate is not None and len(self._handshakes) >= self._limits.max_open
 
-    def _handshake_ended(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+    def _on_handshake_done(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
         self._handshakes.pop(handshake, None)
         if handshake.cancelled():  # perhaps before the task started
             connection.close()

@@ -115,9 +115,9 @@ class AdmittedConnection(HttpToolsProtocol):
         self._limits = limits
         self._slots = slots
         self._queue = queue
-        self._admit: Any = self._admitted
+        self._admission_app: Any = self._admit_and_serve
         if limits.trusted_proxies:
-            self._admit = ProxyHeadersMiddleware(cast(Any, self._admitted), [*limits.trusted_proxies])
+            self._admission_app = ProxyHeadersMiddleware(cast(Any, self._admit_and_serve), [*limits.trusted_proxies])
         self._deadline: TimerHandle | None = None
         self._received_head_bytes = self._parsed_head_bytes = self._body_bytes = 0
         self._field_count = self._host_field_count = 0
@@ -167,12 +167,12 @@ class AdmittedConnection(HttpToolsProtocol):
         self._parsed_head_bytes = self._field_count = self._body_bytes = self._host_field_count = 0
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._field_count += 1
-        self._count(len(name) + len(value))
+        self._count_head_bytes(len(name) + len(value))
         super().on_header(name, value)
         if name.lower() == b"host":
             self._host_field_count += 1
@@ -192,7 +192,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._is_body_refused = True
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
-    def _count(self, size: int) -> None:
+    def _count_head_bytes(self, size: int) -> None:
         """Count bytes of a head. The parser turns an error raised here into a call of `send_400_response`."""
         self._parsed_head_bytes += size
         if self._parsed_head_bytes > self._limits.max_head_bytes or self._field_count > self._limits.max_head_fields:
@@ -212,10 +212,10 @@ class AdmittedConnection(HttpToolsProtocol):
         if is_probe:
             self.app = self.config.loaded_app
         else:
-            self.app = self._admit
+            self.app = self._admission_app
         super().on_headers_complete()
 
-    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _admit_and_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = scope["client"][0] if scope["client"] else ""
         request = _AdmittedRequest(self)
         try:
@@ -248,14 +248,14 @@ class AdmittedConnection(HttpToolsProtocol):
         queued = self.pipeline and self.pipeline[0][0] is self.cycle
         if self._is_body_refused and queued:
             self.pipeline.popleft()
-        if queued if self._is_body_refused else self._has_unanswered:
+        if queued if self._is_body_refused else self._has_unanswered_request:
             self._is_refusal_pending = True
             self.flow.pause_reading()
         else:
             self._send_refusal()
 
     @property
-    def _has_unanswered(self) -> bool:
+    def _has_unanswered_request(self) -> bool:
         """Whether a received request is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 

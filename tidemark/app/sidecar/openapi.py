@@ -123,11 +123,11 @@ PATH = "/openapi.json"
 BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def openapi_operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
-    """The operation that answers with the OpenAPI document, which describes `others` and itself.
+def openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
+    """The operation that answers with the OpenAPI document, which describes `operations` and itself.
 
     Args:
-        others: the other operations.
+        operations: all other operations.
         security: `BEARER`, or empty if requests need no token.
     """
 
@@ -135,11 +135,11 @@ def openapi_operation(others: Sequence[Operation], security: Mapping[str, Any]) 
         return Response(text, media_type=JSON)
 
     itself = Operation(PATH, "openapi", "This document.", describe, dict[str, Any])
-    text = msgspec.json.encode(document([*others, itself], security))
+    text = msgspec.json.encode(openapi_document([*operations, itself], security))
     return itself
 
 
-def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
+def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
     """The OpenAPI document. `security` as for `openapi_operation`."""
     types = [
         type_
@@ -149,7 +149,9 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
     schemas, components = msgspec.json.schema_components(
         [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
     )
-    known = dict(zip(map(repr, [*types, answers.ProblemAnswer]), map(_published, schemas), strict=True))
+    schemas_by_type = dict(
+        zip(map(repr, [*types, answers.ProblemAnswer]), map(_with_public_names, schemas), strict=True)
+    )
     queries = {operation.query.__name__ for operation in operations}
     return {
         "openapi": "3.1.0",
@@ -160,11 +162,12 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {
-            operation.path: {"get": _described(operation, known, components, security)} for operation in operations
+            operation.path: {"get": _describe_operation(operation, schemas_by_type, components, security)}
+            for operation in operations
         },
         "components": {
             "schemas": {
-                name.removesuffix(SUFFIX): _published(schema)
+                name.removesuffix(SUFFIX): _with_public_names(schema)
                 for name, schema in components.items()
                 if name not in queries
             },
@@ -173,27 +176,29 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
     }
 
 
-def _published(schema: Any) -> Any:
+def _with_public_names(schema: Any) -> Any:
     """A schema with the public names of our types, which are without `SUFFIX`."""
     match schema:
         case dict():
             return {
-                key: value.removesuffix(SUFFIX) if key == "title" and isinstance(value, str) else _published(value)
+                key: value.removesuffix(SUFFIX)
+                if key == "title" and isinstance(value, str)
+                else _with_public_names(value)
                 for key, value in schema.items()
             }
         case list():
-            return [_published(item) for item in schema]
+            return [_with_public_names(item) for item in schema]
         case str() if schema.startswith(SCHEMAS):
             return schema.removesuffix(SUFFIX)
     return schema
 
 
-def _described(
-    operation: Operation, known: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
+def _describe_operation(
+    operation: Operation, schemas_by_type: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
 ) -> dict[str, Any]:
     answered = {
         "description": operation.summary,
-        "content": {operation.media: {"schema": known[repr(operation.answer)]}},
+        "content": {operation.media: {"schema": schemas_by_type[repr(operation.answer)]}},
     }
     responses: dict[str, Any] = {"200": answered}
     if operation.has_etag:
@@ -209,10 +214,10 @@ def _described(
     for status, type_ in operation.other_answers.items():
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
-            "content": {JSON: {"schema": known[repr(type_)]}},
+            "content": {JSON: {"schema": schemas_by_type[repr(type_)]}},
         }
     for problem in [problem for problem in operation.problems if security or problem is not Unauthorized]:
-        responses[str(int(problem.status))] = _problem_response(problem, known)
+        responses[str(int(problem.status))] = _problem_response(problem, schemas_by_type)
     described = {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -226,10 +231,10 @@ def _described(
     return described | ({"security": [{name: []} for name in security]} if operation.needs_token and security else {})
 
 
-def _problem_response(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
+def _problem_response(problem: type[Problem], schemas_by_type: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "description": f"{problem.title}: `{urn(problem.type)}`.",
-        "content": {MEDIA_TYPE: {"schema": known[repr(answers.ProblemAnswer)]}},
+        "content": {MEDIA_TYPE: {"schema": schemas_by_type[repr(answers.ProblemAnswer)]}},
     }
 
 

@@ -209,12 +209,12 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
         writers=[]
         if known is None
         else [
-            _writer(name, position, details, _gaps(gaps.get(name, ()), _floor(name, known, details)))
+            _writer_answer(name, position, details, _gap_answers(gaps.get(name, ()), _floor(name, known, details)))
             for name, position in sorted(known.vector.items())
         ],
-        unknown_writers=[] if details is None else _unknown_writers(details),
+        unknown_writers=[] if details is None else _unknown_writer_answers(details),
         linear_lag=None if details is None else lag_answer(details.linear_lag),
-        remedies=[] if details is None else _remedies(details),
+        remedies=[] if details is None else _remedy_answers(details),
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
@@ -252,7 +252,7 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
     )
 
 
-def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
+def _writer_answer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
     requeues = [requeue for requeue in details.requeues if requeue.writer == name] if details else []
     return WatchedWriterAnswer(
         writer=name,
@@ -277,14 +277,14 @@ def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
-def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
+def _gap_answers(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
     gaps = [
         GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
     ]
     return sorted(gaps, key=lambda gap: abs(gap.low))
 
 
-def _remedies(details: Details) -> list[RemedyAnswer]:
+def _remedy_answers(details: Details) -> list[RemedyAnswer]:
     by_incarnation = {(open_range.writer, open_range.epoch): open_range for open_range in reversed(details.open_ranges)}
     return [
         RemedyAnswer(writer, epoch, open_range.since, open_range.verdict, open_range.advice, open_range.verb)
@@ -292,21 +292,21 @@ def _remedies(details: Details) -> list[RemedyAnswer]:
     ]
 
 
-def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
+def _unknown_writer_answers(details: Details) -> list[UnknownWriterAnswer]:
     return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.unknown]
 
 
 log = get_logger(__name__)
 
-ROUND_SECONDS = 1.0  # the shortest pause between two rounds
+MIN_ROUND_PAUSE_SECONDS = 1.0  # the shortest pause between two rounds
 PAUSE_FACTOR = 10  # the shortest pause after a round, as a multiple of its duration: for very many streams
 
 
 class Watcher:
-    """A client of `/v1/watch`. `seen`: the number of the last round whose texts it got."""
+    """A client of `/v1/watch`. `last_round`: the number of the last round whose texts it got."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.last_round = 0
 
 
 class Watch:
@@ -318,7 +318,7 @@ class Watch:
         self._watchers = 0
         self._has_watchers = asyncio.Event()
         self._round_ended = asyncio.Condition()
-        self._number = 0
+        self._round_number = 0
         self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the round that changed it
         self._pipeline = b""
 
@@ -333,14 +333,14 @@ class Watch:
 
     def _start(self) -> None:
         self._running = asyncio.create_task(self._run())
-        self._running.add_done_callback(self._task_ended)
+        self._running.add_done_callback(self._on_task_done)
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Start the task again after a failure, because watchers cannot distinguish a failure from idle streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Reading the streams for /v1/watch failed", problem=repr(problem))
             self._running = None
-            asyncio.get_running_loop().call_later(ROUND_SECONDS, self._start)
+            asyncio.get_running_loop().call_later(MIN_ROUND_PAUSE_SECONDS, self._start)
 
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
@@ -357,9 +357,9 @@ class Watch:
         """Wait for the next round. Returns an event for each stream that changed since the watcher's last text (at
         first: for each stream), and one for the pipeline."""
         async with self._round_ended:
-            await self._round_ended.wait_for(lambda: self._number > watcher.seen)
-        changed = [text for number, text in self._texts.values() if number > watcher.seen]
-        watcher.seen = self._number
+            await self._round_ended.wait_for(lambda: self._round_number > watcher.last_round)
+        changed = [text for number, text in self._texts.values() if number > watcher.last_round]
+        watcher.last_round = self._round_number
         return b"".join([*changed, self._pipeline])
 
     async def pipeline(self) -> PipelineAnswer:
@@ -372,27 +372,27 @@ class Watch:
         return pipeline_answer(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
-        pause = ROUND_SECONDS
+        pause = MIN_ROUND_PAUSE_SECONDS
         while True:
             await self._has_watchers.wait()
             began = time.monotonic()
-            if await self._round():
-                pause = max(ROUND_SECONDS, PAUSE_FACTOR * (time.monotonic() - began))
+            if await self._run_round():
+                pause = max(MIN_ROUND_PAUSE_SECONDS, PAUSE_FACTOR * (time.monotonic() - began))
             await asyncio.sleep(pause)
 
-    async def _round(self) -> bool:
+    async def _run_round(self) -> bool:
         """Read and encode all streams. Returns whether every server answered: if not, the duration includes time-outs
         and must not lengthen the pause."""
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
         async with self._round_ended:
-            self._number += 1
+            self._round_number += 1
             for stream in streams:
                 text = encode_event(stream)
                 before = self._texts.get(stream.stream)
                 if before is None or before[1] != text:
-                    self._texts[stream.stream] = self._number, text
+                    self._texts[stream.stream] = self._round_number, text
             self._pipeline = encode_event(shown)
             self._round_ended.notify_all()
         return not shown.problems
