@@ -158,7 +158,7 @@ def test_lines_that_it_answers_are_metrics_up_to_a_bound(pipeline: Pipeline, ser
     def lines() -> set[str]:
         return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_sink_")}
 
-    with sidecar(servers, AppConfig(limits=Limits(streams=1))) as client:
+    with sidecar(servers, AppConfig(limits=Limits(metrics_streams=1))) as client:
         assert lines() == {"tidemark_sink_streams_omitted 0.0"}
         client.json("/v1/streams/b")
         named = 'tidemark_sink_linear_position{copy="sidecar",stream="b"} -3.0'

@@ -49,8 +49,8 @@ class UnannouncedFact:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge from `prev`, its key in `UnannouncedRows`, to `id`. `rows`: empty without a fact, None for a fact with
-    unread rows.
+    """An edge from `prev`, its key in `UnannouncedRows`, to `id`. `rows`: empty if the edge has no fact; None if
+    the fact has unread rows.
     """
 
     id: int

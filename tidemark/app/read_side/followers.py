@@ -303,7 +303,7 @@ class Followers:
                 self._send_watermark(changes)
 
     def _undelivered_changes(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """The changes that listeners have not got yet."""
+        """The changes that listeners have not received yet."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()

@@ -62,7 +62,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """The listener has got everything that Postgres published up to `mark`, in all its streams."""
+    """The listener has received everything that Postgres published up to `mark`, in all its streams."""
 
     mark: DurableMark
 

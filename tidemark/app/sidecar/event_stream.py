@@ -234,7 +234,8 @@ def encode_events_after(stream: str, place: Place, item: FollowerStarted | Event
 
 
 def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
-    """The texts of all events of a batch but the last, and of the last event. The last event may get an ID."""
+    """The text of all events of a batch except the last, and the text of the last event. The caller may add an event ID
+    to the last event."""
     blocks = [encode_event(move_answer(batch.stream, event)) for event in batch.events]
     if batch.linear is not None:
         blocks.append(_encode_linear(batch.stream, batch.linear))

@@ -97,6 +97,7 @@ class EventsClient:
         self._on_started = on_started
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
+        """The texts of the response for these streams, until the listener must be disconnected."""
         yield b"retry: %d\n\n" % random.randint(*RETRY_MILLISECONDS)
         if not isinstance(self._resume_from, DurableMark):
             for stream in streams:
@@ -124,7 +125,7 @@ class EventsClient:
                 yield b": still here\n\n"
 
     async def _missed_texts(self, stream: str, place: Place) -> AsyncIterator[bytes]:
-        """The moves of the stream while the client was disconnected."""
+        """The moves of the stream after `place`, which the client missed while it was disconnected."""
         self._places[stream] = place
         page: MissedPage | None = None
         replay_reader = self._read_side.replay_reader
@@ -227,6 +228,7 @@ class EventsClient:
         return encoded[0]
 
     def _event_id_line(self, last: Item | None) -> bytes:
+        """The line with the event ID. Empty if the ID is too long; then the client gets marks as event IDs."""
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.encode_once(encode_batch_id)
         else:

@@ -92,7 +92,7 @@ async def one_stream(call: OperationCall) -> Response:
 
 
 def require_existing(snapshot: Snapshot) -> Snapshot:
-    """The snapshot itself.
+    """Return the snapshot if its stream exists.
 
     Raises:
         UnknownStream: the stream does not exist.
@@ -254,7 +254,7 @@ def _blocker_text(answer: StreamAnswer) -> str:
 
 
 async def _read_stream_answer(call: OperationCall) -> StreamAnswer:
-    """Raises `UnknownStream`, `RecoveringProblem`."""
+    """Read the positions of the stream. Raises `UnknownStream` and `RecoveringProblem`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     return stream_answer(require_existing(snapshot), time.monotonic())
 

@@ -26,12 +26,12 @@ class Limits:
     Attributes:
         open_requests: the largest number of concurrent waits, event streams and watchers.
         wait_seconds: the longest wait.
-        streams: the largest number of streams with metrics of their own.
+        metrics_streams: the largest number of streams with metrics of their own.
     """
 
     open_requests: int = 2500
     wait_seconds: float = 60.0
-    streams: int = 1000
+    metrics_streams: int = 1000
 
 
 class OpenRequest:
@@ -180,15 +180,15 @@ class MetricsText:
     """The text of `/metrics`, shared by concurrent requests. For one event loop.
 
     Generating the text takes long if there are many streams, and the number of these requests is not limited. So a
-    pause follows.
+    pause follows each generation.
     """
 
     PAUSE_FACTOR = 4  # the pause after generating the text, as a multiple of the duration
     FRESH_SECONDS = 10.0  # positions that were read longer ago have no series
 
-    def __init__(self, read_side: ReadSide, streams: int) -> None:
+    def __init__(self, read_side: ReadSide, max_streams: int) -> None:
         self._read_side = read_side
-        self._streams = streams
+        self._max_streams = max_streams
         self._not_before = 0.0
         self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._generate)
 
@@ -206,10 +206,10 @@ class MetricsText:
         began = time.monotonic()
         positions = sorted(read_side.snapshots.recent_linear_positions(self.FRESH_SECONDS).items())
         metrics.LINEAR_POSITION.clear()  # no await before the new series are set
-        for stream, position in positions[: self._streams]:
+        for stream, position in positions[: self._max_streams]:
             metrics.LINEAR_POSITION.labels(stream, "sidecar").set(position)
-        metrics.READERS.show(readers[: self._streams])
-        metrics.STREAMS_OMITTED.set(len(positions[self._streams :]))
+        metrics.READERS.show(readers[: self._max_streams])
+        metrics.STREAMS_OMITTED.set(len(positions[self._max_streams :]))
         text = generate_latest(metrics.REGISTRY)
         ended = time.monotonic()
         self._not_before = ended + self.PAUSE_FACTOR * (ended - began)
@@ -250,7 +250,7 @@ async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Ev
                 ReconnectThrottle(),
                 StartQueue(),
                 limits,
-                MetricsText(read_side, limits.streams),
+                MetricsText(read_side, limits.metrics_streams),
                 stopping,
                 stopped,
             )

@@ -123,7 +123,7 @@ def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float) -> No
 @click.option(
     "--writers",
     multiple=True,
-    help="stream=worker,worker: all writers of the stream, as in stream_writers. It starts when each has sent one.",
+    help="stream=worker,worker: its writers, as in stream_writers. The stream starts when each has sent a record.",
 )
 @click.option("--prefix", default="", help="Prefix of the streams' names in Kafka.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
