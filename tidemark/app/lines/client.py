@@ -53,11 +53,11 @@ def to_colored_text(command: Command) -> str:
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
-            return f"RDATA {_styled(stream, writer)} {click.style(token, fg=_MOVE, bold=True)} {row}"
+            return f"RDATA {_style_names(stream, writer)} {click.style(token, fg=_MOVE, bold=True)} {row}"
         case PositionCommand(stream, writer, prev, id):
             fetch = prev == id
             colour = _WARN if fetch else _MOVE
-            return f"POSITION {_styled(stream, writer)} {click.style(f'{prev} {id}', fg=colour, bold=not fetch)}"
+            return f"POSITION {_style_names(stream, writer)} {click.style(f'{prev} {id}', fg=colour, bold=not fetch)}"
         case ErrorCommand():
             return click.style(str(command), fg=_BAD)
     return click.style(str(command), fg=_DIM)
@@ -80,7 +80,7 @@ def to_json(command: Command) -> str:
     return msgspec.json.encode({"command": word, **fields}).decode()
 
 
-def _styled(stream: str, writer: str) -> str:
+def _style_names(stream: str, writer: str) -> str:
     return f"{click.style(stream, bold=True)} {click.style(writer, fg='cyan')}"
 
 

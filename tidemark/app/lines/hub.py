@@ -117,7 +117,7 @@ class Hub:
         # No TaskGroup, which cancels a task only once: see `cancel_until_done`.
         self._running = {
             self._create_task(run())
-            for run in (self._follow, self._read_rows, self._announce_overdue, self._forget_removed_writers)
+            for run in (self._follow_streams, self._read_rows, self._announce_overdue, self._forget_removed_writers)
         }
         for task in self._running:
             task.add_done_callback(self._on_task_done)
@@ -144,7 +144,7 @@ class Hub:
         await asyncio.sleep(RETRY_SECONDS)
         self._start()
 
-    async def _follow(self) -> None:
+    async def _follow_streams(self) -> None:
         while True:
             listener = Listener()
             names = await self._read_side.snapshots.names()

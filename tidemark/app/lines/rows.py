@@ -294,7 +294,7 @@ class RowBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The commands that move a subscriber from `prev` to `id`. A subscriber elsewhere gets `fetch` instead."""
+    """The commands that move a subscriber from `prev` to `id`. A subscriber elsewhere gets `fetch_command` instead."""
 
     stream: str
     writer: str
@@ -304,7 +304,7 @@ class Announcement:
     commands: Sequence[PositionCommand | RdataCommand]
 
     @property
-    def fetch(self) -> PositionCommand:
+    def fetch_command(self) -> PositionCommand:
         """A command that makes a subscriber below `id` fetch the missing rows."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
@@ -451,4 +451,4 @@ class AnnouncedPositions:
         if not beyond(announcement.id, announced):
             return ()
         self._positions[writer] = announcement.id
-        return announcement.commands if announced == announcement.prev else (announcement.fetch,)
+        return announcement.commands if announced == announcement.prev else (announcement.fetch_command,)

@@ -45,7 +45,7 @@ class ReadSide:
     postgres_reader: PostgresReader
     snapshots: Snapshots
     notifications: Notifications
-    requests: RequestHandler
+    request_handler: RequestHandler
     followers: Followers
     replay_reader: ReplayReader
     stream_history: StreamHistoryReader
@@ -72,16 +72,16 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
     try:
         snapshots = Snapshots(redis_reader, postgres_reader, AnsweredPositions(), time.monotonic)
         notifications = Notifications(redis_reader)
-        requests = RequestHandler(redis_reader, postgres_reader)
-        followers = Followers(requests, notifications, snapshots, postgres_reader)
+        request_handler = RequestHandler(redis_reader, postgres_reader)
+        followers = Followers(request_handler, notifications, snapshots, postgres_reader)
         async with notifications.listening(), followers.running():
-            replay_reader = ReplayReader(requests, postgres_reader)
+            replay_reader = ReplayReader(request_handler, postgres_reader)
             yield ReadSide(
                 redis_reader,
                 postgres_reader,
                 snapshots,
                 notifications,
-                requests,
+                request_handler,
                 followers,
                 replay_reader,
                 stream_history,

@@ -95,7 +95,7 @@ class HistoryPager:
     twice as many advances.
 
     Args:
-        requests: answers the requests.
+        request_handler: answers the requests.
         stream: the name of the stream.
         since: where the first page begins.
         limit: the largest number of events of a page.
@@ -103,9 +103,14 @@ class HistoryPager:
     """
 
     def __init__(
-        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, max_advances: int | None = None
+        self,
+        request_handler: RequestHandler,
+        stream: str,
+        since: Place | Token,
+        limit: int,
+        max_advances: int | None = None,
     ) -> None:
-        self._requests = requests
+        self._request_handler = request_handler
         self._limit = limit
         self._advances_per_query = limit
         self._program = FollowProgram(stream, "vector", since, max_advances or limit)
@@ -123,10 +128,10 @@ class HistoryPager:
                     return None
                 case ReadHistory():
                     limited = replace(step, limit=min(self._advances_per_query, step.limit))
-                    self._driver.send_answer(await self._requests.carry_out(limited))
+                    self._driver.send_answer(await self._request_handler.carry_out(limited))
                     self._advances_per_query *= 2
                 case Request():
-                    self._driver.send_answer(await self._requests.carry_out(step))
+                    self._driver.send_answer(await self._request_handler.carry_out(step))
                 case None:
                     raise AssertionError("a follower does not end")
                 case _:

@@ -57,13 +57,13 @@ class Follower:
     """Follows one stream for its `listeners`. `left_at`: when the last listener left (seconds, monotonic)."""
 
     def __init__(
-        self, stream: str, requests: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
+        self, stream: str, request_handler: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
     ) -> None:
         self.listeners: set[Listener] = set()
         self.left_at = 0.0
         self._replay_buffer = replay_buffer
         self._stream = stream
-        self._requests = requests
+        self._request_handler = request_handler
         self._chain_checker = ChainChecker()
         self._notifications = notifications
         self._notification = notifications.next_event(stream)
@@ -131,7 +131,7 @@ class Follower:
             case ReadList() | ReadNewest():
                 # Take the event before reading, so that a notification during the read sets it.
                 self._notification = self._notifications.next_event(self._stream)
-                keys = await self._requests.carry_out(request)
+                keys = await self._request_handler.carry_out(request)
                 for fault in self._chain_checker.check(request, keys):
                     metrics.CHAIN_FAULTS.labels(fault.kind).inc()
                     log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
@@ -144,9 +144,9 @@ class Follower:
                     self._publish_events()  # publish `FollowerStarted` before the events of the history
                 # While Postgres is down, Redis alone is enough: missing entries become `Reread` events.
                 with suppress(Unavailable):
-                    return await self._requests.carry_out(request)
+                    return await self._request_handler.carry_out(request)
                 return None
-        return await self._requests.carry_out(request)
+        return await self._request_handler.carry_out(request)
 
     def _publish_events(self) -> None:
         """Give new events to the listeners. Without events, the place of the listeners stays the same object."""
@@ -173,12 +173,12 @@ class Followers:
 
     def __init__(
         self,
-        requests: RequestHandler,
+        request_handler: RequestHandler,
         notifications: Notifications,
         snapshots: Snapshots,
         postgres_reader: PostgresReader,
     ) -> None:
-        self._requests = requests
+        self._request_handler = request_handler
         self._notifications = notifications
         self._snapshots = snapshots
         self._postgres_reader = postgres_reader
@@ -241,7 +241,7 @@ class Followers:
         follower = self._followers.get(stream)
         if follower is None or follower.has_failed:
             follower = self._followers[stream] = Follower(
-                stream, self._requests, self._notifications, self._replay_buffer
+                stream, self._request_handler, self._notifications, self._replay_buffer
             )
         follower.add(listener, replay)
 
@@ -285,7 +285,7 @@ class Followers:
         before, subscription_count = self._changes, self._subscription_count
         # Changes that Redis has not shown since the last comparison are read from Postgres.
         lagging = {} if before is None or self._are_changes_sent else self._undelivered_changes(before)
-        self._requests.lagging_streams = lagging
+        self._request_handler.lagging_streams = lagging
         if before is not None and not lagging:
             self._send_watermark(before)
         changes = await self._postgres_reader.changes(

@@ -50,17 +50,17 @@ class ChainChecker:
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}
         self._linear: int | None = None
-        self._last: str | None = None
+        self._last_entry: str | None = None
 
     def check(self, request: ReadList | ReadNewest, keys: Answer) -> Iterator[ChainFault]:
         """Check the entries that were read, and yield their faults. Exhaust the iterator before the next call."""
         assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
-        if after is None or after != self._last or not keys.is_continuous:
+        if after is None or after != self._last_entry or not keys.is_continuous:
             self._reached.clear()
-            self._last = None
+            self._last_entry = None
         for entry in keys.entries:
-            self._last = entry.name
+            self._last_entry = entry.name
             if entry.fields["kind"] == "POSITION":
                 yield from self._check_advance(entry)
         if keys.linear is not None and keys.last != NO_LIST:

@@ -40,7 +40,7 @@ class Details:
         retired: the writers that have retired.
         pending: the number of completed edges above the position of their writer.
         gaps: the oldest first, with the writers that never joined.
-        reaches: by writer, the highest settled ID, which may be above gaps.
+        highest_settled: by writer, the highest settled ID, which may be above gaps.
         pending_by_writer: by writer, its share of `pending`.
         regressed: writers whose source was restored. Their gaps below their position block the linear position.
         late: the late completions, if there are any.
@@ -57,7 +57,7 @@ class Details:
     retired: frozenset[str]
     pending: int
     gaps: list[Blocker]
-    reaches: Mapping[str, int]
+    highest_settled: Mapping[str, int]
     pending_by_writer: Mapping[str, int]
     regressed: frozenset[str]
     late: LateCount | None
@@ -239,7 +239,7 @@ def _stream_details(
         retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
         pending=summary.pending,
         gaps=blockers(stream),
-        reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
+        highest_settled={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
         pending_by_writer={writer: known.chain.waiting for writer, known in stream.writers.items()},
         regressed=frozenset(
             writer for writer, known in stream.writers.items() if known.chain.position < known.published

@@ -166,8 +166,8 @@ class MissedMoves:
 class ReplayReader:
     """Reads the events that reconnecting clients missed. For one event loop."""
 
-    def __init__(self, requests: RequestHandler, postgres_reader: PostgresReader) -> None:
-        self._requests = requests
+    def __init__(self, request_handler: RequestHandler, postgres_reader: PostgresReader) -> None:
+        self._request_handler = request_handler
         self._postgres_reader = postgres_reader
         self._reads_by_mark = ReadCoalescer(self._read_since_marks)
         self._waiting_reads: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
@@ -229,7 +229,9 @@ class ReplayReader:
         async with self._read_slots:
             del self._waiting_reads[key]  # requests from now on need another read
             return await _read_page(
-                HistoryPager(self._requests, key[0], lowest_place(places.values()), PAGE_EVENTS, MAX_ADVANCES_PER_QUERY)
+                HistoryPager(
+                    self._request_handler, key[0], lowest_place(places.values()), PAGE_EVENTS, MAX_ADVANCES_PER_QUERY
+                )
             )
 
 

@@ -185,7 +185,7 @@ def create_app(
             *(
                 Route(
                     operation.path,
-                    _endpoint(operation, tokens),
+                    _create_endpoint(operation, tokens),
                     methods=["GET"],
                     name=operation.name,
                     middleware=[] if operation.media == EVENT_STREAM else [COMPRESSION],
@@ -232,7 +232,7 @@ class RawPathMiddleware:
         await self._app(scope, receive, send)
 
 
-def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request], Awaitable[Response]]:
+def _create_endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         began = time.perf_counter()
         status = 500

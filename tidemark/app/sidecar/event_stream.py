@@ -64,7 +64,7 @@ class EventStream(Response):
         stopped: asyncio.Future[Any] = scope["app"].state.service.stopped
         with self._resources:
             serving = asyncio.create_task(self._serve(send))
-            disconnected = asyncio.create_task(_disconnected(receive))
+            disconnected = asyncio.create_task(_wait_for_disconnect(receive))
             try:
                 # Only two tasks per response, because there are thousands of responses; the futures are shared.
                 await asyncio.wait(
@@ -93,7 +93,7 @@ class EventStream(Response):
             await StoppingProblem().response()(scope, receive, send)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -107,7 +107,7 @@ class _EncodedPlace(msgspec.Struct, array_like=True, frozen=True):
     late: StreamId
 
 
-_MARK = re.compile(r"t([0-9]{1,19})\.([0-9]{1,15})", re.ASCII)
+_MARK_PATTERN = re.compile(r"t([0-9]{1,19})\.([0-9]{1,15})", re.ASCII)
 _DECODER = msgspec.msgpack.Decoder(dict[str, _EncodedPlace])
 
 
@@ -124,7 +124,7 @@ def decode_places(text: str) -> dict[str, Place]:
         if not text.startswith("p"):
             raise ValueError("a cursor begins with p")
         packed = urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
-        stored = _DECODER.decode(_decompressed(packed))
+        stored = _DECODER.decode(_decompress(packed))
     except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
         raise _invalid_cursor(text) from None
     return {stream: Place(place.linear, place.positions, place.late) for stream, place in stored.items()}
@@ -141,7 +141,7 @@ def encode_mark(mark: DurableMark) -> str:
 def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
     """Parse the ID of an event: the place in each stream, or a mark. Raises `BadRequest`."""
     if text.startswith("t"):
-        mark = _MARK.fullmatch(text)
+        mark = _MARK_PATTERN.fullmatch(text)
         if mark is None or any(int(number) >= 1 << 63 for number in mark.groups()):
             raise _invalid_cursor(text)
         return DurableMark(int(mark[1]), int(mark[2]))
@@ -166,7 +166,7 @@ def decode_token(text: str) -> Token:
         raise BadRequest(str(problem)) from None
 
 
-def _decompressed(packed: bytes) -> Any:
+def _decompress(packed: bytes) -> Any:
     stream = zlib.decompressobj()
     data = stream.decompress(packed, MAX_CURSOR_BYTES)
     if stream.unconsumed_tail or not stream.eof:

@@ -157,7 +157,7 @@ async def advances(call: OperationCall) -> Response:
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # raises BadToken if the directions differ
-        page = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).next_page()
+        page = await HistoryPager(call.service.read_side.request_handler, call.stream, since, query.limit).next_page()
     except Slow as problem:
         raise SlowProblem(str(problem)) from None
     except (Unavailable, Stop) as problem:

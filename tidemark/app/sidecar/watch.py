@@ -259,7 +259,7 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
         epoch=None if details is None else details.epochs.get(name),
         retired=None if details is None else name in details.retired,
         position=position,
-        reach=farther(details.reaches.get(name, position), position) if details and gaps else position,
+        reach=farther(details.highest_settled.get(name, position), position) if details and gaps else position,
         waiting=details.pending_by_writer.get(name, 0) if details and gaps else 0,
         gaps=gaps[:MAX_GAPS_PER_WRITER],
         hidden=max(0, len(gaps) - MAX_GAPS_PER_WRITER),
