@@ -15,8 +15,8 @@ from tests.bench.table import rate, table
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.rooms.reading import Upto, sync
-from tidemark.sources.rooms.rules import LONGEST_CHAIN, RoomEvent, depth_after
+from tidemark.sources.rooms.reading import VectorPosition, sync
+from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, RoomEvent, depth_after
 from tidemark.sources.rooms.tables import SCHEMA
 
 
@@ -46,8 +46,8 @@ def _rules(plan: RoomsPlan) -> dict[str, Any]:
         rooms.persist(event)
         seconds += time.perf_counter() - began
     longest = max(len(room.groups.chain(group)) for room in rooms.rooms.values() for group in room.groups.stored)
-    assert longest <= LONGEST_CHAIN
-    rows = sum(len(placed.delta) for room in rooms.rooms.values() for placed in room.groups.stored.values())
+    assert longest <= MAX_CHAIN_LENGTH
+    rows = sum(len(state_group.delta) for room in rooms.rooms.values() for state_group in room.groups.stored.values())
     figures = {"events": plan.events, "per_second": plan.events / seconds, "longest": longest, "rows": rows}
     click.echo(str(figures), err=True)
     return figures
@@ -58,9 +58,9 @@ def _arriving(rooms: MemoryRooms, dice: random.Random, plan: RoomsPlan) -> Itera
         room = f"!{dice.randrange(plan.rooms)}"
         prevs = rooms.extremities(room)
         if len(prevs) == 1 and dice.random() < 0.1:  # upon what the last one followed: a fork
-            prevs = tuple(rooms.events[id].known for id in rooms.events[prevs[0].id].prevs) or prevs
+            prevs = tuple(rooms.events[id].summary for id in rooms.events[prevs[0].id].prevs) or prevs
         key = f"@{dice.randrange(plan.members)}" if dice.random() < 0.2 else None
-        names = tuple(known.id for known in prevs)
+        names = tuple(prev.id for prev in prevs)
         yield RoomEvent(f"${number}", room, "m.room.member", "@ada", names, depth_after(prevs), key)
 
 
@@ -79,7 +79,7 @@ def _syncs(site: BenchSite, plan: RoomsPlan) -> dict[str, Any]:
             for _ in range(plan.syncs):
                 since = max(0, plan.held - behind - dice.randrange(100))
                 began = time.perf_counter()
-                found = sync(connection, "@ada", Upto(since), Upto(plan.held - 50, {"web": plan.held}))
+                found = sync(connection, "@ada", VectorPosition(since), VectorPosition(plan.held - 50, {"web": plan.held}))
                 seconds.append(time.perf_counter() - began)
                 events += len(found.events)
                 assert len(found.rooms) == JOINED

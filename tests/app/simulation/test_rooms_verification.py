@@ -18,9 +18,9 @@ from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
 from tidemark.app.stack.home import Home
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import Upto, current_state, incarnation, joined_with_version, messages
-from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.persisting import next_prevs_and_depth
+from tidemark.sources.rooms.reading import VectorPosition, current_state, incarnation, joined_rooms_with_version, messages
+from tidemark.sources.rooms.rules import EventKind, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 
 ROOM = "!tea"
@@ -37,11 +37,11 @@ class World:
             STORE.persist(connection, event)
 
     def say(self, id: str, **more: Any) -> None:
-        prevs, depth = following(self.connection, ROOM)
+        prevs, depth = next_prevs_and_depth(self.connection, ROOM)
         STORE.persist(self.connection, RoomEvent(id, ROOM, "m", "@ada", prevs, depth, **more))
 
     def answer(self, client: str, kind: str, about: str, since: int, upto: int, answer: Mapping[str, Any]) -> None:
-        texts = [msgspec.json.encode(it).decode() for it in (Upto(since), Upto(upto), answer)]
+        texts = [msgspec.json.encode(it).decode() for it in (VectorPosition(since), VectorPosition(upto), answer)]
         self.connection.execute(
             "insert into play.answers (client, kind, about, since, upto, answer, incarnation)"
             " values (%s, %s, %s, %s, %s, %s, %s)",
@@ -105,7 +105,7 @@ def test_the_end_of_a_stay_is_told_once_behind_all_of_it(
     world: World, answers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], found: RoomCount
 ) -> None:
     """Of events 3, by which @bob leaves, 4, which tells him so, and 5, which is not for him."""
-    prevs, depth = following(world.connection, ROOM)
+    prevs, depth = next_prevs_and_depth(world.connection, ROOM)
     STORE.persist(world.connection, replace(a_member("no", "@bob", membership="leave"), prevs=prevs, depth=depth))
     world.say("five")
     world.compare_synced(0, 2, 2, member="@bob")
@@ -117,9 +117,9 @@ def test_the_end_of_a_stay_is_told_once_behind_all_of_it(
 def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: World) -> None:
     """Of live events those up to its position; in the order of history; with the state of its beginning."""
     world.say("three")
-    found, _ = messages(world.connection, ROOM, Upto(3))
+    found, _ = messages(world.connection, ROOM, VectorPosition(3))
     keys = [(it.depth, it.stream_ordering) for it in found]
-    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
+    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
     for events in (keys, keys[1:], keys[::-1], [*keys, keys[-1]]):
         world.answer("history", "history", ROOM, 0, 3, {"events": events, "history": 0, "state": state})
     world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": state})
@@ -129,7 +129,7 @@ def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: Wor
 
 def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None:
     """One that lacks a member is not, however many there are."""
-    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
+    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
     events = [(2, 2), (1, 1)]
     for given in (*[state] * 5, state[1:]):
         world.answer("history", "history", ROOM, 0, 2, {"events": events, "history": 0, "state": given})
@@ -138,12 +138,12 @@ def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None
 
 def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
     """It was told to its user with an ID that the position has passed, and is in the room with a later one."""
-    prevs, depth = following(world.connection, ROOM)
+    prevs, depth = next_prevs_and_depth(world.connection, ROOM)
     content = {"membership": "invite"}
-    invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, HeldAs.OUT_OF_BAND)
+    invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, EventKind.OUT_OF_BAND)
     STORE.persist(world.connection, invite)
-    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
-    STORE.persist(world.connection, replace(invite, held_as=HeldAs.REGULAR))
+    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
+    STORE.persist(world.connection, replace(invite, held_as=EventKind.REGULAR))
     world.answer("history", "history", ROOM, 0, 3, {"events": [(2, 2), (1, 1)], "history": 0, "state": state})
     assert world.counts()["history"] == RoomCount("history", 2, 2)
 
@@ -166,8 +166,8 @@ def test_the_cached_rooms_of_a_member_are_stale_in_the_same_way(world: World) ->
         served = [["rooms_of", "@ada", version] for version in versions] + [["rooms_of", "@eve", versions[0]]]
         world.answer("caches", "served", "", 0, upto, {"served": served})
     assert world.counts()["caches"] == RoomCount("caches", 6, 6, stale=2)
-    assert joined_with_version(world.connection, "@ada") == (2, [ROOM])
-    assert joined_with_version(world.connection, "@eve") == (1, [])
+    assert joined_rooms_with_version(world.connection, "@ada") == (2, [ROOM])
+    assert joined_rooms_with_version(world.connection, "@eve") == (1, [])
 
 
 def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -> None:

@@ -6,20 +6,20 @@ from hypothesis import strategies as st
 
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.room_truth import Truth
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, RoomEvent, depth_after
+from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent, depth_after
 
 ROOM = "!tea"
-_KEPT = [HeldAs.REGULAR] * 6 + [HeldAs.SOFT_FAILED, HeldAs.REJECTED]
+_KEPT = [EventKind.REGULAR] * 6 + [EventKind.SOFT_FAILED, EventKind.REJECTED]
 _KEYS = ["a", "b", "c"]
 MEMBER_NAMES = ("@ada", "@bob", "@eve")
 _MEMBERSHIPS = ("join", "join", "leave", "ban")
 
 
 def an_event(
-    id: str, *prevs: RoomEvent, key: str | None = None, held_as: HeldAs = HeldAs.REGULAR, room: str = ROOM
+    id: str, *prevs: RoomEvent, key: str | None = None, held_as: EventKind = EventKind.REGULAR, room: str = ROOM
 ) -> RoomEvent:
     """One that follows `prevs`."""
-    depth = depth_after(prev.known for prev in prevs)
+    depth = depth_after(prev.summary for prev in prevs)
     return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, held_as=held_as)
 
 
@@ -32,7 +32,7 @@ def dags(draw: st.DrawFn, most: int = 25, *, odd: bool = False) -> list[RoomEven
     """
     events: list[RoomEvent] = [an_event("e00", key="a")]
     if odd and draw(st.booleans()):
-        events = [replace(events[0], prevs=("gone",), depth=DEEPEST_EVENT - draw(st.integers(0, 4)))]
+        events = [replace(events[0], prevs=("gone",), depth=MAX_DEPTH - draw(st.integers(0, 4)))]
     for number in range(1, draw(st.integers(1, most))):
         prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
         key = draw(st.sampled_from([None, None, *_KEYS, *MEMBER_NAMES]))
@@ -47,7 +47,7 @@ def dags(draw: st.DrawFn, most: int = 25, *, odd: bool = False) -> list[RoomEven
 
 def lies(event: RoomEvent, everything: list[RoomEvent]) -> bool:
     """Whether its depth is not the one after that of its deepest prev event."""
-    known = {it.id: it.known for it in everything}
+    known = {it.id: it.summary for it in everything}
     return "gone" not in event.prevs and event.depth != depth_after(known[id] for id in event.prevs)
 
 
@@ -61,10 +61,10 @@ def arrivals(draw: st.DrawFn, *, odd: bool = False) -> tuple[list[RoomEvent], li
 
 def arrive(rooms: MemoryRooms, event: RoomEvent, truth: Truth) -> None:
     """Persist `event` as a server does that hears of it: with the state before it, fetched as outliers."""
-    before = [holder.id for holder in truth.state_before(event).values()]
+    before = [entry.id for entry in truth.state_before(event).values()]
     for id in before:
         if id not in rooms.events:
-            rooms.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
+            rooms.persist(replace(truth.everything[id], held_as=EventKind.OUTLIER))
     rooms.persist(event, given=before)
 
 
@@ -72,7 +72,7 @@ def told_by_definition(truth: Truth, order: list[str], member: str) -> list[tupl
     """What a member is told of events placed in this order: those before or after which it had joined, and (True) the
     one that holds its membership, each time that it has joined no more."""
     found, before = [], False
-    held: dict[str, HeldAs] = {}
+    held: dict[str, EventKind] = {}
     for id in order:
         held[id] = truth.everything[id].held_as
         current = Truth(truth.everything.values(), held).current.get((MEMBER, member))

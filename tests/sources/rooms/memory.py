@@ -5,24 +5,24 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tidemark.sources.rooms.rules import (
-    DEEPEST_EVENT,
+    MAX_DEPTH,
     MEMBER,
-    HeldAs,
-    KnownEvent,
-    MemoryGroups,
+    EventKind,
+    EventSummary,
+    MemoryStateGroups,
     RelatedEvents,
     RoomChange,
     RoomEvent,
     State,
     Stay,
     Timeline,
-    chosen_prevs,
-    given_state,
-    group_at,
-    joins,
-    merged,
-    moved,
-    persisted,
+    choose_prevs,
+    check_state_before,
+    group_after_event,
+    is_join,
+    merge_groups,
+    joined_and_left,
+    compute_change,
 )
 
 
@@ -30,9 +30,9 @@ from tidemark.sources.rooms.rules import (
 class MemoryRoom:
     """One room. `group` is that of its current state, None where it has no forward extremity."""
 
-    forward: dict[str, KnownEvent] = field(default_factory=dict)
+    forward: dict[str, EventSummary] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)
-    groups: MemoryGroups = field(default_factory=MemoryGroups)
+    groups: MemoryStateGroups = field(default_factory=MemoryStateGroups)
     group: int | None = None
     naming: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Edges backwards: who names an event, held or not, with their depths."""
@@ -41,9 +41,9 @@ class MemoryRoom:
     joined: dict[str, int] = field(default_factory=dict)
     """Of each who has joined the turn in which the stay began."""
 
-    def named_by(self, room: str, id: str) -> list[KnownEvent]:
+    def successors_of(self, room: str, id: str) -> list[EventSummary]:
         return [
-            KnownEvent(other, room, depth, HeldAs.REGULAR if other in self.counting else HeldAs.SOFT_FAILED)
+            EventSummary(other, room, depth, EventKind.REGULAR if other in self.counting else EventKind.SOFT_FAILED)
             for other, depth in self.naming.get(id, {}).items()
         ]
 
@@ -57,12 +57,12 @@ class MemoryRooms:
         self.group_of: dict[str, int] = {}
         self.live: list[str] = []
         self.history: list[str] = []
-        self.sent: dict[int, str] = {}
+        self.recipients: dict[int, str] = {}
         """Of each ID in `live` that is not for a room the user whom it is for."""
         self.stays: dict[str, list[Stay]] = defaultdict(list)
         """Of each member those that are over."""
         self._turns: dict[str, int] = {}
-        self._known: dict[str, KnownEvent] = {}
+        self._known: dict[str, EventSummary] = {}
 
     def persist(
         self, event: RoomEvent, timeline: Timeline = "events", given: Collection[str] | None = None
@@ -73,15 +73,15 @@ class MemoryRooms:
         """
         room = self.rooms.get(event.room) or MemoryRoom()
         prevs = {id: self._known[id] for id in event.prevs if id in self._known}
-        related = RelatedEvents(self.events.get(event.id), prevs, room.named_by(event.room, event.id))
-        change = persisted(event, related, timeline)
-        before = given_state(event, change, given, self.events)
+        related = RelatedEvents(self.events.get(event.id), prevs, room.successors_of(event.room, event.id))
+        change = compute_change(event, related, timeline)
+        before = check_state_before(event, change, given, self.events)
         self.rooms[event.room] = room
-        self.events[event.id], self._known[event.id] = event, event.known
+        self.events[event.id], self._known[event.id] = event, event.summary
         if change.timeline:
             (self.live if change.timeline == "events" else self.history).append(event.id)
-        if event.held_as is HeldAs.OUT_OF_BAND and event.state_key:
-            self.sent[len(self.live)] = event.state_key
+        if event.held_as is EventKind.OUT_OF_BAND and event.state_key:
+            self.recipients[len(self.live)] = event.state_key
         if not event.held_as.outlier:
             self._turns[event.id] = len(self._turns)
             self._place(event, room, change, before)
@@ -95,35 +95,35 @@ class MemoryRooms:
             id
             for id, event in enumerate(self.live, 1)
             if (
-                self.sent[id] == member
-                if id in self.sent
+                self.recipients[id] == member
+                if id in self.recipients
                 else any(stay.room == self.events[event].room and stay.covers(self._turns[event]) for stay in stays)
             )
         ]
 
-    def extremities(self, room: str) -> tuple[KnownEvent, ...]:
+    def extremities(self, room: str) -> tuple[EventSummary, ...]:
         """The prev events of a new event."""
-        return chosen_prevs(self.rooms[room].forward.values())
+        return choose_prevs(self.rooms[room].forward.values())
 
     def _place(self, event: RoomEvent, room: MemoryRoom, change: RoomChange, given: State | None) -> None:
         prevs = [self.group_of[id] for id in event.prevs if id in self.group_of]
-        group = group_at(event, prevs, given, room.groups)
+        group = group_after_event(event, prevs, given, room.groups)
         self.group_of[event.id] = group
         room.backward.discard(event.id)
         room.backward.update(change.missing)
-        for id in change.untrue:
+        for id in change.wrong_depth_events:
             del room.naming[event.id][id]
         for id in change.edges:
             room.naming[id][event.id] = event.depth
-        if change.extremity:
-            room.forward[event.id] = event.known
+        if change.becomes_extremity:
+            room.forward[event.id] = event.summary
         if change.counts:
             self._count(event, room)
             before = room.group
-            replaces = change.extremity and event.depth < DEEPEST_EVENT
+            replaces = change.becomes_extremity and event.depth < MAX_DEPTH
             room.group = self._current(room, group if replaces else None)
             if room.group is not None and room.group != before:
-                self._move(event, room, before, room.group)
+                self._update_members(event, room, before, room.group)
 
     def _count(self, event: RoomEvent, room: MemoryRoom) -> None:
         """The event's edges count, and with them those of events that it follows and that are no extremities."""
@@ -138,14 +138,14 @@ class MemoryRooms:
                     if prev and prev.room == event.room and not prev.held_as.counts and id not in room.counting:
                         counting.append(prev)
 
-    def _move(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
-        changed = room.groups.changed(before, after)
-        members = {key: self.events[holder.id] for (kind, key), holder in changed.items() if kind == MEMBER}
-        came, went = moved(room.joined.keys() & members, {member for member, it in members.items() if joins(it)})
+    def _update_members(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
+        changed = room.groups.changed_entries(before, after)
+        members = {key: self.events[entry.id] for (kind, key), entry in changed.items() if kind == MEMBER}
+        came, went = joined_and_left(room.joined.keys() & members, {member for member, it in members.items() if is_join(it)})
         turn = self._turns[event.id]
         for member in went:
             self.live.append(members[member].id)
-            self.sent[len(self.live)] = member
+            self.recipients[len(self.live)] = member
             self.stays[member].append(Stay(event.room, room.joined.pop(member), turn, len(self.live)))
         room.joined.update(dict.fromkeys(came, turn))
 
@@ -155,4 +155,4 @@ class MemoryRooms:
         groups = dict.fromkeys(self.group_of[id] for id in room.forward)
         if newest is not None and room.group is not None and len(groups) > 1:
             groups = dict.fromkeys([room.group, newest])
-        return merged([*groups], None, {}, room.groups) if groups else None
+        return merge_groups([*groups], None, {}, room.groups) if groups else None

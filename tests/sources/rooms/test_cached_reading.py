@@ -12,16 +12,16 @@ from tests.sources.rooms.dags import an_event
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import persisting
-from tidemark.sources.rooms.persisting import RoomStore, following
-from tidemark.sources.rooms.reading import Upto, current_state, invalidated, joined_with_version, members_with_version
-from tidemark.sources.rooms.rules import HeldAs, RoomEvent
-from tidemark.sources.rooms.tables import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
+from tidemark.sources.rooms.persisting import RoomStore, next_prevs_and_depth
+from tidemark.sources.rooms.reading import VectorPosition, current_state, load_invalidations, joined_rooms_with_version, members_with_version
+from tidemark.sources.rooms.rules import EventKind, RoomEvent
+from tidemark.sources.rooms.tables import ROOM_CACHES, MEMBERS_CACHE, JOINED_ROOMS_CACHE, STATE_CACHE, Caches
 
 SLOW_ROOM, QUICK_ROOMS = "!slow", ("!one", "!two")
 MEMBER_NAMES = ("@ada", "@bob", "@eve")
 ENTRIES = [
-    *((cache, room) for cache in (STATE, MEMBERS) for room in (SLOW_ROOM, *QUICK_ROOMS)),
-    *((ROOMS_OF, member) for member in MEMBER_NAMES),
+    *((cache, room) for cache in (STATE_CACHE, MEMBERS_CACHE) for room in (SLOW_ROOM, *QUICK_ROOMS)),
+    *((JOINED_ROOMS_CACHE, member) for member in MEMBER_NAMES),
 ]
 KINDS = st.sampled_from(["message", "topic", *(f"join {name}" for name in MEMBER_NAMES), "leave @ada", "crowd"])
 
@@ -32,9 +32,9 @@ Value = tuple[int, object]
 def loaded(connection: Connection, entry: Entry) -> Value:
     cache, key = entry
     load: Mapping[str, Callable[[Connection, str], Value]] = {
-        STATE: current_state,
-        MEMBERS: lambda connection, room: (0, members_with_version(connection, room)[1]),  # the version is the state's
-        ROOMS_OF: joined_with_version,
+        STATE_CACHE: current_state,
+        MEMBERS_CACHE: lambda connection, room: (0, members_with_version(connection, room)[1]),  # the version is the state's
+        JOINED_ROOMS_CACHE: joined_rooms_with_version,
     }
     return load[cache](connection, key)
 
@@ -52,8 +52,8 @@ class Committed:
 class Cached:
     """A reader, by line or by vector."""
 
-    caches: Caches = field(default_factory=lambda: Caches({ALL_OF_ROOM: [STATE, MEMBERS]}))
-    applied: Upto = field(default_factory=lambda: Upto(0))
+    caches: Caches = field(default_factory=lambda: Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]}))
+    applied: VectorPosition = field(default_factory=lambda: VectorPosition(0))
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Server:
     slow: Connection
     number: int = 0
     last: int = 0
-    opened: set[int] | None = None
+    initial_sync: set[int] | None = None
     """Invalidations of the slow writer's open transaction."""
     history: list[Committed] = field(default_factory=list)
 
     def write(self, connection: Connection, store: RoomStore, room: str, kind: str) -> set[int]:
         """One event; the IDs of its invalidations."""
         before = self._ids(connection)
-        prevs, depth = following(connection, room)
+        prevs, depth = next_prevs_and_depth(connection, room)
         self.number += 1
         id = f"e{self.number}"
         what, _, member = kind.partition(" ")
@@ -90,7 +90,7 @@ class Server:
         """An event whose past is not known, with a state of several members."""
         given = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
         for member in given:
-            store.persist(connection, replace(member, depth=event.depth, held_as=HeldAs.OUTLIER))
+            store.persist(connection, replace(member, depth=event.depth, held_as=EventKind.OUTLIER))
         store.persist(
             connection,
             replace(event, prevs=(*event.prevs, f"unknown{event.id}"), depth=event.depth + 1),
@@ -106,32 +106,32 @@ class Server:
         self._remember("web", ids)
 
     def open(self, kind: str) -> None:
-        if self.opened is None:
+        if self.open_ids is None:
             self.slow.execute("begin")
-            self.opened = set()
-        self.opened |= self.write(self.slow, OWN, SLOW_ROOM, kind)
+            self.open_ids = set()
+        self.open_ids |= self.write(self.slow, OWN, SLOW_ROOM, kind)
 
     def end(self, how: str) -> None:
-        if self.opened is not None:
+        if self.open_ids is not None:
             self.slow.execute(how.encode())
             if how == "commit":
-                self._remember("service", self.opened)
-            self.opened = None
+                self._remember("service", self.open_ids)
+            self.open_ids = None
 
     def _remember(self, writer: str, ids: set[int]) -> None:
         values = {entry: loaded(self.quick, entry) for entry in ENTRIES}
         self.history.append(Committed(writer, ids, values))
 
-    def position(self, *, by_line: bool) -> Upto:
+    def position(self, *, by_line: bool) -> VectorPosition:
         """As Tidemark would publish it."""
-        low = min(self.opened) - 1 if self.opened else self.last
-        return Upto(low) if by_line else Upto(low, {"web": self.last})
+        low = min(self.open_ids) - 1 if self.open_ids else self.last
+        return VectorPosition(low) if by_line else VectorPosition(low, {"web": self.last})
 
 
 def follow(server: Server, reader: Cached, *, by_line: bool) -> None:
-    now = server.position(by_line=by_line).beside(reader.applied)
-    for cache, keys in invalidated(server.quick, reader.applied, now):
-        reader.caches.invalidated(cache, keys)
+    now = server.position(by_line=by_line).merge(reader.applied)
+    for cache, keys in load_invalidations(server.quick, reader.applied, now):
+        reader.caches.invalidate(cache, keys)
     reader.applied = now
 
 
@@ -140,7 +140,7 @@ def allowed(server: Server, reader: Cached, entry: Entry) -> Iterator[Value]:
     demanded = -1
     values = [it.values[entry] for it in server.history]
     for number, commit in enumerate(server.history):
-        passed = all(id <= reader.applied.at(commit.writer) for id in commit.ids)
+        passed = all(id <= reader.applied.position_of(commit.writer) for id in commit.ids)
         if passed and (number == 0 or values[number] != values[number - 1]):
             demanded = number
     yield from values[max(demanded, 0) :]

@@ -28,11 +28,11 @@ def test_a_value_is_loaded_once_until_it_is_invalidated() -> None:
     shelf = Shelf()
     assert (shelf.get(), shelf.get(), shelf.loads) == ("old", "old", 1)
     shelf.value = "new"
-    shelf.caches.invalidated("state", ["!coffee"])
-    shelf.caches.invalidated("members", ["!tea"])
-    shelf.caches.invalidated("never heard of", None)
+    shelf.caches.invalidate("state", ["!coffee"])
+    shelf.caches.invalidate("members", ["!tea"])
+    shelf.caches.invalidate("never heard of", None)
     assert shelf.get() == "old"
-    shelf.caches.invalidated("state", ["!tea"])
+    shelf.caches.invalidate("state", ["!tea"])
     assert shelf.get() == "new"
 
 
@@ -44,7 +44,7 @@ def test_null_clears_a_cache_and_a_reserved_name_a_group(cache: str, keys: list[
         shelf.get(name, key)
     if cache == "state":
         shelf.get("members", "!tea")
-    shelf.caches.invalidated(cache, keys)
+    shelf.caches.invalidate(cache, keys)
     assert len(shelf.caches) == left
 
 
@@ -53,9 +53,9 @@ def test_a_value_that_was_being_loaded_is_not_served_after_its_invalidation(how:
     """The load read the older state; the invalidation came before it was done: it is loaded again."""
     shelf = Shelf()
     tell = {
-        "its key": lambda: shelf.caches.invalidated("state", ["!tea"]),
-        "its group": lambda: shelf.caches.invalidated("*room", ["!tea"]),
-        "the cache": lambda: shelf.caches.invalidated("state", None),
+        "its key": lambda: shelf.caches.invalidate("state", ["!tea"]),
+        "its group": lambda: shelf.caches.invalidate("*room", ["!tea"]),
+        "the cache": lambda: shelf.caches.invalidate("state", None),
         "all": shelf.caches.clear,
     }
 
@@ -85,7 +85,7 @@ def test_an_invalidation_does_not_wait_for_a_load() -> None:
     thread.start()
     assert begun.wait(60)
     shelf.value = "new"
-    shelf.caches.invalidated("state", ["!tea"])
+    shelf.caches.invalidate("state", ["!tea"])
     go.set()
     thread.join()
     assert answers == ["new"]
@@ -105,7 +105,7 @@ def test_a_load_that_fails_leaves_nothing() -> None:
 
 def test_no_more_than_so_many_values_are_kept() -> None:
     """The oldest go."""
-    caches = Caches({}, most=2)
+    caches = Caches({}, max_entries=2)
     for key in ("1", "2", "3"):
         caches.get("state", [key], lambda: "x")
     assert len(caches) == 2

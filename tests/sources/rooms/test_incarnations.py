@@ -11,7 +11,7 @@ from tests.sources.rooms.test_persisting import OWN, ROOT, STORE
 from tests.waiting import eventually
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import SqlAppender
-from tidemark.sources.rooms.reading import Upto, incarnation, messages, opened, sync
+from tidemark.sources.rooms.reading import VectorPosition, incarnation, messages, initial_sync, sync
 
 MARGIN = 10_000
 
@@ -74,10 +74,10 @@ def test_whatever_was_published_before_is_a_right_position_after(rooms: Connecti
     new = OWN.persist(rooms, an_event("new", ROOT))
     assert new is not None
     for _ in range(2):
-        found = sync(rooms, "@ada", Upto(0), Upto(published), rooms=[ROOM])
+        found = sync(rooms, "@ada", VectorPosition(0), VectorPosition(published), rooms=[ROOM])
         assert [it.event for it in found.events] == ["root"]
-        assert [it.event for it in messages(rooms, ROOM, Upto(published))[0]] == ["root"]
-        assert [it.event for it in opened(rooms, ROOM, Upto(published)).events] == ["root"]
+        assert [it.event for it in messages(rooms, ROOM, VectorPosition(published))[0]] == ["root"]
+        assert [it.event for it in initial_sync(rooms, ROOM, VectorPosition(published)).events] == ["root"]
         STORE.persist(rooms, an_event(f"more{new}", ROOT))
         new += 1
-    assert len(sync(rooms, "@ada", Upto(published), Upto(new), rooms=[ROOM]).events) == 3
+    assert len(sync(rooms, "@ada", VectorPosition(published), VectorPosition(new), rooms=[ROOM]).events) == 3

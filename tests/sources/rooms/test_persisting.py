@@ -15,10 +15,10 @@ from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
-from tidemark.sources.rooms.reading import Upto, current_state, joined_rooms, members_of, messages, state_at
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, LONGEST_CHAIN, MEMBER, BadEvent, HeldAs, RoomEvent
-from tidemark.sources.rooms.tables import PostgresGroups
+from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
+from tidemark.sources.rooms.reading import VectorPosition, current_state, joined_rooms, members_of, messages, state_at
+from tidemark.sources.rooms.rules import MAX_DEPTH, MAX_CHAIN_LENGTH, MEMBER, BadEvent, EventKind, RoomEvent
+from tidemark.sources.rooms.tables import PostgresStateGroups
 
 STORE = RoomStore(WriterAppender("web"), RoomStreams())
 OWN = RoomStore(SqlAppender("service"), RoomStreams())
@@ -61,11 +61,11 @@ def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[
     memory, truth = MemoryRooms(), Truth(named.values(), {})
     turns: dict[str, int] = {}
     for number, event in enumerate(named[event.id] for event in order):
-        before = [holder.id for holder in truth.state_before(event).values()]
+        before = [entry.id for entry in truth.state_before(event).values()]
         with rooms.transaction():
             for id in (id for id in before if id not in memory.events):
-                memory.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
-                STORE.persist(rooms, replace(truth.everything[id], held_as=HeldAs.OUTLIER))
+                memory.persist(replace(truth.everything[id], held_as=EventKind.OUTLIER))
+                STORE.persist(rooms, replace(truth.everything[id], held_as=EventKind.OUTLIER))
             store = OWN if number % 2 else STORE
             try:
                 memory.persist(event, given=before)
@@ -78,10 +78,10 @@ def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[
         assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward}
         assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward
     for _ in range(2):
-        held = tables.events_of(rooms, [event.id for event in named.values()])
+        held = tables.load_events(rooms, [event.id for event in named.values()])
         truth = Truth(named.values(), {id: event.held_as for id, (event, _) in held.items()}, turns)
         assert current_state(rooms, room)[1] == truth.current
-        states = {id: tables.state_of(rooms, group) for id, (_, group) in held.items() if group is not None}
+        states = {id: tables.load_state(rooms, group) for id, (_, group) in held.items() if group is not None}
         assert states == {id: truth.state_at(id) for id in truth.placed}
         tables.compact_states(rooms, room)
 
@@ -120,9 +120,9 @@ def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, anot
             ((early,),) = another.execute("select tidemark.reserve('events', writer => %s)", [writer]).fetchall()
             root = replace(ROOT, id=f"root{early}", room=f"!{early}")
             assert store.persist(rooms, root) == early + 1
-            prevs, depth = following(another, root.room)
+            prevs, depth = next_prevs_and_depth(another, root.room)
             late = replace(root, id=f"late{early}", prevs=prevs, depth=depth)
-            assert store.persist(another, late, reserved=early) == early
+            assert store.persist(another, late, reserved_id=early) == early
 
 
 REFUSED = [
@@ -172,7 +172,7 @@ def test_an_outlier_is_placed_as_the_event_that_it_was(rooms: Connection) -> Non
     event = replace(
         an_event("late", ROOT), content={"list": (1, 2), "none": float("inf"), "bytes": b"x", "text": "\\u0000"}
     )
-    STORE.persist(rooms, replace(event, held_as=HeldAs.OUTLIER))
+    STORE.persist(rooms, replace(event, held_as=EventKind.OUTLIER))
     assert STORE.persist(rooms, ROOT) == 1
     assert STORE.persist(rooms, event) == 2
 
@@ -180,17 +180,17 @@ def test_an_outlier_is_placed_as_the_event_that_it_was(rooms: Connection) -> Non
 def test_chains_in_tables_keep_their_bound(rooms: Connection) -> None:
     """The 101st change of a state stands on a group half way down; compaction leaves the one group that is used."""
     event = an_event("e0", key="k0")
-    for number in range(1, LONGEST_CHAIN + 30):
+    for number in range(1, MAX_CHAIN_LENGTH + 30):
         STORE.persist(rooms, event)
         event = an_event(f"e{number}", event, key=f"k{number % 7}")
     ((group,),) = rooms.execute("select state_group from rooms.rooms").fetchall()
-    chains = PostgresGroups(rooms, ROOM)
+    chains = PostgresStateGroups(rooms, ROOM)
     stored = [id for (id,) in rooms.execute("select id from rooms.state_groups").fetchall()]
-    assert max(len(chains.chain(id)) for id in stored) == LONGEST_CHAIN
-    state, length = tables.state_of(rooms, group), len(chains.chain(group))
+    assert max(len(chains.chain(id)) for id in stored) == MAX_CHAIN_LENGTH
+    state, length = tables.load_state(rooms, group), len(chains.chain(group))
     rooms.execute("update rooms.events set state_group = %s where state_group <> %s", [group, group])
     assert tables.compact_states(rooms, ROOM) == len(stored) - 1
-    assert tables.state_of(rooms, group) == state
+    assert tables.load_state(rooms, group) == state
     assert len(chains.chain(group)) == 1 < length
 
 
@@ -228,7 +228,7 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
         ("state", [ROOM]),
     ]
     assert current_state(rooms, ROOM)[0] == 3
-    crowd = [replace(a_member(f"m{number}", f"@m{number}"), held_as=HeldAs.OUTLIER) for number in range(11)]
+    crowd = [replace(a_member(f"m{number}", f"@m{number}"), held_as=EventKind.OUTLIER) for number in range(11)]
     for member in crowd:
         STORE.persist(rooms, member)
     far = replace(an_event("far", ROOT), depth=9, prevs=("unknown",))
@@ -244,13 +244,13 @@ def test_a_soft_failed_event_between_leaves_no_extremity_behind(rooms: Connectio
     last = ROOT
     STORE.persist(rooms, last)
     for number in range(20):
-        between = replace(an_event(f"s{number}", last), held_as=HeldAs.SOFT_FAILED)
-        further = replace(an_event(f"t{number}", between), held_as=HeldAs.REJECTED)
+        between = replace(an_event(f"s{number}", last), held_as=EventKind.SOFT_FAILED)
+        further = replace(an_event(f"t{number}", between), held_as=EventKind.REJECTED)
         upon = an_event(f"u{number}", further, key=f"k{number % 3}")
-        before = state_at(rooms, ROOM, Upto(1000))
-        given = [holder.id for holder in before.values()]
+        before = state_at(rooms, ROOM, VectorPosition(1000))
+        given = [entry.id for entry in before.values()]
         ids = [STORE.persist(rooms, (between, further, upon)[place], given=given) for place in order]
-        assert state_at(rooms, ROOM, Upto((ids[order.index(2)] or 0) - 1)) == before
+        assert state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
         last = upon
     assert [*tables.forward_extremities(rooms, ROOM)] == ["u19"]
 
@@ -270,12 +270,12 @@ def test_who_said_a_false_depth_gives_way(rooms: Connection) -> None:
 
 def test_a_room_goes_on_at_the_deepest_depth(rooms: Connection) -> None:
     """One event of depth 2^63 - 1 does not end it: its state changes, and what follows replaces what it follows."""
-    STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=DEEPEST_EVENT), given=[])
+    STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH), given=[])
     for id in ("z", "y", "x"):
-        prevs, depth = following(rooms, ROOM)
-        assert depth == DEEPEST_EVENT
+        prevs, depth = next_prevs_and_depth(rooms, ROOM)
+        assert depth == MAX_DEPTH
         STORE.persist(rooms, RoomEvent(id, ROOM, "topic", "@ada", prevs, depth, "a"))
         assert [*tables.forward_extremities(rooms, ROOM)] == [id]
-        assert [holder.id for holder in current_state(rooms, ROOM)[1].values()] == [id]
-    page, _ = messages(rooms, ROOM, Upto(1000))
+        assert [entry.id for entry in current_state(rooms, ROOM)[1].values()] == [id]
+    page, _ = messages(rooms, ROOM, VectorPosition(1000))
     assert [row.event for row in page] == ["x", "y", "z", "last"]

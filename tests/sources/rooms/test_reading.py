@@ -8,9 +8,9 @@ from tests.sources.rooms.memory import MemoryRooms
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import PageEnd, TimelineRow, Upto, messages, opened, sync
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
+from tidemark.sources.rooms.persisting import next_prevs_and_depth
+from tidemark.sources.rooms.reading import PageEnd, TimelineRow, VectorPosition, messages, initial_sync, sync
+from tidemark.sources.rooms.rules import MEMBER, EventKind, RoomEvent
 
 WRITERS = ("first", "second", "third")
 
@@ -39,13 +39,13 @@ def ids(told: list[TimelineRow] | tuple[TimelineRow, ...]) -> list[int]:
 def test_a_late_event_is_handed_over_when_its_writer_has_come_to_it(rooms: Connection) -> None:
     """The slow writer's ID is below what was read of the others: the line waits for it, the vector goes on without."""
     tell(rooms, 2, writer="second")
-    line, vector = Upto(0), Upto(0, {"second": 2})
-    assert not sync(rooms, "@ada", Upto(0), line, rooms=[ROOM]).events
-    found = sync(rooms, "@ada", Upto(0), vector, rooms=[ROOM])
+    line, vector = VectorPosition(0), VectorPosition(0, {"second": 2})
+    assert not sync(rooms, "@ada", VectorPosition(0), line, rooms=[ROOM]).events
+    found = sync(rooms, "@ada", VectorPosition(0), vector, rooms=[ROOM])
     assert ids([*found.events]) == [2]
     tell(rooms, 1)
-    assert ids([*sync(rooms, "@ada", found.until, Upto(2), rooms=[ROOM]).events]) == [1]
-    assert ids([*sync(rooms, "@ada", line, Upto(2), rooms=[ROOM]).events]) == [1, 2]
+    assert ids([*sync(rooms, "@ada", found.until, VectorPosition(2), rooms=[ROOM]).events]) == [1]
+    assert ids([*sync(rooms, "@ada", line, VectorPosition(2), rooms=[ROOM]).events]) == [1, 2]
 
 
 def test_each_event_is_handed_over_once_however_the_positions_move(rooms: Connection) -> None:
@@ -55,18 +55,18 @@ def test_each_event_is_handed_over_once_however_the_positions_move(rooms: Connec
         dice = Random(seed)
         everything = [tell(rooms, id, f"!{dice.randrange(4)}", writer=dice.choice(WRITERS)) for id in range(1, 120)]
         wanted = ["!0", "!1", "!2"]
-        since, now = Upto(0), Upto(0)
+        since, now = VectorPosition(0), VectorPosition(0)
         got: list[TimelineRow] = []
-        while since != Upto(200) or now != Upto(200):
+        while since != VectorPosition(200) or now != VectorPosition(200):
             linear = min(now.linear + dice.randrange(12), 119)
-            positions = {writer: max(now.at(writer), linear) + dice.randrange(8) for writer in dice.sample(WRITERS, 2)}
-            now = Upto(linear, {**now.positions, **positions}) if linear < 119 else Upto(200)
+            positions = {writer: max(now.position_of(writer), linear) + dice.randrange(8) for writer in dice.sample(WRITERS, 2)}
+            now = VectorPosition(linear, {**now.positions, **positions}) if linear < 119 else VectorPosition(200)
             found = sync(rooms, "@ada", since, now, limit=dice.choice([1, 3, 1000]), rooms=wanted)
             assert ids([*found.events]) == sorted(ids([*found.events]))
-            assert all(since.at(it.writer) < it.stream_ordering <= found.until.at(it.writer) for it in found.events)
+            assert all(since.position_of(it.writer) < it.stream_ordering <= found.until.position_of(it.writer) for it in found.events)
             got += found.events
-            since = found.until if found.until != Upto(119) else now
-            if now == Upto(200) and not found.events:
+            since = found.until if found.until != VectorPosition(119) else now
+            if now == VectorPosition(200) and not found.events:
                 break
         assert sorted(got) == [it for it in everything if it.room in wanted]
 
@@ -82,7 +82,7 @@ def test_pages_have_no_hole_and_no_repetition_while_events_come(rooms: Connectio
         found: list[TimelineRow] = []
         place: PageEnd | None = None
         for number in range(1000):
-            page, place = messages(rooms, ROOM, Upto(59), place, limit=7)
+            page, place = messages(rooms, ROOM, VectorPosition(59), place, limit=7)
             found += page
             if place is None:
                 break
@@ -100,18 +100,18 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, another: C
         memory = MemoryRooms()
         ids: dict[str, int] = {}
         for number in range(40):
-            recent = [event.known for event in [*memory.events.values()][-4:]]
+            recent = [event.summary for event in [*memory.events.values()][-4:]]
             prevs = dice.sample(recent, min(len(recent), dice.randrange(1, 4)))
-            depth = 1 + max((known.depth for known in prevs), default=0)
+            depth = 1 + max((prev.depth for prev in prevs), default=0)
             key = dice.choice([None, "a", "b", "c"])
-            held_as = dice.choice([*[HeldAs.REGULAR] * 4, HeldAs.SOFT_FAILED, HeldAs.REJECTED])
-            names = tuple(known.id for known in prevs)
+            held_as = dice.choice([*[EventKind.REGULAR] * 4, EventKind.SOFT_FAILED, EventKind.REJECTED])
+            names = tuple(prev.id for prev in prevs)
             event = RoomEvent(f"e{number}", ROOM, "topic", "@ada", names, depth, key, {}, held_as)
             memory.persist(event)
             ids[event.id] = (STORE if number % 3 else OWN).persist(rooms, event) or 0
         first = min(ids.values())
         for linear in range(first - 1, first + 40):
-            found = opened(another, ROOM, Upto(linear), limit=100)
+            found = initial_sync(another, ROOM, VectorPosition(linear), limit=100)
             truth = Truth(memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear})
             assert found.state == truth.current
             assert {it.stream_ordering for it in found.events} == {id for id in ids.values() if id <= linear}
@@ -120,25 +120,25 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, another: C
 def test_an_out_of_band_membership_is_sent_to_its_user_alone(rooms: Connection) -> None:
     """An invite to a room that the server does not know, its rejection, a knock; and to nobody a second time."""
     invite = a_member("invite", "@bob", replace(an_event("unknown"), depth=8), membership="invite")
-    STORE.persist(rooms, replace(invite, held_as=HeldAs.OUT_OF_BAND))
-    found = sync(rooms, "@bob", Upto(0), Upto(1))
-    assert (ids([*found.sent]), found.events, found.rooms) == ([1], [], [])
-    assert not sync(rooms, "@ada", Upto(0), Upto(1)).sent
-    assert not sync(rooms, "@bob", found.until, Upto(1)).sent
-    assert messages(rooms, ROOM, Upto(1)) == ([], None)
+    STORE.persist(rooms, replace(invite, held_as=EventKind.OUT_OF_BAND))
+    found = sync(rooms, "@bob", VectorPosition(0), VectorPosition(1))
+    assert (ids([*found.out_of_band]), found.events, found.rooms) == ([1], [], [])
+    assert not sync(rooms, "@ada", VectorPosition(0), VectorPosition(1)).out_of_band
+    assert not sync(rooms, "@bob", found.until, VectorPosition(1)).out_of_band
+    assert messages(rooms, ROOM, VectorPosition(1)) == ([], None)
     rejection = replace(invite, id="no", prevs=("invite",), depth=10, content={"membership": "leave"})
-    STORE.persist(rooms, replace(rejection, held_as=HeldAs.OUT_OF_BAND))
-    assert ids([*sync(rooms, "@bob", found.until, Upto(2)).sent]) == [2]
+    STORE.persist(rooms, replace(rejection, held_as=EventKind.OUT_OF_BAND))
+    assert ids([*sync(rooms, "@bob", found.until, VectorPosition(2)).out_of_band]) == [2]
     knock = replace(invite, id="knock", prevs=("no",), depth=11, content={"membership": "knock"})
-    STORE.persist(rooms, replace(knock, held_as=HeldAs.OUT_OF_BAND))
-    assert ids([*sync(rooms, "@bob", Upto(2), Upto(3)).sent]) == [3]
+    STORE.persist(rooms, replace(knock, held_as=EventKind.OUT_OF_BAND))
+    assert ids([*sync(rooms, "@bob", VectorPosition(2), VectorPosition(3)).out_of_band]) == [3]
 
 
 def test_sync_reads_the_rooms_that_the_member_has_joined(rooms: Connection) -> None:
     """And no longer those that it has left."""
     for room in ("!one", "!two"):
         STORE.persist(rooms, RoomEvent(f"join{room}", room, MEMBER, "@ada", (), 1, "@ada", {"membership": "join"}))
-    prevs, depth = following(rooms, "!two")
+    prevs, depth = next_prevs_and_depth(rooms, "!two")
     STORE.persist(rooms, RoomEvent("leave", "!two", MEMBER, "@ada", prevs, depth, "@ada", {"membership": "leave"}))
-    assert sync(rooms, "@ada", Upto(0), Upto(3)).rooms == ["!one"]
-    assert sync(rooms, "@eve", Upto(0), Upto(3)).rooms == []
+    assert sync(rooms, "@ada", VectorPosition(0), VectorPosition(3)).rooms == ["!one"]
+    assert sync(rooms, "@eve", VectorPosition(0), VectorPosition(3)).rooms == []

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, lies, told_by_definition
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.room_truth import Truth
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
+from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, MAX_NEW_PREV_EVENTS, BadEvent, EventKind, RoomEvent, depth_after
 
 
 @settings(max_examples=examples(60))
@@ -40,7 +40,7 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
         assert room.groups.state(rooms.group_of[event.id]) == truth.state_at(event.id)
         assert (room.group is None) == (not truth.forward)
         assert room.group is None or room.groups.state(room.group) == truth.current
-    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.sent] == [event.id for event in placed]
+    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.recipients] == [event.id for event in placed]
 
 
 @settings(max_examples=examples(60))
@@ -56,7 +56,7 @@ def test_members_are_told_events_from_the_one_that_joins_to_the_one_that_ends_it
         arrive(rooms, event, truth)
     placed = [event.id for event in order]
     for member in MEMBER_NAMES:
-        told = [(rooms.live[id - 1], id in rooms.sent) for id in rooms.told(member)]
+        told = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.told(member)]
         assert told == told_by_definition(truth, placed, member)
     held = Truth(everything, {event.id: event.held_as for event in order})
     stays = held.stays((id, turn) for turn, id in enumerate(placed))
@@ -80,7 +80,7 @@ def test_an_event_of_a_room_that_was_left_is_told_to_who_is_still_there() -> Non
         rooms.persist(RoomEvent(id, ROOM, kind, "@op", names, depth_after(prevs), member, content))
 
     def told(member: str) -> list[str]:
-        return [rooms.live[id - 1] + "!" * (id in rooms.sent) for id in rooms.told(member)]
+        return [rooms.live[id - 1] + "!" * (id in rooms.recipients) for id in rooms.told(member)]
 
     for member in MEMBER_NAMES:
         say(f"join{member}", member, "join")
@@ -106,10 +106,10 @@ def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent],
     while missing := sorted(rooms.rooms[ROOM].backward):
         for id in missing:
             event = truth.everything[id]
-            before = [holder.id for holder in truth.state_before(event).values()]
+            before = [entry.id for entry in truth.state_before(event).values()]
             for other in before:
                 if other not in rooms.events:
-                    rooms.persist(replace(truth.everything[other], held_as=HeldAs.OUTLIER))
+                    rooms.persist(replace(truth.everything[other], held_as=EventKind.OUTLIER))
             rooms.persist(event, "backfill", before)
     assert len(rooms.history) == len({*rooms.history})
     assert rooms.rooms[ROOM].backward == set()
@@ -155,7 +155,7 @@ ROOT = an_event("root")
         (an_event("root"), "a duplicate: it is stored already, as regular"),
         (replace(ROOT, sender="@eve"), "another event has this ID"),
         (an_event("far", ROOT, room="!other"), "its prev event root is of another room, !tea"),
-        (replace(ROOT, id="deep", depth=DEEPEST_EVENT + 1), "its depth 9223372036854775808 is not from 1"),
+        (replace(ROOT, id="deep", depth=MAX_DEPTH + 1), "its depth 9223372036854775808 is not from 1"),
         (replace(ROOT, id="zero", depth=0), "its depth 0 is not"),
         (replace(ROOT, id="whole", depth=True), "its depth True is not"),
         (
@@ -168,9 +168,9 @@ ROOT = an_event("root")
         (replace(ROOT, id="x" * 256), "its ID"),
         (replace(ROOT, id="\ud800"), "its ID"),
         (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "it names 21 prev events, and 20 are"),
-        (replace(ROOT, id="x", held_as=HeldAs.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (replace(ROOT, id="x", held_as=EventKind.OUT_OF_BAND), "only an invite, its rejection or a knock"),
         (
-            RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, HeldAs.OUT_OF_BAND),
+            RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, EventKind.OUT_OF_BAND),
             "only an invite, its rejection or a knock",
         ),
         (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not stored, and no state"),
@@ -218,22 +218,22 @@ def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
 def test_a_room_goes_on_at_the_deepest_depth() -> None:
     """2^63 - 1 is the depth of all that follows an event of that depth; state and extremities go on by arrival."""
     rooms = MemoryRooms()
-    last = replace(an_event("last", ROOT), prevs=("unknown",), depth=DEEPEST_EVENT)
+    last = replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH)
     rooms.persist(last, given=[])
     for id in ("z", "y", "x"):
         prevs = rooms.extremities(ROOM)
-        assert depth_after(prevs) == DEEPEST_EVENT
+        assert depth_after(prevs) == MAX_DEPTH
         rooms.persist(an_event(id, *(rooms.events[it.id] for it in prevs), key="a"))
         room = rooms.rooms[ROOM]
         assert {*room.forward} == {id}
         assert room.group is not None
-        assert [holder.id for holder in room.groups.state(room.group).values()] == [id]
-    refused(rooms, replace(an_event("past", last), depth=DEEPEST_EVENT + 1), "is not from 1 to 9223372036854775807")
+        assert [entry.id for entry in room.groups.state(room.group).values()] == [id]
+    refused(rooms, replace(an_event("past", last), depth=MAX_DEPTH + 1), "is not from 1 to 9223372036854775807")
 
 
-@pytest.mark.parametrize("held_as", [HeldAs.SOFT_FAILED, HeldAs.REJECTED])
+@pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
 @pytest.mark.parametrize("order", list(permutations("abc")))
-def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str, ...], held_as: HeldAs) -> None:
+def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str, ...], held_as: EventKind) -> None:
     """A <- soft-failed <- regular, a hundred times: one forward extremity, in whichever order the three arrive."""
     rooms = MemoryRooms()
     last = ROOT
@@ -267,11 +267,11 @@ def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
     """No edges, no extremities, no state group, no timeline; then all of them, once."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    outlier = replace(an_event("late", ROOT, key="a"), held_as=HeldAs.OUTLIER)
+    outlier = replace(an_event("late", ROOT, key="a"), held_as=EventKind.OUTLIER)
     rooms.persist(outlier)
     assert ({*rooms.rooms[ROOM].forward}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
     refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
-    rooms.persist(replace(outlier, held_as=HeldAs.REGULAR))
+    rooms.persist(replace(outlier, held_as=EventKind.REGULAR))
     assert ({*rooms.rooms[ROOM].forward}, rooms.live) == ({"late"}, ["root", "late"])
     refused(rooms, outlier, "a duplicate: it is stored already, as regular")
 
@@ -280,11 +280,11 @@ def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -
     """An invite is sent to its user although the room is not known; later it is in the room's timeline."""
     rooms = MemoryRooms()
     invite = RoomEvent(
-        "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, HeldAs.OUT_OF_BAND
+        "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, EventKind.OUT_OF_BAND
     )
     rooms.persist(invite, "backfill")  # wherever it was found: its user reads what arrives
     assert (rooms.live, rooms.rooms[ROOM].backward, rooms.rooms[ROOM].group) == (["invite"], set(), None)
-    rooms.persist(replace(invite, held_as=HeldAs.REGULAR), given=[])
+    rooms.persist(replace(invite, held_as=EventKind.REGULAR), given=[])
     assert (rooms.live, rooms.rooms[ROOM].backward) == (["invite", "invite"], {"unknown"})
 
 
@@ -298,13 +298,13 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
     assert rooms.extremities(ROOM)[0].id == "more"
     for number in range(3):
         prevs = rooms.extremities(ROOM)
-        assert len(prevs) <= MOST_PREVS
+        assert len(prevs) <= MAX_NEW_PREV_EVENTS
         rooms.persist(RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(it.id for it in prevs), depth_after(prevs)))
     assert {*rooms.rooms[ROOM].forward} == {"heal2"}
 
 
-@pytest.mark.parametrize("held_as", [HeldAs.SOFT_FAILED, HeldAs.REJECTED])
-def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: HeldAs) -> None:
+@pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
+def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: EventKind) -> None:
     """New events are built on what was there before it, until a regular one is built on itself. Of its state key
     they know it where it is soft-failed, and nobody where it is rejected."""
     rooms = MemoryRooms()
@@ -318,4 +318,4 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     rooms.persist(an_event("upon", bad))
     assert {*room.forward} == {"upon"}
     state = room.groups.state(room.group)
-    assert [holder.id for holder in state.values()] == ["bad"] * (held_as is HeldAs.SOFT_FAILED)
+    assert [entry.id for entry in state.values()] == ["bad"] * (held_as is EventKind.SOFT_FAILED)

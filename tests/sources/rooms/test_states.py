@@ -7,18 +7,18 @@ from tests.examples import examples
 from tests.sources.rooms.dags import ROOM, an_event, dags
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.rules import (
-    LONGEST_CHAIN,
-    KeyHolder,
-    MemoryGroups,
-    Placed,
+    MAX_CHAIN_LENGTH,
+    StateEntry,
+    MemoryStateGroups,
+    StateGroup,
     RoomEvent,
     State,
-    compacted,
-    resolved,
+    compact_groups,
+    resolve_states,
 )
 
 states = st.dictionaries(
-    st.tuples(st.just("topic"), st.sampled_from("abc")), st.builds(KeyHolder, st.integers(1, 3), st.sampled_from("xyz"))
+    st.tuples(st.just("topic"), st.sampled_from("abc")), st.builds(StateEntry, st.integers(1, 3), st.sampled_from("xyz"))
 )
 
 
@@ -26,8 +26,8 @@ states = st.dictionaries(
 @given(states, states, states)
 def test_the_order_of_resolution_does_not_matter(one: State, two: State, three: State) -> None:
     """Nor how often a state is resolved."""
-    assert resolved([one, two]) == resolved([two, one]) == resolved([one, two, one])
-    assert resolved([resolved([one, two]), three]) == resolved([one, resolved([two, three])])
+    assert resolve_states([one, two]) == resolve_states([two, one]) == resolve_states([one, two, one])
+    assert resolve_states([resolve_states([one, two]), three]) == resolve_states([one, resolve_states([two, three])])
 
 
 def test_a_group_is_new_only_where_the_state_changes() -> None:
@@ -51,8 +51,8 @@ def test_chains_keep_their_bound_and_few_rows() -> None:
         rooms.persist(event)
         event = an_event(f"e{number}", event, key=f"k{number % 300}")
     groups = rooms.rooms[ROOM].groups
-    assert max(len(groups.chain(group)) for group in groups.stored) == LONGEST_CHAIN
-    assert sum(len(placed.delta) for placed in groups.stored.values()) < 1000 + 9 * 300
+    assert max(len(groups.chain(group)) for group in groups.stored) == MAX_CHAIN_LENGTH
+    assert sum(len(state_group.delta) for state_group in groups.stored.values()) < 1000 + 9 * 300
 
 
 @settings(max_examples=examples(60))
@@ -64,36 +64,36 @@ def test_compaction_changes_no_state(events: list[RoomEvent], random: object, sh
         rooms.persist(event)
     before = rooms.rooms[ROOM].groups
     used = {group for group in before.stored if group * 37 % 101 <= share}
-    after = MemoryGroups(compacted(before.stored, used))
+    after = MemoryStateGroups(compact_groups(before.stored, used))
     assert used <= after.stored.keys() <= before.stored.keys()
     assert {group: after.state(group) for group in after.stored} == {
         group: before.state(group) for group in after.stored
     }
     assert rows(after) <= rows(before)
     assert all(len(after.chain(group)) <= len(before.chain(group)) for group in after.stored)
-    assert compacted(after.stored, used) == after.stored
+    assert compact_groups(after.stored, used) == after.stored
 
 
 def test_compaction_keeps_a_group_on_which_several_stand() -> None:
     """Nobody uses 2, whose rows would be written twice without it; 5 goes into the one group that stands on it."""
-    keys = {("topic", str(number)): KeyHolder(1, "e") for number in range(20)}
-    own = {number: {("topic", "x"): KeyHolder(number, "e")} for number in range(1, 7)}
-    chains = {1: Placed(None, own[1], 1), 2: Placed(1, keys, 2), 3: Placed(2, own[3], 3), 4: Placed(2, own[4], 3)}
-    after = compacted(chains | {5: Placed(4, own[5], 4), 6: Placed(5, own[6], 5)}, {1, 3, 4, 6})
-    assert {number: placed.base for number, placed in after.items()} == {1: None, 2: 1, 3: 2, 4: 2, 6: 4}
-    assert rows(MemoryGroups(after)) == 24
+    keys = {("topic", str(number)): StateEntry(1, "e") for number in range(20)}
+    own = {number: {("topic", "x"): StateEntry(number, "e")} for number in range(1, 7)}
+    chains = {1: StateGroup(None, own[1], 1), 2: StateGroup(1, keys, 2), 3: StateGroup(2, own[3], 3), 4: StateGroup(2, own[4], 3)}
+    after = compact_groups(chains | {5: StateGroup(4, own[5], 4), 6: StateGroup(5, own[6], 5)}, {1, 3, 4, 6})
+    assert {number: state_group.base for number, state_group in after.items()} == {1: None, 2: 1, 3: 2, 4: 2, 6: 4}
+    assert rows(MemoryStateGroups(after)) == 24
 
 
 def test_compaction_cuts_chains_that_are_too_long() -> None:
     """As another version may have stored them."""
     long = {
-        number: Placed(number - 1 or None, {("topic", str(number % 7)): KeyHolder(number, "e")}, number)
-        for number in range(1, 3 * LONGEST_CHAIN)
+        number: StateGroup(number - 1 or None, {("topic", str(number % 7)): StateEntry(number, "e")}, number)
+        for number in range(1, 3 * MAX_CHAIN_LENGTH)
     }
-    after = MemoryGroups(compacted(long, long.keys()))
-    assert max(len(after.chain(group)) for group in after.stored) <= LONGEST_CHAIN
-    assert {group: after.state(group) for group in long} == {group: MemoryGroups(long).state(group) for group in long}
+    after = MemoryStateGroups(compact_groups(long, long.keys()))
+    assert max(len(after.chain(group)) for group in after.stored) <= MAX_CHAIN_LENGTH
+    assert {group: after.state(group) for group in long} == {group: MemoryStateGroups(long).state(group) for group in long}
 
 
-def rows(groups: MemoryGroups) -> int:
-    return sum(len(placed.delta) for placed in groups.stored.values())
+def rows(groups: MemoryStateGroups) -> int:
+    return sum(len(state_group.delta) for state_group in groups.stored.values())

@@ -12,9 +12,9 @@ from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import SqlAppender, following
-from tidemark.sources.rooms.reading import Upto, sync
-from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.persisting import SqlAppender, next_prevs_and_depth
+from tidemark.sources.rooms.reading import VectorPosition, sync
+from tidemark.sources.rooms.rules import EventKind, RoomEvent
 
 
 @dataclass
@@ -23,34 +23,34 @@ class Arriving:
 
     quick: Connection
     slow: Connection
-    reserved: int | None = None
+    reserved_id: int | None = None
 
     def reserve(self) -> None:
-        if self.reserved is None:
+        if self.reserved_id is None:
             self.slow.execute("begin")
-            self.reserved = SqlAppender("service").reserve(self.slow, "events")
+            self.reserved_id = SqlAppender("service").reserve(self.slow, "events")
 
     def persist(self, event: RoomEvent, truth: Truth, *, late: bool) -> None:
-        before = [holder.id for holder in truth.state_before(event).values()]
-        for id in {*before} - tables.events_of(self.quick, before).keys():
-            STORE.persist(self.quick, replace(truth.everything[id], held_as=HeldAs.OUTLIER))
-        if late and self.reserved is not None:
-            OWN.persist(self.slow, event, given=before, reserved=self.reserved)
+        before = [entry.id for entry in truth.state_before(event).values()]
+        for id in {*before} - tables.load_events(self.quick, before).keys():
+            STORE.persist(self.quick, replace(truth.everything[id], held_as=EventKind.OUTLIER))
+        if late and self.reserved_id is not None:
+            OWN.persist(self.slow, event, given=before, reserved_id=self.reserved_id)
             self.end()
         else:
             STORE.persist(self.quick, event, given=before)
 
     def end(self) -> None:
-        if self.reserved is not None:
+        if self.reserved_id is not None:
             self.slow.execute("commit")
-            self.reserved = None
+            self.reserved_id = None
 
-    def position(self, *, by_line: bool) -> Upto:
+    def position(self, *, by_line: bool) -> VectorPosition:
         """As Tidemark would publish it."""
         ((last,),) = self.quick.execute("select coalesce(max(stream_ordering), 0) from rooms.timeline").fetchall()
-        if self.reserved is None:
-            return Upto(last)
-        return Upto(self.reserved - 1) if by_line else Upto(self.reserved - 1, {"web": last})
+        if self.reserved_id is None:
+            return VectorPosition(last)
+        return VectorPosition(self.reserved_id - 1) if by_line else VectorPosition(self.reserved_id - 1, {"web": last})
 
 
 @dataclass
@@ -59,14 +59,14 @@ class SyncingMember:
 
     name: str
     by_line: bool
-    since: Upto = field(default_factory=lambda: Upto(0))
+    since: VectorPosition = field(default_factory=lambda: VectorPosition(0))
     told: list[tuple[str, bool]] = field(default_factory=list)
     rooms: list[str] = field(default_factory=list)
 
-    def sync(self, connection: Connection, now: Upto, limit: int) -> bool:
+    def sync(self, connection: Connection, now: VectorPosition, limit: int) -> bool:
         found = sync(connection, self.name, self.since, now, limit)
         self.told += [(it.event, False) for it in found.events]
-        self.told += [(it.event, True) for it in found.left]
+        self.told += [(it.event, True) for it in found.ended_stays]
         self.since, self.rooms = found.until, [*found.rooms]
         return len(found.events) >= limit
 
@@ -117,14 +117,14 @@ def tea(rooms: Connection) -> Connection:
     return rooms
 
 
-def say(connection: Connection, id: str, reserved: int | None = None) -> int | None:
-    prevs, depth = following(connection, ROOM)
+def say(connection: Connection, id: str, reserved_id: int | None = None) -> int | None:
+    prevs, depth = next_prevs_and_depth(connection, ROOM)
     event = RoomEvent(id, ROOM, "m", "@ada", prevs, depth)
-    return (OWN if reserved else STORE).persist(connection, event, reserved=reserved)
+    return (OWN if reserved_id else STORE).persist(connection, event, reserved_id=reserved_id)
 
 
 def become(connection: Connection, id: str, membership: str) -> int | None:
-    prevs, depth = following(connection, ROOM)
+    prevs, depth = next_prevs_and_depth(connection, ROOM)
     event = a_member(id, "@bob", membership=membership)
     return STORE.persist(connection, replace(event, prevs=prevs, depth=depth))
 
@@ -132,17 +132,17 @@ def become(connection: Connection, id: str, membership: str) -> int | None:
 @pytest.mark.parametrize("membership", ["leave", "ban", "invite"])
 def test_a_room_that_was_left_is_shown_once_more_with_the_event_that_ended_it(tea: Connection, membership: str) -> None:
     """A leave, a kick, a ban, whatever is no join: told once, and nothing of the room after it."""
-    since = sync(tea, "@bob", Upto(0), Upto(2)).until
+    since = sync(tea, "@bob", VectorPosition(0), VectorPosition(2)).until
     end = become(tea, "end", membership)
     assert end == 3
     say(tea, "unheard")
-    found = sync(tea, "@bob", since, Upto(5))
-    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["end"], ["end"])
-    assert (found.rooms, found.sent) == ([], [])
-    after = sync(tea, "@bob", found.until, Upto(5))
-    assert (after.events, after.left, after.rooms) == ([], [], [])
-    assert [it.event for it in sync(tea, "@ada", since, Upto(5)).events] == ["end", "unheard"]
-    assert not sync(tea, "@ada", since, Upto(5)).left
+    found = sync(tea, "@bob", since, VectorPosition(5))
+    assert ([it.event for it in found.events], [it.event for it in found.ended_stays]) == (["end"], ["end"])
+    assert (found.rooms, found.out_of_band) == ([], [])
+    after = sync(tea, "@bob", found.until, VectorPosition(5))
+    assert (after.events, after.ended_stays, after.rooms) == ([], [], [])
+    assert [it.event for it in sync(tea, "@ada", since, VectorPosition(5)).events] == ["end", "unheard"]
+    assert not sync(tea, "@ada", since, VectorPosition(5)).ended_stays
 
 
 def test_the_end_waits_for_a_slow_writers_event_of_the_stay(tea: Connection, another: Connection) -> None:
@@ -150,14 +150,14 @@ def test_the_end_waits_for_a_slow_writers_event_of_the_stay(tea: Connection, ano
     another.execute("begin")
     slow = SqlAppender("service").reserve(another, "events")
     assert say(another, "slow", slow) == slow == 3
-    waiting = sync(tea, "@bob", Upto(2), Upto(2, {"web": 2}))
+    waiting = sync(tea, "@bob", VectorPosition(2), VectorPosition(2, {"web": 2}))
     assert not waiting.events
     another.execute("commit")
     assert become(tea, "end", "leave") == 4
-    found = sync(tea, "@bob", waiting.until, Upto(2, {"web": 5}))
-    assert ([it.event for it in found.events], found.left, found.rooms) == (["end"], [], [])
-    found = sync(tea, "@bob", found.until, Upto(5))
-    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["slow"], ["end"])
+    found = sync(tea, "@bob", waiting.until, VectorPosition(2, {"web": 5}))
+    assert ([it.event for it in found.events], found.ended_stays, found.rooms) == (["end"], [], [])
+    found = sync(tea, "@bob", found.until, VectorPosition(5))
+    assert ([it.event for it in found.events], [it.event for it in found.ended_stays]) == (["slow"], ["end"])
 
 
 def test_what_was_written_after_a_kick_is_not_told_whatever_its_id(tea: Connection, another: Connection) -> None:
@@ -167,8 +167,8 @@ def test_what_was_written_after_a_kick_is_not_told_whatever_its_id(tea: Connecti
     assert become(tea, "end", "leave") == 4
     say(another, "behind-the-back", slow)
     another.execute("commit")
-    assert [it.event for it in sync(tea, "@bob", Upto(0), Upto(5)).events] == ["bob", "end"]
-    assert [it.event for it in sync(tea, "@ada", Upto(0), Upto(5)).events] == ["ada", "bob", "behind-the-back", "end"]
+    assert [it.event for it in sync(tea, "@bob", VectorPosition(0), VectorPosition(5)).events] == ["bob", "end"]
+    assert [it.event for it in sync(tea, "@ada", VectorPosition(0), VectorPosition(5)).events] == ["ada", "bob", "behind-the-back", "end"]
 
 
 def test_who_comes_back_is_told_from_there_on(tea: Connection) -> None:
@@ -176,17 +176,17 @@ def test_who_comes_back_is_told_from_there_on(tea: Connection) -> None:
     for id, membership in (("end", "leave"), ("again", "join")):
         become(tea, id, membership)
         say(tea, f"after-{id}")
-    found = sync(tea, "@bob", Upto(2), Upto(7))
+    found = sync(tea, "@bob", VectorPosition(2), VectorPosition(7))
     assert [it.event for it in found.events] == ["end", "again", "after-again"]
-    assert ([it.event for it in found.left], found.rooms) == (["end"], [ROOM])
-    assert sync(tea, "@bob", found.until, Upto(7)).left == []
+    assert ([it.event for it in found.ended_stays], found.rooms) == (["end"], [ROOM])
+    assert sync(tea, "@bob", found.until, VectorPosition(7)).ended_stays == []
 
 
 def test_a_leave_that_we_hear_of_in_a_state_alone_is_told_all_the_same(tea: Connection) -> None:
     """Held as an outlier, it is in no timeline; the event whose state says so ends the stay."""
     gone = replace(a_member("gone", "@bob", membership="leave"), prevs=("unknown",), depth=8)
-    STORE.persist(tea, replace(gone, held_as=HeldAs.OUTLIER))
+    STORE.persist(tea, replace(gone, held_as=EventKind.OUTLIER))
     far = replace(gone, id="far", type="m", state_key=None, content={}, prevs=("bob", "gone"), depth=9)
     STORE.persist(tea, far, given=["ada", "gone"])
-    found = sync(tea, "@bob", Upto(2), Upto(4))
-    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["far"], ["gone"])
+    found = sync(tea, "@bob", VectorPosition(2), VectorPosition(4))
+    assert ([it.event for it in found.events], [it.event for it in found.ended_stays]) == (["far"], ["gone"])

@@ -34,20 +34,20 @@ from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection, SessionConnection
 from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, following
+from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
 from tidemark.sources.rooms.reading import (
-    Upto,
+    VectorPosition,
     current_state,
     incarnation,
-    invalidated,
-    joined_with_version,
+    load_invalidations,
+    joined_rooms_with_version,
     members_with_version,
     messages,
-    opened,
+    initial_sync,
     sync,
 )
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, KeyHolder, RoomEvent, State, resolved
-from tidemark.sources.rooms.tables import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
+from tidemark.sources.rooms.rules import MEMBER, EventKind, StateEntry, RoomEvent, State, resolve_states
+from tidemark.sources.rooms.tables import ROOM_CACHES, MEMBERS_CACHE, JOINED_ROOMS_CACHE, STATE_CACHE, Caches
 
 ROOMS = 12
 ROOM_MEMBERS = ("@ada", "@bob")
@@ -61,7 +61,7 @@ FREQUENT_JOINER = "@m0"
 LIVE_THREADS = 2
 BACKFILL_SECONDS = 0.3  # mean, between two backfills
 COMPACTION_PROBABILITY = 0.05
-_KINDS = [*[HeldAs.REGULAR] * 7, HeldAs.SOFT_FAILED, HeldAs.REJECTED]
+_KINDS = [*[EventKind.REGULAR] * 7, EventKind.SOFT_FAILED, EventKind.REJECTED]
 
 REMOTE = """
 create schema if not exists play;
@@ -143,9 +143,9 @@ class _RoomThread:
     def _fetch(self, connection: Connection, events: Iterable[str]) -> None:
         """Store those of these events that are missing, as outliers."""
         wanted = [*events]
-        missing = {*wanted} - tables.events_of(connection, wanted).keys()
+        missing = {*wanted} - tables.load_events(connection, wanted).keys()
         for event, _ in fetched(connection, missing):
-            self._store.persist(connection, replace(event, held_as=HeldAs.OUTLIER))
+            self._store.persist(connection, replace(event, held_as=EventKind.OUTLIER))
 
 
 class _LiveThread(_RoomThread):
@@ -155,24 +155,24 @@ class _LiveThread(_RoomThread):
         self._work(LIVE_THREADS / self._role.rate, self._write_live)
 
     def _write_live(self, connection: Connection, room: str) -> None:
-        reserved = None
+        reserved_id = None
         if self._random.random() < 0.3:  # before the room is locked, so that IDs complete out of order
-            reserved = self._appender.reserve(connection, self._role.streams.events)
+            reserved_id = self._appender.reserve(connection, self._role.streams.events)
             hold_open(self._role.faults, self._random, self._stopping)
-        prevs, depth = following(connection, room)
+        prevs, depth = next_prevs_and_depth(connection, room)
         if not prevs:
             self._create_room(connection, room)
             return
         chance = self._random.random()
         if chance < 0.6:
-            self._store.persist(connection, self._new_event(room, prevs, depth), reserved=reserved)
+            self._store.persist(connection, self._new_event(room, prevs, depth), reserved_id=reserved_id)
         elif chance < 0.7:
             fork = self._fork(connection, room)
-            self._store.persist(connection, replace(fork, held_as=self._random.choice(_KINDS)), reserved=reserved)
+            self._store.persist(connection, replace(fork, held_as=self._random.choice(_KINDS)), reserved_id=reserved_id)
         elif chance < 0.93:
-            self._receive(connection, room, reserved)
+            self._receive(connection, room, reserved_id)
         else:
-            self._place_outlier(connection, room, reserved)
+            self._place_outlier(connection, room, reserved_id)
 
     def _create_room(self, connection: Connection, room: str) -> None:
         event = RoomEvent(_new_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
@@ -206,33 +206,33 @@ class _LiveThread(_RoomThread):
         chosen = self._random.sample(rows, min(len(rows), self._random.choice((1, 1, 2, 3))))
         return self._new_event(room, [event for event, _ in chosen], 1 + max(depth for _, depth in chosen))
 
-    def _receive(self, connection: Connection, room: str, reserved: int | None) -> None:
+    def _receive(self, connection: Connection, room: str, reserved_id: int | None) -> None:
         """Store only the last event of a chain that another server wrote, as a live event or as an invite. Backfill
         must find the others."""
         event = self._fork(connection, room)
-        groups = [group for _, group in tables.events_of(connection, event.prevs).values() if group is not None]
-        state: State = resolved([tables.state_of(connection, group) for group in groups])
+        groups = [group for _, group in tables.load_events(connection, event.prevs).values() if group is not None]
+        state: State = resolve_states([tables.load_state(connection, group) for group in groups])
         before: list[str] = []
         invites = self._random.random() < 0.2
         for left in range(self._random.randrange(4), -1, -1):
             if invites and not left:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
-            event = replace(event, held_as=HeldAs.REGULAR if invites else self._random.choice(_KINDS))
+            event = replace(event, held_as=EventKind.REGULAR if invites else self._random.choice(_KINDS))
             before = [entry.id for entry in state.values()]
             connection.execute(
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
                 [event.id, room, msgspec.json.encode(event).decode(), before],
             )
             if left:
-                if event.key and event.held_as is not HeldAs.REJECTED:
-                    state = {**state, event.key: KeyHolder(event.depth, event.id)}
+                if event.key and event.held_as is not EventKind.REJECTED:
+                    state = {**state, event.key: StateEntry(event.depth, event.id)}
                 event = self._new_event(room, [event.id], event.depth + 1)
         if invites:
-            event = replace(event, held_as=HeldAs.OUT_OF_BAND)
+            event = replace(event, held_as=EventKind.OUT_OF_BAND)
         self._fetch(connection, before)
-        self._store.persist(connection, event, given=before, reserved=reserved)
+        self._store.persist(connection, event, given=before, reserved_id=reserved_id)
 
-    def _place_outlier(self, connection: Connection, room: str, reserved: int | None) -> None:
+    def _place_outlier(self, connection: Connection, room: str, reserved_id: int | None) -> None:
         """Store an outlier again as a full event."""
         rows = connection.execute(
             "select event from rooms.events where room = %s and held_as in ('outlier', 'out-of-band')", [room]
@@ -240,7 +240,7 @@ class _LiveThread(_RoomThread):
         if rows:
             for event, before in fetched(connection, self._random.choice(rows)):
                 self._fetch(connection, before)
-                self._store.persist(connection, event, given=before, reserved=reserved)
+                self._store.persist(connection, event, given=before, reserved_id=reserved_id)
 
 
 class _BackfillThread(_RoomThread):
@@ -371,7 +371,7 @@ class _ClientThread:
                 if now is None or now == since:
                     continue
                 synced = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
-                sections = {"events": synced.events, "sent": synced.sent, "left": synced.left}
+                sections = {"events": synced.events, "sent": synced.out_of_band, "left": synced.ended_stays}
                 answer = {kind: [row.stream_ordering for row in rows] for kind, rows in sections.items()}
                 answers.add("sync", member, since, synced.until, answer)
                 since = synced.until
@@ -385,7 +385,7 @@ class _ClientThread:
                 now, history = self._now(self._role.streams.events), self._now(self._role.streams.backfill)
                 if now is None or history is None:
                     continue
-                first = opened(facts, room, now, limit=5)
+                first = initial_sync(facts, room, now, limit=5)
                 events, before = [*first.events], first.before
                 while before is not None and not self._stopping.wait(self._random.random() * PAUSE_SECONDS):
                     page, before = messages(facts, room, now, before, limit=self._random.choice([3, 10, 40]))
@@ -402,7 +402,7 @@ class _ClientThread:
         """Apply the invalidations up to the vector, then read some values from the caches, repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
-            caches = Caches({ALL_OF_ROOM: [STATE, MEMBERS]})
+            caches = Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]})
             applied = None
             while not self._stopping.wait(PAUSE_SECONDS):
                 now = self._now(self._role.streams.caches)
@@ -411,19 +411,19 @@ class _ClientThread:
                 if applied is None:
                     caches.clear()
                 else:
-                    for cache, keys in invalidated(facts, applied, now):
-                        caches.invalidated(cache, keys)
+                    for cache, keys in load_invalidations(facts, applied, now):
+                        caches.invalidate(cache, keys)
                 applied = now
                 served = [self._read_cached(caches, facts) for _ in range(20)]
                 answers.add("served", "", None, now, {"served": served})
 
     def _read_cached(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
-        cache = self._random.choice([STATE, MEMBERS, ROOMS_OF])
-        key = f"@m{self._random.randrange(OTHER_MEMBERS)}" if cache == ROOMS_OF else f"!{self._random.randrange(ROOMS)}"
+        cache = self._random.choice([STATE_CACHE, MEMBERS_CACHE, JOINED_ROOMS_CACHE])
+        key = f"@m{self._random.randrange(OTHER_MEMBERS)}" if cache == JOINED_ROOMS_CACHE else f"!{self._random.randrange(ROOMS)}"
         load: Mapping[str, Callable[[], tuple[int, object]]] = {
-            STATE: lambda: current_state(facts, key),
-            MEMBERS: lambda: members_with_version(facts, key),
-            ROOMS_OF: lambda: joined_with_version(facts, key),
+            STATE_CACHE: lambda: current_state(facts, key),
+            MEMBERS_CACHE: lambda: members_with_version(facts, key),
+            JOINED_ROOMS_CACHE: lambda: joined_rooms_with_version(facts, key),
         }
         version, _ = caches.get(cache, [key], load[cache])
         return cache, key, version
@@ -439,7 +439,7 @@ class _ClientThread:
             while not self._stopping.wait(OWN_EVENT_SECONDS):
                 room = f"!{self._random.randrange(ROOMS)}"
                 with facts.transaction():
-                    prevs, depth = following(facts, room)
+                    prevs, depth = next_prevs_and_depth(facts, room)
                     event = RoomEvent(f"$own{uuid4().hex}", room, "m.room.message", member, prevs, depth)
                     id = store.persist(facts, event) if prevs else None
                 if id is None:
@@ -457,7 +457,7 @@ class _ClientThread:
                         return
                     raise
                 now = _upto(snapshot)
-                synced = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
+                synced = sync(facts, member, since or VectorPosition(id - 1), now, limit=10_000)
                 since = synced.until
                 answer = {"id": id, "found": id in {event.stream_ordering for event in synced.events}}
                 answers.add("own", room, None, now, answer)
@@ -469,7 +469,7 @@ class _ClientThread:
         effects = stack.enter_context(SessionConnection.open(self._servers.effects))
         return facts, _Answers(effects, self._kind, self._role.kept, incarnation(facts))
 
-    def _now(self, stream: str) -> Upto | None:
+    def _now(self, stream: str) -> VectorPosition | None:
         """The published position; None while it is not known."""
         try:
             snapshot = self._positions.get(stream)
@@ -478,7 +478,7 @@ class _ClientThread:
         if not isinstance(snapshot, PositionSnapshot):
             time.sleep(PAUSE_SECONDS)
             return None
-        return Upto(snapshot.linear) if self._kind is ClientKind.LINE else _upto(snapshot)
+        return VectorPosition(snapshot.linear) if self._kind is ClientKind.LINE else _upto(snapshot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,16 +491,16 @@ class _Answers:
     kept: bool
     incarnation: int
 
-    def last_position(self, member: str) -> Upto:
+    def last_position(self, member: str) -> VectorPosition:
         """The position from which the member's client continues: that of its last answer of this incarnation, or 0."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
             [self.client.value, member, self.incarnation],
         ).fetchone()
-        return Upto(0) if row is None else msgspec.convert(row[0], Upto)
+        return VectorPosition(0) if row is None else msgspec.convert(row[0], VectorPosition)
 
-    def add(self, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]) -> None:
+    def add(self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]) -> None:
         if not self.kept and kind != "sync":
             return
         texts = [msgspec.json.encode(part).decode() for part in (since, upto, answer)]
@@ -517,8 +517,8 @@ class _Answers:
             )
 
 
-def _upto(snapshot: PositionSnapshot) -> Upto:
+def _upto(snapshot: PositionSnapshot) -> VectorPosition:
     """The published vector, without writers that are at or below the linear position."""
-    return Upto(
+    return VectorPosition(
         snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}
     )

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, KeyHolder, RoomEvent, StateKey, joins
+from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, StateEntry, RoomEvent, StateKey, is_join
 
 
 class Truth:
@@ -24,13 +24,13 @@ class Truth:
     def __init__(
         self,
         everything: Iterable[RoomEvent],
-        stored_kinds: Mapping[str, HeldAs],
+        stored_kinds: Mapping[str, EventKind],
         turns: Mapping[str, int] | None = None,
     ) -> None:
         self.everything = {event.id: event for event in everything}
         self._stored_kinds = stored_kinds
         self._turns = turns or {}
-        self._states: dict[str, dict[StateKey, KeyHolder]] = {}
+        self._states: dict[str, dict[StateKey, StateEntry]] = {}
 
     def part(self, stored: Collection[str]) -> "Truth":
         """The same room if the store had only these events."""
@@ -46,7 +46,7 @@ class Truth:
     @property
     def forward(self) -> set[str]:
         """Regular events that no regular event follows, directly or through other events."""
-        regular = {id for id, kind in self._stored_kinds.items() if kind is HeldAs.REGULAR}
+        regular = {id for id, kind in self._stored_kinds.items() if kind is EventKind.REGULAR}
         followed: set[str] = set()
         frontier = [*regular]
         while frontier:
@@ -59,7 +59,7 @@ class Truth:
     def _follows(self, event: RoomEvent, prev: str) -> bool:
         """Whether `event`, which names `prev`, truly does so."""
         depth = self.everything[prev].depth
-        if event.depth == DEEPEST_EVENT == depth:
+        if event.depth == MAX_DEPTH == depth:
             return self._turns[prev] < self._turns[event.id]
         return depth < event.depth
 
@@ -68,7 +68,7 @@ class Truth:
         """The events that a placed event names as previous events, and that are not placed themselves."""
         return {prev for id in self.placed for prev in self.everything[id].prevs} - self.placed
 
-    def state_at(self, id: str) -> dict[StateKey, KeyHolder]:
+    def state_at(self, id: str) -> dict[StateKey, StateEntry]:
         """By state key, the deepest event among this event and its ancestors. Rejected events do not count."""
         to_visit = [id]
         while to_visit:
@@ -79,13 +79,13 @@ class Truth:
                 continue
             to_visit.pop()
             state = self.state_before(event)
-            if event.key is not None and event.held_as is not HeldAs.REJECTED:
-                state[event.key] = KeyHolder(event.depth, event.id)
+            if event.key is not None and event.held_as is not EventKind.REJECTED:
+                state[event.key] = StateEntry(event.depth, event.id)
             self._states[event.id] = state
         return self._states[id]
 
-    def state_before(self, event: RoomEvent) -> dict[StateKey, KeyHolder]:
-        state: dict[StateKey, KeyHolder] = {}
+    def state_before(self, event: RoomEvent) -> dict[StateKey, StateEntry]:
+        state: dict[StateKey, StateEntry] = {}
         for prev in self._known(event):
             _merge_deepest(state, self.state_at(prev) if prev not in self._states else self._states[prev])
         return state
@@ -93,11 +93,11 @@ class Truth:
     def _known(self, event: RoomEvent) -> list[str]:
         """The previous events that a server knows and whose depth fits."""
         known = [prev for prev in event.prevs if prev in self.everything]
-        return [prev for prev in known if self.everything[prev].depth < event.depth or event.depth == DEEPEST_EVENT]
+        return [prev for prev in known if self.everything[prev].depth < event.depth or event.depth == MAX_DEPTH]
 
     @property
-    def current(self) -> dict[StateKey, KeyHolder]:
-        state: dict[StateKey, KeyHolder] = {}
+    def current(self) -> dict[StateKey, StateEntry]:
+        state: dict[StateKey, StateEntry] = {}
         for id in self.forward:
             _merge_deepest(state, self.state_at(id))
         return state
@@ -113,11 +113,11 @@ class Truth:
         since: dict[str, int] = {}
         listed = [*placed]
         for turn, forward in zip((turn for _, turn in listed), self._forward_after_each(listed), strict=True):
-            current: dict[StateKey, KeyHolder] = {}
+            current: dict[StateKey, StateEntry] = {}
             for last in forward:
                 _merge_deepest(current, self.state_at(last))
             for (kind, member), entry in current.items():
-                joined = kind == MEMBER and joins(self.everything[entry.id])
+                joined = kind == MEMBER and is_join(self.everything[entry.id])
                 if joined:
                     since.setdefault(member, turn)
                 elif kind == MEMBER and member in since:
@@ -132,7 +132,7 @@ class Truth:
         named_by: dict[str, list[RoomEvent]] = defaultdict(list)
         for id, _ in placed:
             present.add(id)
-            event, is_regular = self.everything[id], self._stored_kinds[id] is HeldAs.REGULAR
+            event, is_regular = self.everything[id], self._stored_kinds[id] is EventKind.REGULAR
             named_by[id] = [other for other in named_by[id] if other.depth > event.depth]
             is_followed = any(other.id in effective for other in named_by[id])
             if is_regular and not is_followed:
@@ -146,12 +146,12 @@ class Truth:
                 for prev in ancestor.prevs:
                     if any(other.id == ancestor.id for other in named_by[prev]):
                         forward.discard(prev)
-                        if prev in present and prev not in effective and self._stored_kinds[prev] is not HeldAs.REGULAR:
+                        if prev in present and prev not in effective and self._stored_kinds[prev] is not EventKind.REGULAR:
                             frontier.append(self.everything[prev])
             yield forward
 
 
-def _merge_deepest(result: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
+def _merge_deepest(result: dict[StateKey, StateEntry], state: Mapping[StateKey, StateEntry]) -> None:
     """Merge `state` into `result`. For each key the deeper event wins."""
     for key, entry in state.items():
         result[key] = max(entry, result.get(key, entry))

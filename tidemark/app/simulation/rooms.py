@@ -34,8 +34,8 @@ from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state, incarnation
-from tidemark.sources.rooms.rules import LONGEST_CHAIN, MEMBER, HeldAs, KeyHolder, RoomEvent, State, Stay
+from tidemark.sources.rooms.reading import TimelineRow, VectorPosition, current_state, incarnation
+from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, StateEntry, RoomEvent, State, Stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class StoredRooms:
     """By member (None: all members), invalidations of the member's list of rooms. The version of a value is the number
     of invalidations that it includes."""
 
-    def min_version(self, cache: str, key: str, upto: Upto) -> int:
+    def min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
         """The lowest correct version of a value that was read from the cache at position `upto`."""
-        if cache == tables.ROOMS_OF:
-            return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
+        if cache == tables.JOINED_ROOMS_CACHE:
+            return sum(upto.covers(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
         reported = reversed(self.stale_from.get((cache, key), ()))
-        return next((version for row, version in reported if upto.passed(row)), 0)
+        return next((version for row, version in reported if upto.covers(row)), 0)
 
     def expected(self, member: str) -> set[int]:
         """The IDs of the events that a member must receive, without the events that end its memberships."""
@@ -135,14 +135,14 @@ def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], 
         disordered += sum(stay is not None and stay.left_by in over for stay in stays)
         over.update(answer["left"])
         got += [id for ids in reported for id in ids]
-    until, ends = msgspec.convert(answers[-1][1], Upto), stored.ends(member)
+    until, ends = msgspec.convert(answers[-1][1], VectorPosition), stored.ends(member)
     expected = stored.expected(member)
-    passed = {id for id in expected if until.passed(stored.timeline[id])} | {id for id in ends if id <= until.linear}
+    passed = {id for id in expected if until.covers(stored.timeline[id])} | {id for id in ends if id <= until.linear}
     missed, duplicated = _missed_and_duplicated(passed, got)
     return RoomCount(client, len(expected | ends), len(passed & {*got}), missed, duplicated, disordered)
 
 
-def compare_answer(client: str, about: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
+def compare_answer(client: str, about: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     match client:
         case ClientKind.HISTORY:
             return _compare_pages(about, upto, answer, stored)
@@ -154,12 +154,12 @@ def compare_answer(client: str, about: str, upto: Upto, answer: Mapping[str, Any
             return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
 
 
-def _compare_pages(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
+def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     """Compare a paged history: it must have all live events up to the position, and all history that existed when the
     client began. It may have history that arrived meanwhile."""
     got = [id for _, id in answer["events"]]
     of_room = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
-    expected = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
+    expected = {id for id, row in of_room.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
     extra = {id for id in got if id < 0 and id in of_room}
     missed, duplicated = _missed_and_duplicated(expected, [id for id in got if id in expected or id not in extra])
     duplicated += len(got) - len({*got}) if not duplicated else 0
@@ -323,12 +323,12 @@ class RoomsVerification(Verification):
             for number, client, about, upto, answer in (
                 answered for answered in others if answered[0] not in self._compared
             ):
-                count = compare_answer(client, about, msgspec.convert(upto, Upto), answer, stored)
+                count = compare_answer(client, about, msgspec.convert(upto, VectorPosition), answer, stored)
                 if client == ClientKind.HISTORY:
                     if about not in truths:
                         truths[about] = Truth(*_everything(connection, about))
-                    state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
-                    count += _compare_opened(truths[about], about, msgspec.convert(upto, Upto), state, stored)
+                    state = {(kind, key): StateEntry(depth, id) for kind, key, depth, id in answer["state"]}
+                    count += _compare_opened(truths[about], about, msgspec.convert(upto, VectorPosition), state, stored)
                 differences[client] = differences.get(client, RoomCount(client)) + count
                 self._compared.add(number)
         return now
@@ -370,19 +370,19 @@ def _stored_rooms(connection: Connection) -> StoredRooms:
         "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
     ).fetchall():
         reported = TimelineRow(id, "", "", 0, writer)
-        if cache == tables.ROOMS_OF:
+        if cache == tables.JOINED_ROOMS_CACHE:
             rooms_of[None if keys is None else keys[0]].append(reported)
             continue
-        for name in (tables.STATE, tables.MEMBERS) if cache == tables.ALL_OF_ROOM else (cache,):
+        for name in (tables.STATE_CACHE, tables.MEMBERS_CACHE) if cache == tables.ROOM_CACHES else (cache,):
             stale[name, keys[0]].append((reported, version))
     return StoredRooms(timeline, turns, recipients, stays, stale, rooms_of)
 
 
-def _compare_opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRooms) -> RoomCount:
+def _compare_opened(truth: Truth, room: str, upto: VectorPosition, state: State, stored: StoredRooms) -> RoomCount:
     """Compare the state that a first sync returned. For each key it must lie between the state of the live events up to
     the position and the state of these events with all history."""
     placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
-    live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
+    live = {row.event for id, row in placed.items() if id > 0 and upto.covers(row)}
     history = {row.event for id, row in placed.items() if id < 0}
     lower, upper = (truth.part(part).current for part in (live, live | history))
     within = state.keys() <= upper.keys() and all(
@@ -391,11 +391,11 @@ def _compare_opened(truth: Truth, room: str, upto: Upto, state: State, stored: S
     return RoomCount(ClientKind.HISTORY, different=int(not within or not lower.keys() <= state.keys()))
 
 
-def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
+def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, EventKind]]:
     """All events of a room on all servers with their true kinds, and by ID the kind as which the services store
     each."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
-    stored = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
+    stored = {id: event for id, (event, _) in tables.load_events(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
     others = {event.id: event for event in (msgspec.convert(body, RoomEvent) for (body,) in remote)}
     return {**stored, **others}.values(), {id: event.held_as for id, event in stored.items()}
@@ -404,8 +404,8 @@ def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent
 def _is_right(connection: Connection, room: str) -> bool:
     everything, stored = _everything(connection, room)
     truth = Truth(everything, stored)
-    groups = {id: group for id, (_, group) in tables.events_of(connection, [*stored]).items() if group is not None}
-    states = {group: tables.state_of(connection, group) for group in {*groups.values()}}
+    groups = {id: group for id, (_, group) in tables.load_events(connection, [*stored]).items() if group is not None}
+    states = {group: tables.load_state(connection, group) for group in {*groups.values()}}
     rows = connection.execute(
         "select event, turn, recipient from rooms.timeline where room = %s order by turn", [room]
     ).fetchall()
@@ -414,7 +414,7 @@ def _is_right(connection: Connection, room: str) -> bool:
     sent = {event for event, _, recipient in rows if recipient is not None}
     members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
     current = current_state(connection, room)[1]
-    chains = tables.PostgresGroups(connection, room)
+    chains = tables.PostgresStateGroups(connection, room)
     return (
         {*tables.forward_extremities(connection, room)} == truth.forward
         and {*tables.backward_extremities(connection, room)} == truth.backward
@@ -423,9 +423,9 @@ def _is_right(connection: Connection, room: str) -> bool:
         and current == truth.current
         and dict(members) == {key: entry.id for (kind, key), entry in current.items() if kind == MEMBER}
         and reported == Counter(truth.placed)
-        and sent >= {id for id, as_ in stored.items() if as_ is HeldAs.OUT_OF_BAND}
+        and sent >= {id for id, as_ in stored.items() if as_ is EventKind.OUT_OF_BAND}
         and _stays(connection, room) == {*truth.stays(placed)}
-        and all(len(chains.chain(group)) <= LONGEST_CHAIN for group in states)
+        and all(len(chains.chain(group)) <= MAX_CHAIN_LENGTH for group in states)
     )
 
 

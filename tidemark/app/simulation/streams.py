@@ -52,7 +52,7 @@ class ReaderPosition(NamedTuple):
     linear: int
     positions: Mapping[str, int]
 
-    def passed(self, row: FactRow) -> bool:
+    def covers(self, row: FactRow) -> bool:
         return row.id <= self.positions.get(row.writer, self.linear)
 
 
@@ -65,7 +65,7 @@ class PlacesPosition(NamedTuple):
     def linear(self) -> int:
         return min(self.sql_places.values())
 
-    def passed(self, row: FactRow) -> bool:
+    def covers(self, row: FactRow) -> bool:
         return all(
             row.id <= position for sql_place, position in self.sql_places.items() if sql_place.has_writer(row.writer)
         )
@@ -154,7 +154,7 @@ class Comparison:
 
     def _missed(self, row: FactRow) -> bool:
         excused = self.resent_above is not None and row.id > self.resent_above and not self.final
-        return self.position.passed(row) and not excused
+        return self.position.covers(row) and not excused
 
     @cached_property
     def _doubled(self) -> set[int]:

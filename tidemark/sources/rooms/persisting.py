@@ -1,8 +1,8 @@
-"""Persisting an event: in the caller's transaction, with its facts on the streams `events`, `backfill` and `caches`.
+"""Persists events in the caller's transaction, with their facts on the streams `events`, `backfill` and `caches`.
 
-A transaction first takes the lock of the event's room. So rooms are independent, and one transaction at a time changes
-a room. The isolation level is `read committed`: after it has taken the lock, the transaction sees the committed changes
-of other transactions.
+A transaction first takes the lock of the event's room, so one transaction at a time changes a room, and rooms are
+independent. The isolation level must be `read committed`: after the transaction has taken the lock, it sees the changes
+that other transactions have committed.
 """
 
 import re
@@ -17,36 +17,36 @@ import psycopg
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.rules import (
-    DEEPEST_EVENT,
+    MAX_DEPTH,
     MEMBER,
     BadEvent,
-    HeldAs,
-    KeyHolder,
-    KnownEvent,
+    EventKind,
+    EventSummary,
     RelatedEvents,
     RoomChange,
     RoomEvent,
     State,
+    StateEntry,
     Timeline,
-    chosen_prevs,
+    check_state_before,
+    choose_prevs,
+    compute_change,
     depth_after,
     difference,
-    given_state,
-    group_at,
-    merged,
-    moved,
-    persisted,
+    group_after_event,
+    joined_and_left,
+    merge_groups,
 )
-from tidemark.sources.rooms.tables import ALL_OF_ROOM, ROOMS_OF, STATE, LockedRoom, PostgresGroups
+from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, ROOM_CACHES, STATE_CACHE, LockedRoom, PostgresStateGroups
 from tidemark.sources.writer import Writer
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not if the backslash itself is escaped
-MOST_MEMBERS = 10
-"""If the memberships of more members change, the whole cache is cleared."""
+MAX_INVALIDATED_MEMBERS = 10
+"""If the memberships of more members change at once, the cache of joined rooms is cleared for all members."""
 
 
 class Appender(Protocol):
-    """Publishes the facts of a service. `name`: the name of its writer."""
+    """Appends facts to streams, as the writer `name`."""
 
     name: str
 
@@ -58,7 +58,7 @@ class Appender(Protocol):
 
 
 class WriterAppender(Writer):
-    """Append with `tidemark.Writer`."""
+    """Appends with `tidemark.Writer`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -66,7 +66,7 @@ class WriterAppender(Writer):
 
 
 class SqlAppender:
-    """Append with the SQL functions; `name`, the database itself, is the writer."""
+    """Appends with the SQL functions. The writer is the database; `name` is its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,18 +87,18 @@ class SqlAppender:
 
 @dataclass(frozen=True, slots=True)
 class RoomStreams:
-    """The names of the streams."""
+    """The names of the streams of the rooms."""
 
     events: str = "events"
     backfill: str = "backfill"
     caches: str = "caches"
 
-    def of(self, timeline: Timeline) -> str:
+    def name_of(self, timeline: Timeline) -> str:
         return self.events if timeline == "events" else self.backfill
 
 
 class RoomStore:
-    """Persists events as one writer. For one thread at a time; it has no state."""
+    """Persists events as one writer. Only one thread at a time may use it. It has no state of its own."""
 
     def __init__(self, appender: Appender, streams: RoomStreams, clock: Callable[[], float] = time.time) -> None:
         self._appender = appender
@@ -110,18 +110,29 @@ class RoomStore:
         connection: Connection,
         event: RoomEvent,
         timeline: Timeline = "events",
-        given: Collection[str] | None = None,
-        reserved: int | None = None,
+        state_ids_before: Collection[str] | None = None,
+        reserved_id: int | None = None,
     ) -> int | None:
-        """Persist an event in the open transaction; returns its stream ID, or None for an outlier that is not
-        published.
+        """Persist an event.
 
-        `given`: the events of the state before it, required if not all of its prev events are stored. `reserved`: an
-        ID of the timeline's stream that this transaction has reserved. Raises `BadEvent`; then nothing was written."""
-        event = _as_stored(event)
+        Args:
+            connection: in the transaction of the service.
+            event: the event.
+            timeline: `events` for a live event, `backfill` for history.
+            state_ids_before: the IDs of the events of the state before it. Required if not all of its prev events are
+                stored.
+            reserved_id: an ID of the timeline's stream that this transaction has reserved; None to append.
+
+        Returns:
+            The stream ID of the event; None for an outlier, which is not published.
+
+        Raises:
+            BadEvent: the event is refused, and nothing was written.
+        """
+        event = _with_stored_content(event)
         try:
             with connection.transaction():
-                return self._persist(connection, event, timeline, given, reserved)
+                return self._persist(connection, event, timeline, state_ids_before, reserved_id)
         except psycopg.errors.UniqueViolation as error:  # two rooms with the same event ID at the same time
             raise BadEvent(event.id, "another event has this ID") from error
 
@@ -130,46 +141,47 @@ class RoomStore:
         connection: Connection,
         event: RoomEvent,
         timeline: Timeline,
-        given: Collection[str] | None,
-        reserved: int | None,
+        state_ids_before: Collection[str] | None,
+        reserved_id: int | None,
     ) -> int | None:
         room = tables.lock_room(connection, event.room)
-        events = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
+        events = tables.load_events(connection, {event.id, *event.prevs, *(state_ids_before or ())})
         stored = {id: other for id, (other, _) in events.items()}
         related = RelatedEvents(
             stored.get(event.id),
-            {id: stored[id].known for id in event.prevs if id in stored},
-            tables.named_by(connection, event.room, event.id),
+            {id: stored[id].summary for id in event.prevs if id in stored},
+            tables.successors_of(connection, event.room, event.id),
         )
-        change = persisted(event, related, timeline)
-        before = given_state(event, change, given, stored)
-        groups, group = PostgresGroups(connection, event.room), None
-        if not event.held_as.outlier:
-            prevs = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
-            group = group_at(event, prevs, before, groups)
-        _write(connection, event, group)
-        _change(connection, event, change)
+        change = compute_change(event, related, timeline)
+        state_before = check_state_before(event, change, state_ids_before, stored)
+        groups, group = PostgresStateGroups(connection, event.room), None
+        if not event.held_as.is_outlier:
+            prev_groups = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
+            group = group_after_event(event, prev_groups, state_before, groups)
+        _store_event(connection, event, group)
+        _store_change(connection, event, change)
         id = None
         if change.timeline:
-            recipient = event.state_key if event.held_as is HeldAs.OUT_OF_BAND else None
-            id = self._tell(connection, event.known, change.timeline, room.turn, recipient, reserved)
-        if change.counts:
-            replaces = change.extremity and event.depth < DEEPEST_EVENT
-            self._renew(connection, event.room, room, groups, group if replaces else None)
+            recipient = event.state_key if event.held_as is EventKind.OUT_OF_BAND else None
+            id = self._publish(connection, event.summary, change.timeline, room.turn, recipient, reserved_id)
+        if change.ends_extremities:
+            includes_prevs = change.becomes_extremity and event.depth < MAX_DEPTH
+            self._update_current_state(connection, event.room, room, groups, group if includes_prevs else None)
         return id
 
-    def _tell(
+    def _publish(
         self,
         connection: Connection,
-        event: KnownEvent,
+        event: EventSummary,
         timeline: Timeline,
         turn: int,
         recipient: str | None,
-        reserved: int | None = None,
+        reserved_id: int | None = None,
     ) -> int:
-        stream, row = self._streams.of(timeline), {"event": event.id, "room": event.room}
-        id = self._appender.append(connection, stream, row) if reserved is None else reserved
-        if reserved is not None:
+        """Append a fact to a timeline, for all members of the room or for one recipient. Returns its stream ID."""
+        stream, row = self._streams.name_of(timeline), {"event": event.id, "room": event.room}
+        id = self._appender.append(connection, stream, row) if reserved_id is None else reserved_id
+        if reserved_id is not None:
             self._appender.complete(connection, stream, id, row)
         connection.execute(
             "insert into rooms.timeline (stream_ordering, event, room, depth, writer, recipient, turn)"
@@ -178,21 +190,29 @@ class RoomStore:
         )
         return id
 
-    def _renew(
+    def _update_current_state(
         self,
         connection: Connection,
         room: str,
         before: LockedRoom,
-        groups: PostgresGroups,
+        groups: PostgresStateGroups,
         newest: int | None,
     ) -> None:
-        """Update the room's current state, the tables derived from it, and invalidate the caches of the previous
-        state."""
+        """Update the room's current state and memberships, and invalidate the caches of the previous state.
+
+        Args:
+            connection: in the transaction that has locked the room.
+            room: the room.
+            before: the room before the event.
+            groups: the state groups of the room.
+            newest: the group after the event, if its state includes the states of the forward extremities that the
+                event replaced; otherwise None.
+        """
         current = before.group
         current_groups = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
         if newest is not None and current is not None and len(current_groups) > 1:
-            current_groups = dict.fromkeys([current, newest])  # the newest state includes the replaced states
-        group = merged([*current_groups], None, {}, groups) if current_groups else None
+            current_groups = dict.fromkeys([current, newest])
+        group = merge_groups([*current_groups], None, {}, groups) if current_groups else None
         if group == current:
             return
         after: State = {} if group is None else groups.state(group)
@@ -204,20 +224,27 @@ class RoomStore:
         )
         members = {key: entry for (kind, key), entry in changed.items() if kind == MEMBER}
         if members:
-            self._move(connection, room, before.turn, members)
-        for cache, keys in _stale(room, [*members]):
-            self._invalidate(connection, cache, keys, before.version + 1 if cache != ROOMS_OF else None)
+            self._update_members(connection, room, before.turn, members)
+        for cache, keys in _caches_to_invalidate(room, [*members]):
+            self._invalidate(connection, cache, keys, before.version + 1 if cache != JOINED_ROOMS_CACHE else None)
 
-    def _move(self, connection: Connection, room: str, turn: int, members: Mapping[str, KeyHolder]) -> None:
-        """Update memberships and stays of members, and notify each member whose stay ends."""
-        before = tables.joined_of(connection, room, members)
-        tables.renew_members(connection, room, [entry.id for entry in members.values()])
-        came, went = moved(before, tables.joined_of(connection, room, members))
+    def _update_members(self, connection: Connection, room: str, turn: int, members: Mapping[str, StateEntry]) -> None:
+        """Update memberships and stays, and publish the end of each stay that ends.
+
+        Args:
+            connection: in the transaction that has locked the room.
+            room: the room.
+            turn: the turn of the event that changes the memberships.
+            members: by member, the changed entry of the room's current state.
+        """
+        before = tables.joined_among(connection, room, members)
+        tables.store_memberships(connection, room, [entry.id for entry in members.values()])
+        joined, left = joined_and_left(before, tables.joined_among(connection, room, members))
         left_by = []
-        for member in went:
-            event = KnownEvent(members[member].id, room, members[member].depth, HeldAs.REGULAR)
-            left_by.append(self._tell(connection, event, "events", turn, member))
-        tables.renew_stays(connection, room, turn, came, dict(zip(went, left_by, strict=True)))
+        for member in left:
+            event = EventSummary(members[member].id, room, members[member].depth, EventKind.REGULAR)
+            left_by.append(self._publish(connection, event, "events", turn, member))
+        tables.update_stays(connection, room, turn, joined, dict(zip(left, left_by, strict=True)))
 
     def _invalidate(self, connection: Connection, cache: str, keys: Sequence[str] | None, version: int | None) -> None:
         now = int(self._clock() * 1000)
@@ -229,18 +256,19 @@ class RoomStore:
         )
 
 
-def _stale(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
+def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
+    """Yield names and keys of caches after a change of the room's state. `members`: whose memberships changed."""
     if not members:
-        yield STATE, [room]
+        yield STATE_CACHE, [room]
         return
-    yield ALL_OF_ROOM, [room]
-    if len(members) > MOST_MEMBERS:
-        yield ROOMS_OF, None
+    yield ROOM_CACHES, [room]
+    if len(members) > MAX_INVALIDATED_MEMBERS:
+        yield JOINED_ROOMS_CACHE, None
     else:
-        yield from ((ROOMS_OF, [member]) for member in members)
+        yield from ((JOINED_ROOMS_CACHE, [member]) for member in members)
 
 
-def _write(connection: Connection, event: RoomEvent, group: int | None) -> None:
+def _store_event(connection: Connection, event: RoomEvent, group: int | None) -> None:
     connection.execute(
         "insert into rooms.events (event, room, type, sender, prevs, depth, state_key, content, held_as, state_group)"
         " values (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
@@ -253,37 +281,37 @@ def _write(connection: Connection, event: RoomEvent, group: int | None) -> None:
     )
 
 
-def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> None:
-    if event.held_as.outlier:
+def _store_change(connection: Connection, event: RoomEvent, change: RoomChange) -> None:
+    """Update the room's edges and extremities."""
+    if event.held_as.is_outlier:
         return
     edges = [*change.edges]
-    if change.untrue:
+    if change.wrong_depth_events:
         connection.execute(
             "delete from rooms.edges where room = %s and prev = %s and event = any(%s)",
-            [event.room, event.id, [*change.untrue]],
+            [event.room, event.id, [*change.wrong_depth_events]],
         )
     connection.execute(
         "insert into rooms.edges (room, prev, event, depth, counts)"
         " select %s, prev, %s, %s, %s from unnest(%s::text[]) as prev",
-        [event.room, event.id, event.depth, change.counts, edges],
+        [event.room, event.id, event.depth, change.ends_extremities, edges],
     )
     connection.execute("delete from rooms.backward_extremities where room = %s and event = %s", [event.room, event.id])
-    if change.missing:
+    if change.missing_prevs:
         connection.execute(
             "insert into rooms.backward_extremities (room, event) select %s, unnest(%s::text[]) on conflict do nothing",
-            [event.room, [*change.missing]],
+            [event.room, [*change.missing_prevs]],
         )
-    if change.counts:
+    if change.ends_extremities:
         tables.end_extremities(connection, event.room, edges)
-    if change.extremity:
+    if change.becomes_extremity:
         connection.execute(
             "insert into rooms.forward_extremities (room, event) values (%s, %s)", [event.room, event.id]
         )
 
 
-def _as_stored(event: RoomEvent) -> RoomEvent:
-    """The event with its content as the table returns it. Raises `BadEvent` if the table or a reader could not store
-    it."""
+def _with_stored_content(event: RoomEvent) -> RoomEvent:
+    """The event with its content as the table returns it. Raises `BadEvent` if a table cannot store the content."""
     try:
         text = tables.as_json(event.content)
         text.encode()
@@ -294,10 +322,8 @@ def _as_stored(event: RoomEvent) -> RoomEvent:
     return replace(event, content=msgspec.json.decode(text))
 
 
-def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
-    """The prev events and the depth of a new event, which follows the room's forward extremities. Requires the room's
-    lock.
-    """
+def next_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
+    """The IDs of the prev events of a new event, and its depth. Takes the room's lock."""
     tables.lock_room(connection, room)
-    prevs = chosen_prevs(known for known, _ in tables.forward_extremities(connection, room).values())
-    return tuple(known.id for known in prevs), depth_after(prevs)
+    prevs = choose_prevs(extremity for extremity, _ in tables.forward_extremities(connection, room).values())
+    return tuple(prev.id for prev in prevs), depth_after(prevs)

@@ -1,12 +1,12 @@
 """The rules of a room's DAG: how one persisted event changes edges, extremities and timelines. Pure.
 
-An event names its `prev_events`, and so the edges point back in time. `persisted` needs only the neighbours of an
-event, so a store looks up a few rows, whatever the size of the room.
+An event names its prev events, so the edges point back in time. `compute_change` needs only the neighbours of an event,
+so a store reads a few rows, whatever the size of the room.
 
-A state maps each key (type, state key) to the valid event. The state resolution is simpler than Matrix's: for each key
-the deepest event wins; among equally deep events, the greatest ID. So the order and number of resolutions do not
-matter. An event's own state is the state of its prev events with itself. State groups are stored as deltas on chains of
-bounded length.
+A state maps each key (type, state key) to an event. The state resolution is simpler than Matrix's: for each key the
+deepest event wins; among equally deep events, the greatest ID. So the order and number of resolutions do not matter.
+The state after an event is the resolved state of its prev events, updated by the event itself. A state group is stored
+as a delta to its base; the chain of bases has a bounded length.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tidemark.common.errors import Reject, message
 from tidemark.streaming.wire.records import is_name, why_no_name
 
-MOST_PREVS = 10
-"""The largest number of prev events of an event that this server creates."""
-MOST_NAMED = 20
-"""The largest number of prev events of any event."""
-DEEPEST_EVENT = 2**63 - 1
+MAX_NEW_PREV_EVENTS = 10
+"""The maximum number of prev events of an event that this server creates."""
+MAX_PREV_EVENTS = 20
+"""The maximum number of prev events of any event."""
+MAX_DEPTH = 2**63 - 1
 MEMBER = "m.room.member"
-_OUT_OF_BAND = ("invite", "leave", "knock")
+_OUT_OF_BAND_MEMBERSHIPS = ("invite", "leave", "knock")
 
 Timeline = Literal["events", "backfill"]
 
@@ -35,7 +35,7 @@ class BadEvent(Reject):
     problem: str
 
 
-class HeldAs(StrEnum):
+class EventKind(StrEnum):
     """The kind as which an event is stored."""
 
     REGULAR = "regular"
@@ -49,27 +49,33 @@ class HeldAs(StrEnum):
     """An outlier that is sent to its user: an invite, its rejection, a knock."""
 
     @property
-    def outlier(self) -> bool:
-        return self in {HeldAs.OUTLIER, HeldAs.OUT_OF_BAND}
+    def is_outlier(self) -> bool:
+        return self in {EventKind.OUTLIER, EventKind.OUT_OF_BAND}
 
     @property
-    def counts(self) -> bool:
-        """Whether it is a forward extremity until another such event follows it."""
-        return self is HeldAs.REGULAR
+    def is_regular(self) -> bool:
+        """Only a regular event becomes a forward extremity, and only a regular event ends one."""
+        return self is EventKind.REGULAR
 
 
-class KnownEvent(NamedTuple):
-    """The fields of a stored event that the rules need."""
+class EventSummary(NamedTuple):
+    """The fields of an event that the rules need of its neighbours."""
 
     id: str
     room: str
     depth: int
-    held_as: HeldAs
+    held_as: EventKind
 
 
 @dataclass(frozen=True, slots=True)
 class RoomEvent:
-    """`depth` (from 1) is one more than that of the deepest prev event; a `state_key` makes it a state event."""
+    """An event of a room.
+
+    Attributes:
+        prevs: the IDs of its prev events.
+        depth: one more than the depth of the deepest prev event; 1 without prev events.
+        state_key: None if it is not a state event.
+    """
 
     id: str
     room: str
@@ -79,31 +85,36 @@ class RoomEvent:
     depth: int
     state_key: str | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
-    held_as: HeldAs = HeldAs.REGULAR
+    held_as: EventKind = EventKind.REGULAR
 
     @property
     def key(self) -> tuple[str, str] | None:
-        """The key of the room's state that the event sets, if it is not rejected."""
+        """The key of the room's state that the event sets, unless it is rejected; None if it is not a state event."""
         return None if self.state_key is None else (self.type, self.state_key)
 
     @property
-    def known(self) -> KnownEvent:
-        return KnownEvent(self.id, self.room, self.depth, self.held_as)
+    def summary(self) -> EventSummary:
+        return EventSummary(self.id, self.room, self.depth, self.held_as)
 
-    def same(self, other: "RoomEvent") -> bool:
-        """Whether both are the same event. Ignores the kind as which they are stored."""
-        return _content(self) == _content(other)
+    def is_same(self, other: "RoomEvent") -> bool:
+        """Whether both are the same event. Ignores `held_as`."""
+        return _compared_fields(self) == _compared_fields(other)
 
 
 @dataclass(frozen=True, slots=True)
 class RelatedEvents:
-    """An event's stored copy, if any, its prev events (of any room and kind), and the events of its room with an edge
-    to it. An event whose edge counts is included as a regular one.
+    """The stored neighbours of an event.
+
+    Attributes:
+        stored: the event itself; None if it is not stored.
+        prevs: its stored prev events by ID, of any room and kind.
+        successors: the events of its room with an edge to it. If the edge ends forward extremities, the event has the
+            kind `REGULAR`.
     """
 
-    itself: RoomEvent | None = None
-    prevs: Mapping[str, KnownEvent] = field(default_factory=dict)
-    named_by: Collection[KnownEvent] = ()
+    stored: RoomEvent | None = None
+    prevs: Mapping[str, EventSummary] = field(default_factory=dict)
+    successors: Collection[EventSummary] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,62 +124,69 @@ class RoomChange:
     If the event has edges, it is no longer a backward extremity.
 
     Attributes:
-        edges: its prev events.
-        counts: whether its edges end forward extremities: its prev events are no longer forward extremities. If some of
-            the prev events are soft-failed or rejected, their edges count from now on too.
-        extremity: whether the event becomes a forward extremity.
-        missing: prev events that are not stored; they become backward extremities.
+        edges: the IDs of its prev events.
+        ends_extremities: whether its prev events stop being forward extremities. Then the edges of soft-failed and
+            rejected prev events end forward extremities too, recursively.
+        becomes_extremity: whether the event becomes a forward extremity.
+        missing_prevs: the IDs of prev events that are not stored; they become backward extremities.
         timeline: the stream on which the event is published; None for an outlier, which is not published.
-        untrue: events that state a wrong depth; their edges to this event are removed.
+        wrong_depth_events: the IDs of events that state a wrong depth; their edges to this event are removed.
     """
 
     edges: tuple[str, ...]
-    counts: bool
-    extremity: bool
-    missing: tuple[str, ...]
+    ends_extremities: bool
+    becomes_extremity: bool
+    missing_prevs: tuple[str, ...]
     timeline: Timeline | None
-    untrue: tuple[str, ...] = ()
+    wrong_depth_events: tuple[str, ...] = ()
 
 
-def persisted(event: RoomEvent, related: RelatedEvents, timeline: Timeline = "events") -> RoomChange:
-    """The effects of persisting `event`, which arrives live or as history (`backfill`). Raises `BadEvent`."""
-    _check_alone(event)
-    if related.itself is not None:
-        _check_again(event, related.itself)
-    if event.held_as.outlier:
-        stream: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
-        return RoomChange((), counts=False, extremity=False, missing=(), timeline=stream)
-    _check_place(event, related)
-    true = [other for other in related.named_by if other.depth > event.depth]
-    is_followed = any(other.held_as.counts for other in true)
+def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline = "events") -> RoomChange:
+    """The effects of persisting an event.
+
+    Args:
+        event: an event that arrived live or was fetched as history.
+        related: its stored neighbours.
+        timeline: `events` for a live event, `backfill` for history. An out-of-band event is always live.
+
+    Raises:
+        BadEvent: the event is refused.
+    """
+    _check_fields(event)
+    if related.stored is not None:
+        _check_duplicate(event, related.stored)
+    if event.held_as.is_outlier:
+        stream: Timeline | None = "events" if event.held_as is EventKind.OUT_OF_BAND else None
+        return RoomChange((), ends_extremities=False, becomes_extremity=False, missing_prevs=(), timeline=stream)
+    _check_prevs_and_depth(event, related)
+    deeper = [other for other in related.successors if other.depth > event.depth]
+    is_followed = any(other.held_as.is_regular for other in deeper)
     return RoomChange(
         edges=event.prevs,
-        counts=event.held_as.counts or is_followed,
-        extremity=event.held_as.counts and not is_followed,
-        missing=tuple(id for id in event.prevs if _is_missing(related.prevs.get(id))),
+        ends_extremities=event.held_as.is_regular or is_followed,
+        becomes_extremity=event.held_as.is_regular and not is_followed,
+        missing_prevs=tuple(id for id in event.prevs if _is_missing(related.prevs.get(id))),
         timeline=timeline,
-        untrue=tuple(other.id for other in related.named_by if other.depth <= event.depth),
+        wrong_depth_events=tuple(other.id for other in related.successors if other.depth <= event.depth),
     )
 
 
-def chosen_prevs(extremities: Iterable[KnownEvent]) -> tuple[KnownEvent, ...]:
-    """The prev events of a new event: the deepest forward extremities. The other extremities are left to later
-    events.
-    """
-    ranked = sorted(extremities, key=lambda known: (-known.depth, known.id))
-    return tuple(ranked[:MOST_PREVS])
+def choose_prevs(extremities: Iterable[EventSummary]) -> tuple[EventSummary, ...]:
+    """The prev events of a new event: the deepest `MAX_NEW_PREV_EVENTS` forward extremities."""
+    ranked = sorted(extremities, key=lambda extremity: (-extremity.depth, extremity.id))
+    return tuple(ranked[:MAX_NEW_PREV_EVENTS])
 
 
-def depth_after(prevs: Iterable[KnownEvent]) -> int:
-    """The depth of the deepest prev event plus one, limited to `DEEPEST_EVENT`."""
-    return min(DEEPEST_EVENT, 1 + max((known.depth for known in prevs), default=0))
+def depth_after(prevs: Iterable[EventSummary]) -> int:
+    """The depth of the deepest prev event plus one, limited to `MAX_DEPTH`."""
+    return min(MAX_DEPTH, 1 + max((prev.depth for prev in prevs), default=0))
 
 
-def _is_missing(known: KnownEvent | None) -> bool:
-    return known is None or known.held_as.outlier
+def _is_missing(prev: EventSummary | None) -> bool:
+    return prev is None or prev.held_as.is_outlier
 
 
-def _content(event: RoomEvent) -> tuple[object, ...]:
+def _compared_fields(event: RoomEvent) -> tuple[object, ...]:
     return (
         event.room,
         event.type,
@@ -180,53 +198,55 @@ def _content(event: RoomEvent) -> tuple[object, ...]:
     )
 
 
-def _check_alone(event: RoomEvent) -> None:
+def _check_fields(event: RoomEvent) -> None:
     for name_of, name in (("ID", event.id), ("room", event.room), ("type", event.type), ("sender", event.sender)):
-        _require(event, _is_fit(name), f"its {name_of}: {why_no_name(name)}")
+        _require(event, _is_valid_name(name), f"its {name_of}: {why_no_name(name)}")
     if event.state_key:
-        _require(event, _is_fit(event.state_key), f"its state key: {why_no_name(event.state_key)}")
-    named = len(event.prevs)
-    _require(event, named <= MOST_NAMED, f"it names {named} prev events, and {MOST_NAMED} are the most")
+        _require(event, _is_valid_name(event.state_key), f"its state key: {why_no_name(event.state_key)}")
+    count = len(event.prevs)
+    _require(event, count <= MAX_PREV_EVENTS, f"it names {count} prev events, and {MAX_PREV_EVENTS} are the most")
     for id in event.prevs:
-        _require(event, _is_fit(id), f"a prev event: {why_no_name(id)}")
+        _require(event, _is_valid_name(id), f"a prev event: {why_no_name(id)}")
     _require(event, event.id not in event.prevs, "it names itself as a prev event")
     _require(event, len({*event.prevs}) == len(event.prevs), "it names a prev event twice")
-    exact = type(event.depth) is int and 1 <= event.depth <= DEEPEST_EVENT
-    _require(event, exact, f"its depth {event.depth!r} is not from 1 to {DEEPEST_EVENT}")
-    if event.held_as is HeldAs.OUT_OF_BAND:
+    is_valid_depth = type(event.depth) is int and 1 <= event.depth <= MAX_DEPTH
+    _require(event, is_valid_depth, f"its depth {event.depth!r} is not from 1 to {MAX_DEPTH}")
+    if event.held_as is EventKind.OUT_OF_BAND:
         membership = event.content.get("membership")
-        sent = event.type == MEMBER and bool(event.state_key) and membership in _OUT_OF_BAND
-        _require(event, sent, "only an invite, its rejection or a knock is sent to its user out of band")
+        is_allowed = event.type == MEMBER and bool(event.state_key) and membership in _OUT_OF_BAND_MEMBERSHIPS
+        _require(event, is_allowed, "only an invite, its rejection or a knock is sent to its user out of band")
 
 
-def _is_fit(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     return is_name(name) and name.isprintable()
 
 
-def _check_again(event: RoomEvent, stored: RoomEvent) -> None:
-    _require(event, event.same(stored), "another event has this ID")
-    again = stored.held_as.outlier and not event.held_as.outlier
-    _require(event, again, f"a duplicate: it is stored already, as {stored.held_as}")
+def _check_duplicate(event: RoomEvent, stored: RoomEvent) -> None:
+    _require(event, event.is_same(stored), "another event has this ID")
+    replaces_outlier = stored.held_as.is_outlier and not event.held_as.is_outlier
+    _require(event, replaces_outlier, f"a duplicate: it is stored already, as {stored.held_as}")
 
 
-def _check_place(event: RoomEvent, related: RelatedEvents) -> None:
-    """Edges stay in the room and lead from deeper events to less deep ones, or among the deepest to earlier ones, so
-    there is no cycle. An event that names this one and is not deeper states a wrong depth; its edge is removed.
+def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
+    """Check that the edges of the event stay in its room and form no cycle.
+
+    Edges lead from deeper events to less deep events; between events of `MAX_DEPTH`, from later events to earlier ones.
+    A stored event that names this one and is not deeper states a wrong depth, and loses its edge.
     """
-    for known in related.prevs.values():
-        _require(event, known.room == event.room, f"its prev event {known.id} is of another room, {known.room}")
-    least = depth_after(related.prevs.values())
-    deepest = max((known.depth for known in related.prevs.values()), default=0)
+    for prev in related.prevs.values():
+        _require(event, prev.room == event.room, f"its prev event {prev.id} is of another room, {prev.room}")
+    min_depth = depth_after(related.prevs.values())
+    deepest = max((prev.depth for prev in related.prevs.values()), default=0)
     if len(related.prevs) == len(event.prevs):
-        right = f"an event after these prev events has {least}"
-        _require(event, event.depth == least, f"its depth is {event.depth}, and {right}")
-    _require(event, event.depth >= least, f"its depth is {event.depth}, and a prev event's is {deepest}")
-    for other in related.named_by:
+        expected = f"an event after these prev events has {min_depth}"
+        _require(event, event.depth == min_depth, f"its depth is {event.depth}, and {expected}")
+    _require(event, event.depth >= min_depth, f"its depth is {event.depth}, and a prev event's is {deepest}")
+    for other in related.successors:
         _require(event, other.id not in related.prevs, f"a cycle: it and {other.id} name each other")
 
 
-def _require(event: RoomEvent, fine: bool, problem: str) -> None:  # noqa: FBT001 - a condition, not a switch
-    if not fine:
+def _require(event: RoomEvent, condition: bool, problem: str) -> None:  # noqa: FBT001 - a condition, not a switch
+    if not condition:
         raise BadEvent(event.id, problem)
 
 
@@ -235,9 +255,16 @@ JOINED = "join"
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """The stay of a member in a room: the turns of its first and its last event (None while it lasts). `left_by`:
-    the stream ID of the event that ends it. That ID was reserved in the turn of the last event, so every event of
-    the stay has a lower one."""
+    """The stay of a member in a room, from the event that joins to the event that ends the membership.
+
+    A turn is the number of times that the room's lock had been taken when an event was persisted.
+
+    Attributes:
+        began: the turn of the first event.
+        ended: the turn of the last event; None while the member is joined.
+        left_by: the stream ID of the fact that reports the end to the member. It was reserved in the turn `ended`, so
+            every event of the stay has a lower ID.
+    """
 
     room: str
     began: int
@@ -248,35 +275,39 @@ class Stay:
         return self.began <= turn and (self.ended is None or turn <= self.ended)
 
 
-def joins(event: RoomEvent) -> bool:
-    """Whether this membership event makes its user a joined member; leave, kick, ban and invite do not."""
+def is_join(event: RoomEvent) -> bool:
+    """Whether this membership event makes its user a joined member. A leave, kick, ban or invite does not."""
     return event.content.get("membership") == JOINED
 
 
-def moved(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
-    """The members whose stays begin and end, from the joined members before and after an event."""
+def joined_and_left(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
+    """The members who joined and the members who left, from the joined members before and after an event."""
     return sorted(after - before), sorted(before - after)
 
 
-LONGEST_CHAIN = 100
-"""The maximum length of a chain of groups."""
+MAX_CHAIN_LENGTH = 100
+"""The maximum number of state groups on a chain of bases."""
 
 StateKey = tuple[str, str]
 
 
-class KeyHolder(NamedTuple):
-    """The valid event of a key. State resolution keeps the greater holder."""
+class StateEntry(NamedTuple):
+    """The event that sets a key of a state. State resolution keeps the greater entry."""
 
     depth: int
     id: str
 
 
-State = Mapping[StateKey, KeyHolder]
+State = Mapping[StateKey, StateEntry]
 
 
-class Placed(NamedTuple):
-    """A stored group: the keys in which it differs from its `base`, or all keys without a base. `length`: of its
-    chain.
+class StateGroup(NamedTuple):
+    """A state group, as it is stored.
+
+    Attributes:
+        base: the number of the group from which it differs; None if it has no base.
+        delta: the entries in which it differs from its base; all entries if it has no base.
+        length: the number of groups on its chain, with itself.
     """
 
     base: int | None
@@ -284,19 +315,20 @@ class Placed(NamedTuple):
     length: int
 
 
-class Groups(Protocol):
+class StateGroups(Protocol):
     """The state groups of a room, by number. The state of a group never changes."""
 
     def state(self, group: int) -> State: ...
 
     def chain(self, group: int) -> Sequence[int]:
-        """The group, its base, the base of that one, and so on."""
+        """The group, its base, the base of its base, and so on."""
 
-    def add(self, placed: Placed) -> int: ...
+    def add(self, state_group: StateGroup) -> int:
+        """Store a group, and return its number."""
 
 
-def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
-    result: dict[StateKey, KeyHolder] = {}
+def resolve_states(states: Iterable[State]) -> dict[StateKey, StateEntry]:
+    result: dict[StateKey, StateEntry] = {}
     for state in states:
         for key, entry in state.items():
             if key not in result or result[key] < entry:
@@ -304,20 +336,30 @@ def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
     return result
 
 
-def given_state(
-    event: RoomEvent, change: RoomChange, given: Collection[str] | None, stored: Mapping[str, RoomEvent]
+def check_state_before(
+    event: RoomEvent, change: RoomChange, state_ids: Collection[str] | None, stored: Mapping[str, RoomEvent]
 ) -> State | None:
-    """The state before `event` that another server sent, as IDs of events; None if the server knows the state itself.
-    Raises `BadEvent` if the state is required and missing, or impossible.
+    """The state before `event` that another server sent; None if all prev events of `event` are stored.
+
+    Args:
+        event: the event.
+        change: the effects of persisting it.
+        state_ids: the IDs of the events of the state before it, as the other server sent them.
+        stored: the stored events among `state_ids`, by ID.
+
+    Raises:
+        BadEvent: the state is required and missing, or impossible.
     """
-    if not change.missing:
+    if not change.missing_prevs:
         return None
-    if given is None:
-        raise BadEvent(event.id, f"its prev event {change.missing[0]} is not stored, and no state before it is given")
-    state: dict[StateKey, KeyHolder] = {}
-    for id in given:
+    if state_ids is None:
+        raise BadEvent(
+            event.id, f"its prev event {change.missing_prevs[0]} is not stored, and no state before it is given"
+        )
+    state: dict[StateKey, StateEntry] = {}
+    for id in state_ids:
         other = stored.get(id)
-        if other is None or other.room != event.room or other.held_as is HeldAs.REJECTED or other.key is None:
+        if other is None or other.room != event.room or other.held_as is EventKind.REJECTED or other.key is None:
             raise BadEvent(
                 event.id, f"the state before it names {id}, which is not stored as a state event of its room"
             )
@@ -325,112 +367,139 @@ def given_state(
             raise BadEvent(
                 event.id, f"the state before it names {id} and another event with the same type and state key"
             )
-        if other.depth >= event.depth and event.depth < DEEPEST_EVENT:
+        if other.depth >= event.depth and event.depth < MAX_DEPTH:
             raise BadEvent(event.id, f"the state before it names {id}, whose depth {other.depth} is not below its own")
-        state[other.key] = KeyHolder(other.depth, other.id)
+        state[other.key] = StateEntry(other.depth, other.id)
     return state
 
 
-def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups: Groups) -> int:
-    """The group of the state after a persisted event. Adds a group only if the state changes.
+def group_after_event(
+    event: RoomEvent, prev_groups: Iterable[int], state_before: State | None, groups: StateGroups
+) -> int:
+    """The number of the group of the state after a persisted event. Adds a group only if the state changes.
 
-    `prevs`: the groups of the stored prev events. `given`: the state before the event, if not all prev events are
-    stored.
+    Args:
+        event: the event.
+        prev_groups: the groups of the stored prev events.
+        state_before: the state before the event; None if all prev events are stored.
+        groups: the groups of the room.
     """
-    own = {event.key: KeyHolder(event.depth, event.id)} if event.key and event.held_as is not HeldAs.REJECTED else {}
-    return merged([*dict.fromkeys(prevs)], given, own, groups)
+    own_state = (
+        {event.key: StateEntry(event.depth, event.id)} if event.key and event.held_as is not EventKind.REJECTED else {}
+    )
+    return merge_groups([*dict.fromkeys(prev_groups)], state_before, own_state, groups)
 
 
-def merged(stored: Sequence[int], given: State | None, own: State, groups: Groups) -> int:
-    """The group of the resolution of the `stored` groups and `given`, with `own` applied last."""
-    if len(stored) == 1 and given is None:
-        (group,) = stored
-        return groups.add(placed_on(group, own, groups)) if own else group
-    states = {group: groups.state(group) for group in stored}
-    state = {**resolved([*states.values(), given or {}]), **own}
+def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_state: State, groups: StateGroups) -> int:
+    """The number of the group of a merged state. Adds a group only if no stored group has this state.
+
+    Args:
+        stored_groups: the groups whose states are resolved.
+        other_state: a state that is resolved with them; None if there is none.
+        own_state: the entries that replace those of the resolved state.
+        groups: the groups of the room.
+    """
+    if len(stored_groups) == 1 and other_state is None:
+        (group,) = stored_groups
+        return groups.add(group_with_base(group, own_state, groups)) if own_state else group
+    states = {group: groups.state(group) for group in stored_groups}
+    state = {**resolve_states([*states.values(), other_state or {}]), **own_state}
     deltas = {group: difference(state, before) for group, before in states.items()}
     for group, delta in deltas.items():
         if not delta:
             return group
     if not deltas:
-        return groups.add(Placed(None, state, 1))
+        return groups.add(StateGroup(None, state, 1))
     nearest = min(deltas, key=lambda group: (len(deltas[group]), group))
-    return groups.add(placed_on(nearest, deltas[nearest], groups))
+    return groups.add(group_with_base(nearest, deltas[nearest], groups))
 
 
-def placed_on(base: int, delta: State, groups: Groups) -> Placed:
-    """A group that differs from `base` by `delta`: its base is `base`, or the group in the middle of a full chain."""
+def group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
+    """A new group whose state is that of `base`, updated by `delta`. If the chain of `base` has the maximum length, the
+    new group is based on the middle of that chain, or has no base."""
     chain = groups.chain(base)
-    if len(chain) < LONGEST_CHAIN:
-        return Placed(base, delta, len(chain) + 1)
+    if len(chain) < MAX_CHAIN_LENGTH:
+        return StateGroup(base, delta, len(chain) + 1)
     state = {**groups.state(base), **delta}
-    half = chain[len(chain) // 2]
-    far = difference(state, groups.state(half))
-    if len(far) < len(state):
-        return Placed(half, far, len(chain) - len(chain) // 2 + 1)
-    return Placed(None, state, 1)
+    middle = chain[len(chain) // 2]
+    delta_to_middle = difference(state, groups.state(middle))
+    if len(delta_to_middle) < len(state):
+        return StateGroup(middle, delta_to_middle, len(chain) - len(chain) // 2 + 1)
+    return StateGroup(None, state, 1)
 
 
-def difference(state: State, before: State) -> dict[StateKey, KeyHolder]:
+def difference(state: State, before: State) -> dict[StateKey, StateEntry]:
     """The entries of `state` that differ from `before`. `state` has all keys of `before`."""
     return {key: entry for key, entry in state.items() if before.get(key) != entry}
 
 
 @dataclass
-class MemoryGroups:
-    """New groups in memory, before they are stored."""
+class MemoryStateGroups:
+    """State groups in memory.
 
-    stored: dict[int, Placed] = field(default_factory=dict)
-    last: int = 0
+    Attributes:
+        stored: the groups by number.
+        last_id: the number that `add` gave to the last group.
+    """
+
+    stored: dict[int, StateGroup] = field(default_factory=dict)
+    last_id: int = 0
 
     def state(self, group: int) -> State:
-        state: dict[StateKey, KeyHolder] = {}
+        state: dict[StateKey, StateEntry] = {}
         for number in reversed(self.chain(group)):
             state.update(self.stored[number].delta)
         return state
 
     def chain(self, group: int) -> Sequence[int]:
         chain = []
-        at: int | None = group
-        while at is not None:
-            chain.append(at)
-            at = self.stored[at].base
+        current: int | None = group
+        while current is not None:
+            chain.append(current)
+            current = self.stored[current].base
         return chain
 
-    def changed(self, before: int | None, after: int) -> State:
-        """The entries of a state that differ from an earlier state."""
+    def changed_entries(self, before: int | None, after: int) -> State:
+        """The entries of the group `after` that differ from the group `before`; all entries if `before` is None."""
         if self.stored[after].base == before:
             return self.stored[after].delta
         return difference(self.state(after), {} if before is None else self.state(before))
 
-    def add(self, placed: Placed) -> int:
-        self.last += 1
-        self.stored[self.last] = placed
-        return self.last
+    def add(self, state_group: StateGroup) -> int:
+        self.last_id += 1
+        self.stored[self.last_id] = state_group
+        return self.last_id
 
 
-def compacted(stored: Mapping[int, Placed], used: Collection[int]) -> dict[int, Placed]:
-    """Store the groups in fewer rows. Removes unused groups, except bases of several others. The other groups keep
-    their state. Chains that are too long are cut.
+def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> dict[int, StateGroup]:
+    """Compute groups that need fewer rows.
+
+    Args:
+        stored: the groups of a room by number.
+        used: the numbers of the groups that events or the room refer to.
+
+    Returns:
+        The remaining groups by number, each with the same state as before, on chains of at most `MAX_CHAIN_LENGTH`. An
+        unused group remains if it is the base of several groups.
     """
-    before, after = MemoryGroups(dict(stored)), MemoryGroups()
-    for group in sorted(_needed(stored, used)):
+    before, after = MemoryStateGroups(dict(stored)), MemoryStateGroups()
+    for group in sorted(_groups_to_keep(stored, used)):
         state = before.state(group)
-        below = next((number for number in before.chain(group)[1:] if number in after.stored), None)
-        if below is None:
-            after.stored[group] = Placed(None, state, 1)
+        base = next((number for number in before.chain(group)[1:] if number in after.stored), None)
+        if base is None:
+            after.stored[group] = StateGroup(None, state, 1)
         else:
-            after.stored[group] = placed_on(below, difference(state, after.state(below)), after)
+            after.stored[group] = group_with_base(base, difference(state, after.state(base)), after)
     return after.stored
 
 
-def _needed(stored: Mapping[int, Placed], used: Collection[int]) -> set[int]:
-    needed = set(used)
-    upon: Counter[int] = Counter()
-    for group in sorted(stored, reverse=True):  # a group is younger than its base
-        if upon[group] > 1:
-            needed.add(group)
+def _groups_to_keep(stored: Mapping[int, StateGroup], used: Collection[int]) -> set[int]:
+    kept = set(used)
+    dependents: Counter[int] = Counter()  # by group, the number of kept groups that are based on it
+    for group in sorted(stored, reverse=True):  # a group has a higher number than its base
+        if dependents[group] > 1:
+            kept.add(group)
         base = stored[group].base
         if base is not None:
-            upon[base] += 1 if group in needed else upon[group]
-    return needed
+            dependents[base] += 1 if group in kept else dependents[group]
+    return kept

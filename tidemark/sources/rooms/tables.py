@@ -1,8 +1,8 @@
 """The tables of the rooms, in the service's own database, and caches of their rows.
 
-The caches follow the stream `caches`: rows `[name, keys or null, ms]`. A value that was loaded before an invalidation
-is never returned after it was `invalidated`, even if it was still loading. So a reader applies the invalidations up to
-a position first, and then returns no older values.
+A reader invalidates its caches with the rows of the stream `caches`: `[name, keys or null, ms]`. After `invalidate`, no
+value that was loaded earlier is returned, even if it was still being loaded. So a reader that has applied the
+invalidations up to a position returns no older values.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,19 +15,20 @@ from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.rules import (
     JOINED,
-    HeldAs,
-    KeyHolder,
-    KnownEvent,
-    Placed,
+    EventKind,
+    EventSummary,
     RoomEvent,
     State,
+    StateEntry,
+    StateGroup,
     StateKey,
-    compacted,
+    compact_groups,
 )
 
 SCHEMA = Migrations("tidemark.sources.rooms", "rooms_schema_version", "tidemark simulate --workload rooms")
 
-_STATE = """
+# The chain of bases of a group; `place` is 1 for the group itself, 2 for its base, and so on.
+_CHAIN_CTE = """
 with recursive chain as (
     select id, base, 1 as place from rooms.state_groups where id = %s
     union all
@@ -37,8 +38,8 @@ with recursive chain as (
 """
 
 
-class PostgresGroups:
-    """The state groups of one room, in one transaction that holds the room's lock; a state is read once."""
+class PostgresStateGroups:
+    """The state groups of one room, in a transaction that has locked the room. Caches the states that it reads."""
 
     def __init__(self, connection: Connection, room: str) -> None:
         self._connection = connection
@@ -47,15 +48,15 @@ class PostgresGroups:
 
     def state(self, group: int) -> State:
         if group not in self._states:
-            self._states[group] = state_of(self._connection, group)
+            self._states[group] = load_state(self._connection, group)
         return self._states[group]
 
     def chain(self, group: int) -> Sequence[int]:
-        rows = self._connection.execute(f"{_STATE} select id from chain order by place".encode(), [group])
+        rows = self._connection.execute(f"{_CHAIN_CTE} select id from chain order by place".encode(), [group])
         return [id for (id,) in rows.fetchall()]
 
-    def add(self, placed: Placed) -> int:
-        types, keys, events, depths = _columns(placed.delta)
+    def add(self, state_group: StateGroup) -> int:
+        types, keys, events, depths = _columns(state_group.delta)
         row = self._connection.execute(
             """
             with made as (insert into rooms.state_groups (room, base) values (%s, %s) returning id),
@@ -65,24 +66,30 @@ class PostgresGroups:
                 )
             select id from made
             """,
-            [self._room, placed.base, types, keys, events, depths],
+            [self._room, state_group.base, types, keys, events, depths],
         ).fetchone()
         assert row is not None
         return int(row[0])
 
 
-def state_of(connection: Connection, group: int) -> State:
+def load_state(connection: Connection, group: int) -> State:
     """The whole state of a group."""
     rows = connection.execute(
-        f"""{_STATE} select distinct on (type, state_key) type, state_key, depth, event
+        f"""{_CHAIN_CTE} select distinct on (type, state_key) type, state_key, depth, event
             from chain join rooms.state_deltas on state_group = chain.id order by type, state_key, place""".encode(),
         [group],
     )
-    return {(kind, key): KeyHolder(depth, event) for kind, key, depth, event in rows.fetchall()}
+    return {(kind, key): StateEntry(depth, event) for kind, key, depth, event in rows.fetchall()}
 
 
 class LockedRoom(NamedTuple):
-    """A room whose lock is taken. `group`, `version`: of its current state. `turn`: how often the lock was taken."""
+    """A room whose lock is taken.
+
+    Attributes:
+        group: the group of its current state; None without forward extremities.
+        version: the number of changes of its current state.
+        turn: the number of times that the lock was taken.
+    """
 
     group: int | None
     version: int
@@ -100,60 +107,58 @@ def lock_room(connection: Connection, room: str) -> LockedRoom:
     return LockedRoom(*row)
 
 
-def events_of(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
-    """The stored events of these IDs, with the groups of their states."""
+def load_events(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
+    """By ID, the stored events among these, each with the group of the state after it; None for an outlier."""
     rows = connection.execute(
         "select event, room, type, sender, prevs, depth, state_key, content, held_as, state_group"
         " from rooms.events where event = any(%s)",
         [[*ids]],
     )
-    return {row[0]: (_event(row), row[9]) for row in rows.fetchall()}
+    return {row[0]: (_event_from_row(row), row[9]) for row in rows.fetchall()}
 
 
-def _event(row: Sequence[Any]) -> RoomEvent:
-    id, room, kind, sender, prevs, depth, key, content, kind_held, _ = row
-    return RoomEvent(id, room, kind, sender, tuple(prevs), depth, key, content, HeldAs(kind_held))
+def _event_from_row(row: Sequence[Any]) -> RoomEvent:
+    id, room, event_type, sender, prevs, depth, key, content, kind, _ = row
+    return RoomEvent(id, room, event_type, sender, tuple(prevs), depth, key, content, EventKind(kind))
 
 
-def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
-    """The events with an edge to an event. An event whose edge does not count is returned as soft-failed."""
+def successors_of(connection: Connection, room: str, id: str) -> list[EventSummary]:
+    """The events with an edge to an event. If the edge ends forward extremities, the event is returned with the kind
+    `REGULAR`, otherwise as `SOFT_FAILED`."""
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
     return [
-        KnownEvent(event, room, depth, HeldAs.REGULAR if counts else HeldAs.SOFT_FAILED)
+        EventSummary(event, room, depth, EventKind.REGULAR if counts else EventKind.SOFT_FAILED)
         for event, depth, counts in rows.fetchall()
     ]
 
 
-def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[KnownEvent, int]]:
-    """The forward extremities, with the groups of their states."""
+def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[EventSummary, int]]:
+    """By ID, the forward extremities, each with the group of the state after it."""
     rows = connection.execute(
         "select event, depth, held_as, state_group from rooms.forward_extremities join rooms.events using (event)"
         " where forward_extremities.room = %s",
         [room],
     )
-    return {
-        id: (KnownEvent(id, room, depth, HeldAs(stored_as)), group) for id, depth, stored_as, group in rows.fetchall()
-    }
+    return {id: (EventSummary(id, room, depth, EventKind(kind)), group) for id, depth, kind, group in rows.fetchall()}
 
 
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """End the forward extremities at `events`, which a later event now follows. If one of them is soft-failed or
-    rejected, its edges count from now on too, recursively.
-    """
+    """Remove `events` from the forward extremities, because a regular event follows them. If one of them is soft-failed
+    or rejected, remove its prev events too, recursively."""
     connection.execute(
         """
         with recursive followed (event) as (
             select unnest(%(events)s::text[])
             union
             select edge.prev from followed
-            join rooms.events as held using (event) cross join unnest(held.prevs) as named (prev)
-            join rooms.edges as edge on (edge.room, edge.prev, edge.event) = (held.room, named.prev, held.event)
-            where held.room = %(room)s and held.held_as in ('soft-failed', 'rejected') and not edge.counts
-        ), counting as (
+            join rooms.events as stored using (event) cross join unnest(stored.prevs) as named (prev)
+            join rooms.edges as edge on (edge.room, edge.prev, edge.event) = (stored.room, named.prev, stored.event)
+            where stored.room = %(room)s and stored.held_as in ('soft-failed', 'rejected') and not edge.counts
+        ), updated_edges as (
             update rooms.edges as edge set counts = true
-            from followed join rooms.events as held using (event)
-            where held.room = %(room)s and held.held_as in ('soft-failed', 'rejected')
-                and edge.room = held.room and edge.event = held.event and edge.prev = any(held.prevs)
+            from followed join rooms.events as stored using (event)
+            where stored.room = %(room)s and stored.held_as in ('soft-failed', 'rejected')
+                and edge.room = stored.room and edge.event = stored.event and edge.prev = any(stored.prevs)
                 and not edge.counts
         )
         delete from rooms.forward_extremities where room = %(room)s and event in (select event from followed)
@@ -163,7 +168,7 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
 
 
 def backward_extremities(connection: Connection, room: str) -> list[str]:
-    """The missing prev events, ordered by the depth of the events that name them, deepest first."""
+    """The IDs of the missing prev events. Those named by the deepest events come first."""
     rows = connection.execute(
         "select missing.event from rooms.backward_extremities as missing"
         " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
@@ -173,8 +178,8 @@ def backward_extremities(connection: Connection, room: str) -> list[str]:
     return [event for (event,) in rows.fetchall()]
 
 
-def joined_of(connection: Connection, room: str, members: Collection[str]) -> set[str]:
-    """The members among these that have joined, by the room's current state."""
+def joined_among(connection: Connection, room: str, members: Collection[str]) -> set[str]:
+    """The joined members among `members`."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and member = any(%s) and membership = %s",
         [room, [*members], JOINED],
@@ -182,8 +187,14 @@ def joined_of(connection: Connection, room: str, members: Collection[str]) -> se
     return {member for (member,) in rows.fetchall()}
 
 
-def renew_members(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """Store the new memberships, each with its event."""
+def store_memberships(connection: Connection, room: str, events: Sequence[str]) -> None:
+    """Store the memberships that these events set.
+
+    Args:
+        connection: in the transaction that has locked the room.
+        room: the room.
+        events: the IDs of stored membership events.
+    """
     connection.execute(
         "insert into rooms.memberships (member, room, membership, event)"
         " select state_key, %s, coalesce(content->>'membership', 'leave'), event"
@@ -193,15 +204,23 @@ def renew_members(connection: Connection, room: str, events: Sequence[str]) -> N
     )
 
 
-def renew_stays(connection: Connection, room: str, turn: int, came: Sequence[str], went: Mapping[str, int]) -> None:
-    """Begin and end stays of members, each with the stream ID of its event."""
+def update_stays(connection: Connection, room: str, turn: int, joined: Sequence[str], left: Mapping[str, int]) -> None:
+    """Begin and end stays of members.
+
+    Args:
+        connection: in the transaction that has locked the room.
+        room: the room.
+        turn: the turn of the event that changed the memberships.
+        joined: the members whose stays begin.
+        left: by member whose stay ends, the stream ID of the fact that reports the end.
+    """
     connection.execute(
-        "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [came, room, turn]
+        "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [joined, room, turn]
     )
     connection.execute(
-        "update rooms.stays set ended = %s, left_by = id from unnest(%s::text[], %s::bigint[]) as told (member, id)"
-        " where stays.room = %s and stays.member = told.member and stays.ended is null",
-        [turn, [*went], [*went.values()], room],
+        "update rooms.stays set ended = %s, left_by = id from unnest(%s::text[], %s::bigint[]) as leaver (member, id)"
+        " where stays.room = %s and stays.member = leaver.member and stays.ended is null",
+        [turn, [*left], [*left.values()], room],
     )
 
 
@@ -210,34 +229,34 @@ def as_json(content: object) -> str:
 
 
 def compact_states(connection: Connection, room: str) -> int:
-    """Store the room's state groups in fewer rows, in a transaction of its own. Returns the number of removed
-    groups."""
+    """Store the room's state groups in fewer rows, in a transaction of its own (a savepoint if the connection is in a
+    transaction). Returns the number of removed groups."""
     with connection.transaction():
         lock_room(connection, room)
-        stored = _stored(connection, room)
+        stored = _load_groups(connection, room)
         rows = connection.execute(
             "select distinct state_group from rooms.events where room = %(room)s and state_group is not null"
             " union select state_group from rooms.rooms where room = %(room)s and state_group is not null",
             {"room": room},
         )
-        after = compacted(stored, {group for (group,) in rows.fetchall()})
-        for group, placed in after.items():
-            if placed.base == stored[group].base and placed.delta == stored[group].delta:
+        after = compact_groups(stored, {group for (group,) in rows.fetchall()})
+        for group, state_group in after.items():
+            if state_group.base == stored[group].base and state_group.delta == stored[group].delta:
                 continue
             connection.execute("delete from rooms.state_deltas where state_group = %s", [group])
-            connection.execute("update rooms.state_groups set base = %s where id = %s", [placed.base, group])
+            connection.execute("update rooms.state_groups set base = %s where id = %s", [state_group.base, group])
             connection.execute(
                 "insert into rooms.state_deltas (state_group, type, state_key, event, depth)"
                 " select %s, delta.* from unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) as delta",
-                [group, *_columns(placed.delta)],
+                [group, *_columns(state_group.delta)],
             )
-        gone = sorted(stored.keys() - after.keys(), reverse=True)
-        connection.execute("delete from rooms.state_groups where id = any(%s)", [gone])
-    return len(gone)
+        removed = sorted(stored.keys() - after.keys(), reverse=True)
+        connection.execute("delete from rooms.state_groups where id = any(%s)", [removed])
+    return len(removed)
 
 
-def _stored(connection: Connection, room: str) -> dict[int, Placed]:
-    deltas: dict[int, dict[StateKey, KeyHolder]] = {}
+def _load_groups(connection: Connection, room: str) -> dict[int, StateGroup]:
+    deltas: dict[int, dict[StateKey, StateEntry]] = {}
     bases: dict[int, int | None] = {}
     rows = connection.execute(
         "select id, base, type, state_key, depth, event from rooms.state_groups"
@@ -248,12 +267,13 @@ def _stored(connection: Connection, room: str) -> dict[int, Placed]:
         bases[id] = base
         delta = deltas.setdefault(id, {})
         if kind is not None:
-            delta[kind, key] = KeyHolder(depth, event)
-    return {id: Placed(base, deltas[id], 0) for id, base in bases.items()}
+            delta[kind, key] = StateEntry(depth, event)
+    return {id: StateGroup(base, deltas[id], 0) for id, base in bases.items()}
 
 
 def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
-    items: Iterable[tuple[StateKey, KeyHolder]] = delta.items()
+    """The types, state keys, event IDs and depths of the entries."""
+    items: Iterable[tuple[StateKey, StateEntry]] = delta.items()
     types, keys, events, depths = [], [], [], []
     for (kind, key), entry in items:
         types.append(kind)
@@ -263,57 +283,68 @@ def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
     return types, keys, events, depths
 
 
-ALL_OF_ROOM = "*room"
-"""Used instead of a cache's name: every cache whose key is the room."""
-STATE, MEMBERS, ROOMS_OF = "state", "members", "rooms_of"
-"""Caches of a room's current state, of its members, and of a member's rooms."""
+ROOM_CACHES = "*room"
+"""Stands for all caches whose key is the room."""
+STATE_CACHE, MEMBERS_CACHE, JOINED_ROOMS_CACHE = "state", "members", "rooms_of"
+"""The names of the caches of a room's current state, of its joined members, and of the rooms that a member has
+joined."""
 
 V = TypeVar("V")
 
-Entry = tuple[str, tuple[str, ...]]
+CacheKey = tuple[str, tuple[str, ...]]
+"""The name of a cache, and the keys of a value in it."""
 
 
 class Caches:
-    """Thread-safe. `groups`: names of groups of caches that share a key. `most`: the largest number of entries."""
+    """Named caches. Thread-safe.
 
-    def __init__(self, groups: Mapping[str, Collection[str]], most: int = 10_000) -> None:
+    Args:
+        groups: by name of a group, the names of its caches. An invalidation may name a group.
+        max_entries: the maximum number of values in all caches. The oldest values are removed first.
+    """
+
+    def __init__(self, groups: Mapping[str, Collection[str]], max_entries: int = 10_000) -> None:
         self._groups = groups
-        self._most = most
-        self._values: dict[Entry, Any] = {}
-        self._loading: dict[Entry, list[set[str]]] = {}
-        """Running loads. An entry that is not empty was overtaken by an invalidation."""
+        self._max_entries = max_entries
+        self._values: dict[CacheKey, Any] = {}
+        self._loading: dict[CacheKey, list[set[str]]] = {}
+        """The running loads of each value. Each load is a set; an invalidation makes it non-empty."""
         self._lock = Lock()
 
     def get(self, cache: str, keys: Sequence[str], load: Callable[[], V]) -> V:
-        """The cached value, or the result of `load`. `load` is called again if an invalidation came meanwhile."""
-        entry = cache, tuple(keys)
+        """The cached value, or the result of `load`. If the value is invalidated while `load` runs, `load` is called
+        again."""
+        cache_key = cache, tuple(keys)
         while True:
-            overtaken: set[str] = set()
+            stale: set[str] = set()
             with self._lock:
-                if entry in self._values:
-                    cached: V = self._values[entry]
+                if cache_key in self._values:
+                    cached: V = self._values[cache_key]
                     return cached
-                self._loading.setdefault(entry, []).append(overtaken)
+                self._loading.setdefault(cache_key, []).append(stale)
             try:
                 value = load()
             finally:
                 with self._lock:
-                    self._ended(entry, overtaken)
+                    self._remove_load(cache_key, stale)
             with self._lock:
-                if not overtaken:
-                    self._values[entry] = value
-                    while len(self._values) > self._most:
+                if not stale:
+                    self._values[cache_key] = value
+                    while len(self._values) > self._max_entries:
                         del self._values[next(iter(self._values))]
                     return value
 
-    def invalidated(self, cache: str, keys: Sequence[str] | None) -> None:
-        """Remove the keys from a cache; without keys, clear the cache. Ignores names of caches that this reader does
-        not have.
+    def invalidate(self, cache: str, keys: Sequence[str] | None) -> None:
+        """Remove the value of `keys` from a cache or a group of caches. Ignores unknown names.
+
+        Args:
+            cache: the name of a cache or of a group of caches.
+            keys: None to remove all values.
         """
         with self._lock:
             for name in self._groups.get(cache, (cache,)):
                 self._forget(
-                    [entry for entry in (*self._values, *self._loading) if entry[0] == name]
+                    [cache_key for cache_key in (*self._values, *self._loading) if cache_key[0] == name]
                     if keys is None
                     else [(name, tuple(keys))]
                 )
@@ -326,14 +357,14 @@ class Caches:
     def __len__(self) -> int:
         return len(self._values)
 
-    def _forget(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            self._values.pop(entry, None)
-            for load in self._loading.get(entry, ()):
-                load.add("overtaken")
+    def _forget(self, cache_keys: Iterable[CacheKey]) -> None:
+        for cache_key in cache_keys:
+            self._values.pop(cache_key, None)
+            for load in self._loading.get(cache_key, ()):
+                load.add("stale")
 
-    def _ended(self, entry: Entry, load: set[str]) -> None:
-        loads = self._loading[entry]
+    def _remove_load(self, cache_key: CacheKey, load: set[str]) -> None:
+        loads = self._loading[cache_key]
         loads[:] = [other for other in loads if other is not load]
         if not loads:
-            del self._loading[entry]
+            del self._loading[cache_key]
