@@ -53,7 +53,7 @@ def test_late_news_of_what_was_read_meanwhile_comes_again() -> None:
     twice = delivered(3, of="new") + delivered(3, of="new", late=True)
     now = facts(3, of="new")
     assert compared(now, twice, 3, back=2).count().again == 1
-    assert compared(now, twice, 3, back=2).count().is_right
+    assert compared(now, twice, 3, back=2).count().is_correct
     assert compared(now, twice, 3).count().duplicated == 1
     assert compared(now, twice, 3, back=3).count().duplicated == 1
     assert compared(now, [*twice, *delivered(3, of="new", late=True)], 3, back=2).count().duplicated == 1

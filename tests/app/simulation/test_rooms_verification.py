@@ -11,7 +11,7 @@ import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.room_services import ANSWERS, REMOTE, ClientKind, room_streams, simulated_streams
+from tidemark.app.simulation.room_services import ANSWERS_TABLE, REMOTE_TABLE, ClientKind, room_streams, simulated_streams
 from tidemark.app.simulation.rooms import CLIENTS_BY_PROCESS, RoomCount, RoomsVerification, RoomsWorkload
 from tidemark.app.simulation.script import Successor, WriterPlan
 from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
@@ -70,8 +70,8 @@ def world(database: str) -> Iterator[World]:
     tables.make_streams(dsn, simulated_streams(room_streams("")))
     with session_of(dsn, "tests") as session:
         SCHEMA.migrate(session)
-    tables.make_tables(dsn, REMOTE)
-    tables.make_tables(dsn, ANSWERS)
+    tables.make_tables(dsn, REMOTE_TABLE)
+    tables.make_tables(dsn, ANSWERS_TABLE)
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield World(dsn, connection)
 
@@ -177,7 +177,7 @@ def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -
     assert world.counts()["own"] == RoomCount("own", 2, 1, missed=1)
 
 
-@pytest.mark.parametrize("how", [Successor.IMAGE, Successor.LAGGING])
+@pytest.mark.parametrize("how", [Successor.BASE_BACKUP, Successor.LAGGING_STANDBY])
 def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(world: World, how: Successor) -> None:
     """Its clients begin anew, and what they are answered is held against what is there now. What was wrong, stays
     so, and nothing that is lost is owed to anybody."""
@@ -186,16 +186,16 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
         world.compare_synced(0, 2, 1, 2)
         world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
         with verification.paused():  # this is when it is looked at
-            verification.services_go_back(world.dsn, how)
+            verification.prepare_services_server(world.dsn, how)
         world.connection.execute("delete from rooms.timeline where event = 'lost'")
         assert incarnation(world.connection) > 0
         before = {it.reader: it for it in verification.counts()}
         assert before["own"] == RoomCount("own", 0, 0, missed=1)
         assert before["line"] == RoomCount("line", 2, 2)
-        assert ("line", "@ada") in verification.awaited
+        assert ("line", "@ada") in verification.unanswered
         world.compare_synced(0, 2, 1, 2)
         assert verification.counts()[0] == RoomCount("line", 4, 4)
-        assert ("line", "@ada") not in verification.awaited
+        assert ("line", "@ada") not in verification.unanswered
         world.say("new")
         assert verification.counts()[0] == RoomCount("line", 5, 4)
         world.compare_synced(2, 2, 2)
@@ -207,7 +207,7 @@ def test_a_standby_in_step_begins_nothing_anew(world: World) -> None:
     with world.verification() as verification:
         world.compare_synced(0, 1, 1)
         with verification.paused():
-            verification.services_go_back(world.dsn, Successor.IN_STEP)
+            verification.prepare_services_server(world.dsn, Successor.SYNCHRONOUS_STANDBY)
         world.compare_synced(1, 2, 2)
         assert verification.counts() == [RoomCount("line", 2, 2)]
 
@@ -221,7 +221,7 @@ def test_answers_behind_those_that_a_readers_database_has_kept_are_looked_at_ane
         world.connection.execute("delete from play.answers where number = 2")
         world.connection.execute("alter sequence play.answers_number_seq restart with 2")
         with verification.paused():
-            verification.readers_go_back(world.dsn)
+            verification.prepare_readers_server(world.dsn)
         world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
         assert verification.counts() == [RoomCount("own", 3, 2, missed=1)]
 
@@ -250,7 +250,7 @@ def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
     workload = RoomsWorkload(SimulationPlan(WriterPlan(), frozenset(), 1, 1.0), verify=True)
     databases = SimulationDatabases(Home(tmp_path), "", "", "", "")
     assert {*workload.writing_readers} == {
-        name for name, kinds in CLIENTS_BY_PROCESS.items() if ClientKind.OWN in kinds
+        name for name, kinds in CLIENTS_BY_PROCESS.items() if ClientKind.OWN_EVENT in kinds
     }
 
     def kinds() -> set[ClientKind]:
@@ -259,4 +259,4 @@ def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
 
     assert kinds() == {*ClientKind}
     workload.services_ended = True
-    assert kinds() == {*ClientKind} - {ClientKind.OWN}
+    assert kinds() == {*ClientKind} - {ClientKind.OWN_EVENT}

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tidemark.app.simulation.script import (
-    ALL,
+    ALL_FAULTS,
     PROCESS_FAULTS,
     Fault,
     PlannedFault,
@@ -20,7 +20,7 @@ INSIDE = {Fault.ROLLBACK, Fault.HANG}
 
 
 def acts(seed: int, seconds: float) -> list[PlannedFault]:
-    return list(itertools.takewhile(lambda act: act.at < seconds, fault_schedule(seed, ALL, seconds)))
+    return list(itertools.takewhile(lambda act: act.at < seconds, fault_schedule(seed, ALL_FAULTS, seconds)))
 
 
 def test_the_same_seed_gives_the_same_script() -> None:
@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_script() -> None:
 def test_every_fault_comes_in_the_first_half(seed: int) -> None:
     """However short a play is, all that was asked for happens, and there is time to recover; acts come in order."""
     found = acts(seed, 20.0)
-    assert {act.fault for act in found if act.at <= 10.0} == ALL - INSIDE
+    assert {act.fault for act in found if act.at <= 10.0} == ALL_FAULTS - INSIDE
     assert [act.at for act in found] == sorted(act.at for act in found)
 
 
@@ -45,7 +45,7 @@ def test_only_what_was_asked_for_happens() -> None:
 def test_faults_are_asked_for_by_name() -> None:
     """Names with commas, all, none; without a word all but the servers; a wrong name is told with the right ones."""
     assert parse_faults("crash,redis") == {Fault.CRASH, Fault.REDIS}
-    assert (parse_faults("all"), parse_faults("none"), parse_faults(None)) == (ALL, set(), PROCESS_FAULTS)
+    assert (parse_faults("all"), parse_faults("none"), parse_faults(None)) == (ALL_FAULTS, set(), PROCESS_FAULTS)
     with pytest.raises(BadSetting, match="'fire' is not one of rollback, hang"):
         parse_faults("crash,fire")
 

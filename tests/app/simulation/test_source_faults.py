@@ -41,7 +41,7 @@ class World:
 
     def until(self, found: Callable[[], tuple[Fault, str] | None]) -> tuple[Fault, str]:
         for _ in range(100):
-            self.faults._work()
+            self.faults._step()
             if (it := found()) is not None:
                 return it
         raise AssertionError("the fault was not injected")

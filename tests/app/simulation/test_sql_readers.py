@@ -11,7 +11,7 @@ import pytest
 from tests.sources.relay.position_world import SteppedKeeper
 from tidemark.app.simulation import sql_readers, tables
 from tidemark.app.simulation.script import SimulatedStream
-from tidemark.app.simulation.sql_readers import READERS, SqlPlace, SqlReaderRole, named_place, places_of, read_in_sql
+from tidemark.app.simulation.sql_readers import READERS, SqlPlace, SqlReaderRole, find_place, places_of, run_sql_reader
 
 STREAMS = [SimulatedStream("events"), SimulatedStream("backfill", "backward")]
 WRITERS = ["w1", "w2", "w3", "w4"]
@@ -39,7 +39,7 @@ class World:
             self.keeper.round()
         stopping = threading.Event()
         with ThreadPoolExecutor(copies) as pool:
-            work = [pool.submit(read_in_sql, SqlReaderRole(STREAMS), self.readers, stopping) for _ in range(copies)]
+            work = [pool.submit(run_sql_reader, SqlReaderRole(STREAMS), self.readers, stopping) for _ in range(copies)]
             try:
                 deadline = time.monotonic() + 60
                 while not self.is_read():
@@ -154,5 +154,5 @@ def test_places_are_named_as_the_functions_name_them(world: World) -> None:
             [place.reader, place.partition, place.partitions],
         ).fetchone()
         assert row == (place.name, sql_readers.partition_of("w1", 3))
-        assert named_place(place.name) == place
-    assert named_place("mailer") is None
+        assert find_place(place.name) == place
+    assert find_place("mailer") is None

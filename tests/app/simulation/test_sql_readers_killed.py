@@ -20,7 +20,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
 from tidemark.app.simulation.source_faults import SourceFaults
-from tidemark.app.simulation.sql_readers import READERS, SqlReaderRole, read_in_sql
+from tidemark.app.simulation.sql_readers import READERS, SqlReaderRole, run_sql_reader
 from tidemark.app.simulation.streams import SQL_PROCESSES, StreamsCount, StreamsVerification
 from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.app.stack.home import Home
@@ -33,7 +33,7 @@ ROUNDS = 6
 def serve(dsn: str, log: Path) -> None:
     """One copy of the readers; it logs to the file that the operator follows."""
     sys.stdout = log.open("a", buffering=1)
-    read_in_sql(SqlReaderRole(STREAMS), dsn, threading.Event())
+    run_sql_reader(SqlReaderRole(STREAMS), dsn, threading.Event())
 
 
 class World:
@@ -83,7 +83,7 @@ class World:
     def is_beyond_rows(self) -> bool:
         """Whether the sequences have passed all rows: until then a position waits for the IDs of rows beyond."""
         with psycopg.connect(self.dsn) as sql:
-            heads = tables.reached(sql)
+            heads = tables.floors_and_heads(sql)
             query = "select coalesce(max(abs(stream_id)), 0) from demo.{}"
             rows = {stream.name: sql.execute(query.format(stream.name).encode()).fetchone() for stream in STREAMS}
             return all(row is not None and heads[name][1] >= row[0] for name, row in rows.items())
@@ -106,7 +106,7 @@ class World:
         self.faults.begin(PlannedFault(0.0, fault, self.chance.random(), 0.2))
         while self.faults.pending:
             with self.still:
-                self.faults._work()
+                self.faults._step()
                 self.keeper.round()
             time.sleep(0.1)
 
@@ -154,7 +154,7 @@ def test_nothing_is_missed_doubled_or_out_of_order(database: str, tmp_path: Path
             if number % 3 == 2:
                 made.go_back(Fault.RESTORE_IN_PLACE if number % 2 else Fault.SEQUENCE_BACK)
             made.remedy()
-            assert {count.reader: count for count in made.counts().values() if not count.is_right} == {}
+            assert {count.reader: count for count in made.counts().values() if not count.is_correct} == {}
         eventually(made.is_beyond_rows, seconds=60)
         made.ending.set()
 

@@ -75,7 +75,7 @@ def test_what_was_read_once_and_in_order_is_right(world: World) -> None:
     world.stand("linear", 3)
     found = world.counts()["linear"]
     assert found == StreamsCount("linear", 3, 2, 0, 0, 0)
-    assert found.is_right
+    assert found.is_correct
     assert not found.is_complete
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent, depth_after
 
 ROOM = "!tea"
@@ -59,24 +59,24 @@ def arrivals(draw: st.DrawFn, *, odd: bool = False) -> tuple[list[RoomEvent], li
     return everything, order[: draw(st.integers(1, len(order)))]
 
 
-def arrive(rooms: MemoryRooms, event: RoomEvent, truth: Truth) -> None:
+def arrive(rooms: MemoryRooms, event: RoomEvent, expected: ExpectedRoom) -> None:
     """Persist `event` as a server does that hears of it: with the state before it, fetched as outliers."""
-    before = [entry.id for entry in truth.state_before(event).values()]
+    before = [entry.id for entry in expected.state_before(event).values()]
     for id in before:
         if id not in rooms.events:
-            rooms.persist(replace(truth.everything[id], held_as=EventKind.OUTLIER))
+            rooms.persist(replace(expected.all_events[id], held_as=EventKind.OUTLIER))
     rooms.persist(event, given=before)
 
 
-def told_by_definition(truth: Truth, order: list[str], member: str) -> list[tuple[str, bool]]:
+def told_by_definition(expected: ExpectedRoom, order: list[str], member: str) -> list[tuple[str, bool]]:
     """What a member is told of events placed in this order: those before or after which it had joined, and (True) the
     one that holds its membership, each time that it has joined no more."""
     found, before = [], False
     held: dict[str, EventKind] = {}
     for id in order:
-        held[id] = truth.everything[id].held_as
-        current = Truth(truth.everything.values(), held).current.get((MEMBER, member))
-        after = current is not None and truth.everything[current.id].content["membership"] == "join"
+        held[id] = expected.all_events[id].held_as
+        current = ExpectedRoom(expected.all_events.values(), held).current_state.get((MEMBER, member))
+        after = current is not None and expected.all_events[current.id].content["membership"] == "join"
         if before or after:
             found.append((id, False))
         if current is not None and before and not after:

@@ -30,21 +30,21 @@ from tidemark.sources.rooms.rules import (
 class MemoryRoom:
     """One room. `group` is that of its current state, None where it has no forward extremity."""
 
-    forward: dict[str, EventSummary] = field(default_factory=dict)
-    backward: set[str] = field(default_factory=set)
+    forward_extremities: dict[str, EventSummary] = field(default_factory=dict)
+    backward_extremities: set[str] = field(default_factory=set)
     groups: MemoryStateGroups = field(default_factory=MemoryStateGroups)
     group: int | None = None
-    naming: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    successor_depths: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Edges backwards: who names an event, held or not, with their depths."""
-    counting: set[str] = field(default_factory=set)
+    events_ending_extremities: set[str] = field(default_factory=set)
     """Events whose edges count."""
     joined: dict[str, int] = field(default_factory=dict)
     """Of each who has joined the turn in which the stay began."""
 
     def successors_of(self, room: str, id: str) -> list[EventSummary]:
         return [
-            EventSummary(other, room, depth, EventKind.REGULAR if other in self.counting else EventKind.SOFT_FAILED)
-            for other, depth in self.naming.get(id, {}).items()
+            EventSummary(other, room, depth, EventKind.REGULAR if other in self.events_ending_extremities else EventKind.SOFT_FAILED)
+            for other, depth in self.successor_depths.get(id, {}).items()
         ]
 
 
@@ -103,20 +103,20 @@ class MemoryRooms:
 
     def extremities(self, room: str) -> tuple[EventSummary, ...]:
         """The prev events of a new event."""
-        return choose_prevs(self.rooms[room].forward.values())
+        return choose_prevs(self.rooms[room].forward_extremities.values())
 
     def _place(self, event: RoomEvent, room: MemoryRoom, change: RoomChange, given: State | None) -> None:
         prevs = [self.group_of[id] for id in event.prevs if id in self.group_of]
         group = group_after_event(event, prevs, given, room.groups)
         self.group_of[event.id] = group
-        room.backward.discard(event.id)
-        room.backward.update(change.missing)
+        room.backward_extremities.discard(event.id)
+        room.backward_extremities.update(change.missing)
         for id in change.wrong_depth_events:
-            del room.naming[event.id][id]
+            del room.successor_depths[event.id][id]
         for id in change.edges:
-            room.naming[id][event.id] = event.depth
+            room.successor_depths[id][event.id] = event.depth
         if change.becomes_extremity:
-            room.forward[event.id] = event.summary
+            room.forward_extremities[event.id] = event.summary
         if change.counts:
             self._count(event, room)
             before = room.group
@@ -127,16 +127,16 @@ class MemoryRooms:
 
     def _count(self, event: RoomEvent, room: MemoryRoom) -> None:
         """The event's edges count, and with them those of events that it follows and that are no extremities."""
-        counting = [event]
-        while counting:
-            at = counting.pop()
-            room.counting.add(at.id)
+        events_ending_extremities = [event]
+        while events_ending_extremities:
+            at = events_ending_extremities.pop()
+            room.events_ending_extremities.add(at.id)
             for id in at.prevs:
-                if at.id in room.naming[id]:
-                    room.forward.pop(id, None)
+                if at.id in room.successor_depths[id]:
+                    room.forward_extremities.pop(id, None)
                     prev = self.events[id] if id in self.group_of else None
-                    if prev and prev.room == event.room and not prev.held_as.counts and id not in room.counting:
-                        counting.append(prev)
+                    if prev and prev.room == event.room and not prev.held_as.counts and id not in room.events_ending_extremities:
+                        events_ending_extremities.append(prev)
 
     def _update_members(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
         changed = room.groups.changed_entries(before, after)
@@ -152,7 +152,7 @@ class MemoryRooms:
     def _current(self, room: MemoryRoom, newest: int | None) -> int | None:
         """The group of the current state, which resolves those of the forward extremities. `newest` is the group of the
         one that came last, if its state holds the states of those that it replaced: not so at the deepest depth."""
-        groups = dict.fromkeys(self.group_of[id] for id in room.forward)
+        groups = dict.fromkeys(self.group_of[id] for id in room.forward_extremities)
         if newest is not None and room.group is not None and len(groups) > 1:
             groups = dict.fromkeys([room.group, newest])
         return merge_groups([*groups], None, {}, room.groups) if groups else None

@@ -95,8 +95,8 @@ def _nodes(rooms: MemoryRooms, at: Mapping[str, tuple[int, int]]) -> Iterator[st
     for id, (x, y) in at.items():
         kinds = {
             "history": id in rooms.history,
-            "end": id in rooms.rooms[ROOM].forward,
-            "missing": id in rooms.rooms[ROOM].backward,
+            "end": id in rooms.rooms[ROOM].forward_extremities,
+            "missing": id in rooms.rooms[ROOM].backward_extremities,
         }
         words = " ".join(kind for kind, holds in kinds.items() if holds)
         yield f'<circle class="{words}" cx="{x}" cy="{y}" r="{_RADIUS}"/>'

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import ROOM, an_event, arrivals
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
@@ -58,14 +58,14 @@ def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[
     everything, order = given
     room = f"!{rooms.execute('select count(*) from rooms.rooms').fetchall()[0][0]}"
     named = {event.id: in_room(event, room) for event in everything}
-    memory, truth = MemoryRooms(), Truth(named.values(), {})
+    memory, expected = MemoryRooms(), ExpectedRoom(named.values(), {})
     turns: dict[str, int] = {}
     for number, event in enumerate(named[event.id] for event in order):
-        before = [entry.id for entry in truth.state_before(event).values()]
+        before = [entry.id for entry in expected.state_before(event).values()]
         with rooms.transaction():
             for id in (id for id in before if id not in memory.events):
-                memory.persist(replace(truth.everything[id], held_as=EventKind.OUTLIER))
-                STORE.persist(rooms, replace(truth.everything[id], held_as=EventKind.OUTLIER))
+                memory.persist(replace(expected.all_events[id], held_as=EventKind.OUTLIER))
+                STORE.persist(rooms, replace(expected.all_events[id], held_as=EventKind.OUTLIER))
             store = OWN if number % 2 else STORE
             try:
                 memory.persist(event, given=before)
@@ -75,14 +75,14 @@ def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[
                 continue
             assert store.persist(rooms, event, given=before)
             turns[event.id] = number
-        assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward}
-        assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward
+        assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward_extremities}
+        assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward_extremities
     for _ in range(2):
         held = tables.load_events(rooms, [event.id for event in named.values()])
-        truth = Truth(named.values(), {id: event.held_as for id, (event, _) in held.items()}, turns)
-        assert current_state(rooms, room)[1] == truth.current
+        expected = ExpectedRoom(named.values(), {id: event.held_as for id, (event, _) in held.items()}, turns)
+        assert current_state(rooms, room)[1] == expected.current_state
         states = {id: tables.load_state(rooms, group) for id, (_, group) in held.items() if group is not None}
-        assert states == {id: truth.state_at(id) for id in truth.placed}
+        assert states == {id: expected.state_at(id) for id in expected.non_outliers}
         tables.compact_states(rooms, room)
 
 

@@ -6,7 +6,7 @@ from random import Random
 from tests.sources.rooms.dags import ROOM, an_event
 from tests.sources.rooms.memory import MemoryRooms
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
-from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import next_prevs_and_depth
 from tidemark.sources.rooms.reading import PageEnd, TimelineRow, VectorPosition, messages, initial_sync, sync
@@ -112,8 +112,8 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, another: C
         first = min(ids.values())
         for linear in range(first - 1, first + 40):
             found = initial_sync(another, ROOM, VectorPosition(linear), limit=100)
-            truth = Truth(memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear})
-            assert found.state == truth.current
+            expected = ExpectedRoom(memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear})
+            assert found.state == expected.current_state
             assert {it.stream_ordering for it in found.events} == {id for id in ids.values() if id <= linear}
 
 

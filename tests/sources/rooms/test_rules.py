@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, lies, told_by_definition
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, MAX_NEW_PREV_EVENTS, BadEvent, EventKind, RoomEvent, depth_after
 
 
@@ -27,19 +27,19 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
     rooms, placed = MemoryRooms(), []
     for event in order:
         try:
-            arrive(rooms, event, Truth(everything, {}))
+            arrive(rooms, event, ExpectedRoom(everything, {}))
         except BadEvent:
             assert lies(event, everything)
             continue
         placed.append(event)
         turns = {it.id: turn for turn, it in enumerate(placed)}
-        truth = Truth(everything, {id: held.held_as for id, held in rooms.events.items()}, turns)
+        expected = ExpectedRoom(everything, {id: held.held_as for id, held in rooms.events.items()}, turns)
         room = rooms.rooms[ROOM]
-        assert {*room.forward} == truth.forward
-        assert room.backward == truth.backward
-        assert room.groups.state(rooms.group_of[event.id]) == truth.state_at(event.id)
-        assert (room.group is None) == (not truth.forward)
-        assert room.group is None or room.groups.state(room.group) == truth.current
+        assert {*room.forward_extremities} == expected.forward_extremities
+        assert room.backward_extremities == expected.backward_extremities
+        assert room.groups.state(rooms.group_of[event.id]) == expected.state_at(event.id)
+        assert (room.group is None) == (not expected.forward_extremities)
+        assert room.group is None or room.groups.state(room.group) == expected.current_state
     assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.recipients] == [event.id for event in placed]
 
 
@@ -51,14 +51,14 @@ def test_members_are_told_events_from_the_one_that_joins_to_the_one_that_ends_it
     """And once more that it is over, with the event that ended it, be it held as an outlier only; whatever forks,
     merges, late events and gaps make of who has joined."""
     everything, order = given
-    rooms, truth = MemoryRooms(), Truth(everything, {})
+    rooms, expected = MemoryRooms(), ExpectedRoom(everything, {})
     for event in order:
-        arrive(rooms, event, truth)
+        arrive(rooms, event, expected)
     placed = [event.id for event in order]
     for member in MEMBER_NAMES:
         told = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.told(member)]
-        assert told == told_by_definition(truth, placed, member)
-    held = Truth(everything, {event.id: event.held_as for event in order})
+        assert told == told_by_definition(expected, placed, member)
+    held = ExpectedRoom(everything, {event.id: event.held_as for event in order})
     stays = held.stays((id, turn) for turn, id in enumerate(placed))
     lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
@@ -101,18 +101,18 @@ def test_an_event_of_a_room_that_was_left_is_told_to_who_is_still_there() -> Non
 @given(dags(), st.randoms(use_true_random=False))
 def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent], random: object) -> None:
     """From the last event alone: each round fetches what is missing, as history, until nothing is."""
-    rooms, truth = MemoryRooms(), Truth(events, {})
-    arrive(rooms, events[-1], truth)
-    while missing := sorted(rooms.rooms[ROOM].backward):
+    rooms, expected = MemoryRooms(), ExpectedRoom(events, {})
+    arrive(rooms, events[-1], expected)
+    while missing := sorted(rooms.rooms[ROOM].backward_extremities):
         for id in missing:
-            event = truth.everything[id]
-            before = [entry.id for entry in truth.state_before(event).values()]
+            event = expected.all_events[id]
+            before = [entry.id for entry in expected.state_before(event).values()]
             for other in before:
                 if other not in rooms.events:
-                    rooms.persist(replace(truth.everything[other], held_as=EventKind.OUTLIER))
+                    rooms.persist(replace(expected.all_events[other], held_as=EventKind.OUTLIER))
             rooms.persist(event, "backfill", before)
     assert len(rooms.history) == len({*rooms.history})
-    assert rooms.rooms[ROOM].backward == set()
+    assert rooms.rooms[ROOM].backward_extremities == set()
 
 
 @settings(max_examples=examples(60))
@@ -193,8 +193,8 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
     third = an_event("third", first)
     rooms.persist(third)
     rooms.persist(an_event("second", third))
-    assert {*rooms.rooms[ROOM].forward} == {"second"}
-    assert "first" not in rooms.rooms[ROOM].naming["second"]
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"second"}
+    assert "first" not in rooms.rooms[ROOM].successor_depths["second"]
 
 
 def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
@@ -206,13 +206,13 @@ def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
     for event in (ROOT, first):
         rooms.persist(event)
     rooms.persist(liar, given=[])
-    assert rooms.rooms[ROOM].backward == {"genuine"}
+    assert rooms.rooms[ROOM].backward_extremities == {"genuine"}
     rooms.persist(genuine)
-    assert {*rooms.rooms[ROOM].forward} == {"liar", "genuine"}
-    assert rooms.rooms[ROOM].backward == set()
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"liar", "genuine"}
+    assert rooms.rooms[ROOM].backward_extremities == set()
     refused(rooms, replace(liar, id="again"), "its depth is 3, and an event after these prev events has 4")
     rooms.persist(an_event("both", liar, genuine))
-    assert {*rooms.rooms[ROOM].forward} == {"both"}
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"both"}
 
 
 def test_a_room_goes_on_at_the_deepest_depth() -> None:
@@ -225,7 +225,7 @@ def test_a_room_goes_on_at_the_deepest_depth() -> None:
         assert depth_after(prevs) == MAX_DEPTH
         rooms.persist(an_event(id, *(rooms.events[it.id] for it in prevs), key="a"))
         room = rooms.rooms[ROOM]
-        assert {*room.forward} == {id}
+        assert {*room.forward_extremities} == {id}
         assert room.group is not None
         assert [entry.id for entry in room.groups.state(room.group).values()] == [id]
     refused(rooms, replace(an_event("past", last), depth=MAX_DEPTH + 1), "is not from 1 to 9223372036854775807")
@@ -245,7 +245,7 @@ def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str
         for name in order:
             rooms.persist({"a": between, "b": further, "c": upon}[name], given=[])
         last = upon
-    assert {*rooms.rooms[ROOM].forward} == {"u99"}
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"u99"}
 
 
 def test_state_that_is_given_must_be_held() -> None:
@@ -269,10 +269,10 @@ def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
     rooms.persist(ROOT)
     outlier = replace(an_event("late", ROOT, key="a"), held_as=EventKind.OUTLIER)
     rooms.persist(outlier)
-    assert ({*rooms.rooms[ROOM].forward}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
+    assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
     refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
     rooms.persist(replace(outlier, held_as=EventKind.REGULAR))
-    assert ({*rooms.rooms[ROOM].forward}, rooms.live) == ({"late"}, ["root", "late"])
+    assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live) == ({"late"}, ["root", "late"])
     refused(rooms, outlier, "a duplicate: it is stored already, as regular")
 
 
@@ -283,9 +283,9 @@ def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -
         "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, EventKind.OUT_OF_BAND
     )
     rooms.persist(invite, "backfill")  # wherever it was found: its user reads what arrives
-    assert (rooms.live, rooms.rooms[ROOM].backward, rooms.rooms[ROOM].group) == (["invite"], set(), None)
+    assert (rooms.live, rooms.rooms[ROOM].backward_extremities, rooms.rooms[ROOM].group) == (["invite"], set(), None)
     rooms.persist(replace(invite, held_as=EventKind.REGULAR), given=[])
-    assert (rooms.live, rooms.rooms[ROOM].backward) == (["invite", "invite"], {"unknown"})
+    assert (rooms.live, rooms.rooms[ROOM].backward_extremities) == (["invite", "invite"], {"unknown"})
 
 
 def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
@@ -300,7 +300,7 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
         prevs = rooms.extremities(ROOM)
         assert len(prevs) <= MAX_NEW_PREV_EVENTS
         rooms.persist(RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(it.id for it in prevs), depth_after(prevs)))
-    assert {*rooms.rooms[ROOM].forward} == {"heal2"}
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"heal2"}
 
 
 @pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
@@ -312,10 +312,10 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     bad = replace(an_event("bad", ROOT, key="a"), held_as=held_as)
     rooms.persist(bad)
     room = rooms.rooms[ROOM]
-    assert {*room.forward} == {"root"}
+    assert {*room.forward_extremities} == {"root"}
     assert room.group is not None
     assert not room.groups.state(room.group)
     rooms.persist(an_event("upon", bad))
-    assert {*room.forward} == {"upon"}
+    assert {*room.forward_extremities} == {"upon"}
     state = room.groups.state(room.group)
     assert [entry.id for entry in state.values()] == ["bad"] * (held_as is EventKind.SOFT_FAILED)

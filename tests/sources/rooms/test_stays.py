@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, arrivals, told_by_definition
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
-from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import SqlAppender, next_prevs_and_depth
@@ -30,10 +30,10 @@ class Arriving:
             self.slow.execute("begin")
             self.reserved_id = SqlAppender("service").reserve(self.slow, "events")
 
-    def persist(self, event: RoomEvent, truth: Truth, *, late: bool) -> None:
-        before = [entry.id for entry in truth.state_before(event).values()]
+    def persist(self, event: RoomEvent, expected: ExpectedRoom, *, late: bool) -> None:
+        before = [entry.id for entry in expected.state_before(event).values()]
         for id in {*before} - tables.load_events(self.quick, before).keys():
-            STORE.persist(self.quick, replace(truth.everything[id], held_as=EventKind.OUTLIER))
+            STORE.persist(self.quick, replace(expected.all_events[id], held_as=EventKind.OUTLIER))
         if late and self.reserved_id is not None:
             OWN.persist(self.slow, event, given=before, reserved_id=self.reserved_id)
             self.end()
@@ -89,21 +89,21 @@ def test_a_member_is_told_its_stays_and_their_ends_whoever_is_slow(
     rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
     rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
     everything, order = given
-    truth, arriving = Truth(everything, {}), Arriving(rooms, another)
+    expected, arriving = ExpectedRoom(everything, {}), Arriving(rooms, another)
     members = [SyncingMember(name, by_line) for name in MEMBER_NAMES for by_line in (True, False)]
     for event in order:
         if data.draw(st.booleans()):
             arriving.reserve()
-        arriving.persist(event, truth, late=data.draw(st.booleans()))
+        arriving.persist(event, expected, late=data.draw(st.booleans()))
         member = data.draw(st.sampled_from(members))
         member.sync(rooms, arriving.position(by_line=member.by_line), data.draw(st.sampled_from([1, 3, 100])))
     arriving.end()
     for member in members:
         while member.sync(rooms, arriving.position(by_line=True), 3):
             pass
-        wanted = told_by_definition(truth, [event.id for event in order], member.name)
+        wanted = told_by_definition(expected, [event.id for event in order], member.name)
         member.require_right(wanted)
-        held = Truth(everything, {event.id: event.held_as for event in order})
+        held = ExpectedRoom(everything, {event.id: event.held_as for event in order})
         stays = held.stays((event.id, turn) for turn, event in enumerate(order))
         assert member.rooms == [ROOM for name, _, ended, _ in stays if name == member.name and ended is None]
 

@@ -26,17 +26,17 @@ def main() -> None:
     settings = load()
     logs.configure(settings)
     if role.service:
-        services.serve(role.service, role.facts, stopping)
+        services.run_service(role.service, role.facts, stopping)
     elif role.reader:
         servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
-        services.read(role.reader, servers, stopping)
+        services.run_reader(role.reader, servers, stopping)
     elif role.sql_reader:
-        sql_readers.read_in_sql(role.sql_reader, role.facts, stopping)
+        sql_readers.run_sql_reader(role.sql_reader, role.facts, stopping)
     elif role.room_service:
-        room_services.serve_rooms(role.room_service, role.facts, stopping)
+        room_services.run_room_service(role.room_service, role.facts, stopping)
     elif role.room_client:
         servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
-        room_services.read_rooms(role.room_client, servers, stopping)
+        room_services.run_room_clients(role.room_client, servers, stopping)
     else:
         relay.run(settings, relay.RelayPlan(role.facts, writer=None, metrics=None))
 

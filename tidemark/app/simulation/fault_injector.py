@@ -24,7 +24,7 @@ RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answe
 
 
 class PostgresFailover:
-    """Replaces Postgres servers. The thread of the fault injector calls it; long work runs on another thread.
+    """Replaces Postgres servers. Only the thread of the fault injector calls it; long work runs on another thread.
 
     Args:
         servers: the Postgres servers, and the thread for long work.
@@ -54,16 +54,19 @@ class PostgresFailover:
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
-        """Start preparing a new server. It replaces the old one `planned.duration` seconds after it is ready."""
+        """Start to prepare a new server. It replaces the old server `planned.duration` seconds after it is ready."""
         self.pending += 1
         self._prepare(planned)
 
     def _prepare(self, planned: PlannedFault) -> None:
+        """Prepare a new server. If another replacement has not finished, try again later."""
         if self._replacement is not None:
             self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
             return
-        self._replacement = self._servers.restore() if planned.fault is Fault.RESTORE else self._servers.failover()
-        self._work(
+        self._replacement = (
+            self._servers.new_restore() if planned.fault is Fault.RESTORE else self._servers.new_failover()
+        )
+        self._start_work(
             self._replacement.prepare,
             lambda: self._scheduler.enter(planned.duration, 0, partial(self._switch, planned)),
             planned,
@@ -71,7 +74,7 @@ class PostgresFailover:
 
     def end(self) -> None:
         """Wait for the running work, and cancel all replacements that have not happened yet."""
-        while self._servers.busy:
+        while self._servers.is_busy:
             time.sleep(0.1)
             self._servers.tick()
         for event in self._scheduler.queue:
@@ -85,20 +88,21 @@ class PostgresFailover:
         if planned.fault is Fault.RESTORE:
             self._restores += 1
             self._stopped = () if self._restores % 2 else self._database_users()
-        for member in self._stopped:
-            member.detach().kill()
-        self._work(self._replacement.switch, partial(self._switched, planned), planned)
+        for process in self._stopped:
+            process.detach().kill()
+        self._start_work(self._replacement.switch, partial(self._finish_switch, planned), planned)
 
-    def _switched(self, planned: PlannedFault) -> None:
+    def _finish_switch(self, planned: PlannedFault) -> None:
         self.pending -= 1
         self._count_fault(planned.fault, f"{self._replacement}{', with the services down' if self._stopped else ''}")
         self._finish()
 
-    def _work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
+    def _start_work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
+        """Run `work` on the other thread, and then `on_success`. If `work` fails, try the fault again later."""
         assert self._replacement is not None
         replacement = self._replacement
 
-        def done(error: Exception | None) -> None:
+        def on_done(error: Exception | None) -> None:
             if error is None:
                 on_success()
             else:
@@ -108,18 +112,19 @@ class PostgresFailover:
                     target=str(replacement),
                     problem=str(error),
                 )
-                self._servers.work(replacement.give_up, retry)
+                self._servers.start_work(replacement.give_up, retry)
 
         def retry(_: Exception | None) -> None:
             self._finish()
             self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
 
-        self._servers.work(work, done)
+        self._servers.start_work(work, on_done)
 
     def _finish(self) -> None:
+        """Start the processes that were killed, and allow the next replacement."""
         stopped, self._stopped, self._replacement = self._stopped, (), None
-        for member in stopped:
-            member.start()
+        for process in stopped:
+            process.start()
 
 
 T = TypeVar("T")
@@ -130,11 +135,11 @@ MAX_EXTRA_SERVICES = 2  # services that may join, beyond those at the beginning
 
 
 class FaultInjector:
-    """Call `start`, then `inject` and `tick`, then `stop_services`. Always call `kill_all` at the end, so that no
-    process is left.
+    """Starts the processes and injects faults.
 
-    Without `servers`, faults of Postgres servers are skipped. Without `source_faults`, faults of tables, sequences and
-    topics are skipped.
+    Call `start`, then `inject` and `tick`, then `stop_services`. Always call `kill_all` at the end, so that no process
+    is left. Without `servers`, faults of Postgres servers are skipped. Without `source_faults`, faults of tables,
+    sequences and topics are skipped.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class FaultInjector:
         self._writer_plan = workload.plan.writer_plan
         self._servers = servers
         self._source_faults = source_faults
-        self.done: Counter[Fault] = Counter()
+        self.injected: Counter[Fault] = Counter()
         """How often each fault was injected."""
         self._scheduler = sched.scheduler(time.monotonic)
         self._failover = (
@@ -172,19 +177,19 @@ class FaultInjector:
         self._services = [
             self._service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writers + 1)
         ]
-        for member in self._members():
-            member.start()
+        for process in self._processes():
+            process.start()
 
     def inject(self, planned: PlannedFault) -> None:
-        """Inject a fault. If its target is down, a fault of a server or of the relay is tried again later; others are
-        skipped."""
+        """Inject a fault. If its target is down, a fault of a server or of the relay is tried again later; other faults
+        are skipped."""
         match planned.fault:
             case Fault.CRASH:
                 target = self._crash(self._running(), planned)
             case Fault.READER:
-                target = self._crash([reader for reader in self._readers if reader.process], planned)
+                target = self._crash([reader for reader in self._readers if reader.child], planned)
             case Fault.RELAY:
-                target = self._crash([self._relay] if self._relay.process else [], planned)
+                target = self._crash([self._relay] if self._relay.child else [], planned)
             case Fault.PAUSE:
                 target = self._pause(planned)
             case Fault.LATE:
@@ -223,7 +228,7 @@ class FaultInjector:
 
     def _count_fault(self, fault: Fault, target: str) -> None:
         log.info("Injected a fault", fault=fault.value, target=target)
-        self.done[fault] += 1
+        self.injected[fault] += 1
 
     def tick(self) -> None:
         """Inject the faults that are due, and restart processes that ended by themselves."""
@@ -233,11 +238,11 @@ class FaultInjector:
             for fault, target in self._source_faults.injected():
                 self._count_fault(fault, target)
         self._scheduler.run(blocking=False)
-        for member in self._members():
-            if member.process and (code := member.process.exit_code) is not None:
-                log.warning("A process of the simulation ended by itself; restarting it", name=member.name, code=code)
-                member.detach()
-                self._scheduler.enter(RESTART_SECONDS, 0, member.start)
+        for process in self._processes():
+            if process.child and (code := process.child.exit_code) is not None:
+                log.warning("A process of the simulation ended by itself; restarting it", name=process.name, code=code)
+                process.detach()
+                self._scheduler.enter(RESTART_SECONDS, 0, process.start)
 
     def stop_services(self) -> None:
         """Stop the services, so that their open transactions end. The relay and the readers go on; readers that also
@@ -249,49 +254,49 @@ class FaultInjector:
         if self._source_faults:
             self._source_faults.end()
         self._workload.services_ended = True
-        writing = [
-            reader for reader in self._readers if reader.process and reader.name in self._workload.writing_readers
-        ]
-        self._end([*self._leaving, *(member.detach() for member in [*self._running(), *writing])], STOP_TIMEOUT_SECONDS)
+        writing = [reader for reader in self._readers if reader.child and reader.name in self._workload.writing_readers]
+        self._stop_all(
+            [*self._leaving, *(process.detach() for process in [*self._running(), *writing])], STOP_TIMEOUT_SECONDS
+        )
         self._services = []
-        for member in self._members():
-            if member.process is None:
-                member.start()
+        for process in self._processes():
+            if process.child is None:
+                process.start()
 
     def kill_all(self) -> None:
-        """Stop every process; kill those that do not end within 5 s."""
-        self._end([*self._leaving, *(member.process for member in self._members() if member.process)], 5.0)
+        """Stop every process. Kills the processes that do not end within 5 s."""
+        self._stop_all([*self._leaving, *(process.child for process in self._processes() if process.child)], 5.0)
 
     def _service(self, name: str) -> SimulatedProcess:
         return SimulatedProcess(name, self._databases.home, partial(self._workload.service, self._databases, name))
 
-    def _members(self) -> list[SimulatedProcess]:
+    def _processes(self) -> list[SimulatedProcess]:
         return [self._relay, *self._readers, *self._services]
 
     def _database_users(self) -> list[SimulatedProcess]:
         """The processes that use the services' database: the services and their relay."""
-        return [member for member in (self._relay, *self._services) if member.process]
+        return [process for process in (self._relay, *self._services) if process.child]
 
     def _running(self) -> list[SimulatedProcess]:
-        return [service for service in self._services if service.process]
+        return [service for service in self._services if service.child]
 
-    def _crash(self, among: Sequence[SimulatedProcess], planned: PlannedFault) -> str:
-        if not among:
+    def _crash(self, candidates: Sequence[SimulatedProcess], planned: PlannedFault) -> str:
+        if not candidates:
             return ""
-        member = _chosen(among, planned.choice)
-        member.detach().kill()
-        self._scheduler.enter(planned.duration, 0, member.start)
-        return member.name
+        process = _choose(candidates, planned.choice)
+        process.detach().kill()
+        self._scheduler.enter(planned.duration, 0, process.start)
+        return process.name
 
     def _pause(self, planned: PlannedFault) -> str:
         running = self._running()
         if not running:
             return ""
-        member = _chosen(running, planned.choice)
-        assert member.process is not None
-        member.process.freeze()
-        self._scheduler.enter(planned.duration, 1, member.process.thaw)
-        return member.name
+        process = _choose(running, planned.choice)
+        assert process.child is not None
+        process.child.freeze()
+        self._scheduler.enter(planned.duration, 1, process.child.thaw)
+        return process.name
 
     def _join(self, planned: PlannedFault) -> str:
         writer_plan = self._writer_plan
@@ -299,20 +304,20 @@ class FaultInjector:
         free = {writer_plan.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""
-        member = self._service(_chosen(sorted(free), planned.choice))
-        self._services.append(member)
-        member.start()
-        return member.name
+        process = self._service(_choose(sorted(free), planned.choice))
+        self._services.append(process)
+        process.start()
+        return process.name
 
     def _leave(self, planned: PlannedFault) -> str:
         running = self._running()
         if len(running) < 2:
             return ""
-        member = _chosen(running, planned.choice)
-        self._services.remove(member)
-        self._leaving.append(member.detach())
+        process = _choose(running, planned.choice)
+        self._services.remove(process)
+        self._leaving.append(process.detach())
         self._leaving[-1].stop()
-        return member.name
+        return process.name
 
     def _kill_server(self, name: str) -> str:
         from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
@@ -323,7 +328,7 @@ class FaultInjector:
         process.kill()
         return name
 
-    def _end(self, processes: Sequence[ChildProcess], seconds: float) -> None:
+    def _stop_all(self, processes: Sequence[ChildProcess], seconds: float) -> None:
         for process in processes:
             process.thaw()
             process.stop()
@@ -333,5 +338,6 @@ class FaultInjector:
                 process.kill()
 
 
-def _chosen(among: Sequence[T], choice: float) -> T:
-    return among[int(choice * len(among))]
+def _choose(candidates: Sequence[T], choice: float) -> T:
+    """The candidate at `choice`, a number in [0, 1)."""
+    return candidates[int(choice * len(candidates))]

@@ -1,9 +1,9 @@
 """The services and clients of the rooms workload.
 
-The services write events of their own and of other servers, forks, outliers, invites, and history.
+The services write their own events and events of other servers: forks, outliers, invites, and history.
 
-The table `play.remote` has the events of other servers, each with the state before it. The services learn of these
-events later, by backfill. The verification compares the clients' answers with that table and the tables of the rooms.
+The table `play.remote` has the events of other servers, each with the state before it. The services fetch events from
+this table as outliers and by backfill. The verification also reads the table.
 """
 
 import threading
@@ -34,36 +34,43 @@ from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection, SessionConnection
 from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
+from tidemark.sources.rooms.persisting import (
+    Appender,
+    RoomStore,
+    RoomStreams,
+    SqlAppender,
+    WriterAppender,
+    next_prevs_and_depth,
+)
 from tidemark.sources.rooms.reading import (
     VectorPosition,
     current_state,
     incarnation,
-    load_invalidations,
+    initial_sync,
     joined_rooms_with_version,
+    load_invalidations,
     members_with_version,
     messages,
-    initial_sync,
     sync,
 )
-from tidemark.sources.rooms.rules import MEMBER, EventKind, StateEntry, RoomEvent, State, resolve_states
-from tidemark.sources.rooms.tables import ROOM_CACHES, MEMBERS_CACHE, JOINED_ROOMS_CACHE, STATE_CACHE, Caches
+from tidemark.sources.rooms.rules import MEMBER, EventKind, RoomEvent, State, StateEntry, resolve_states
+from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, MEMBERS_CACHE, ROOM_CACHES, STATE_CACHE, Caches
 
 ROOMS = 12
 ROOM_MEMBERS = ("@ada", "@bob")
-"""The members that join every room when it is created, and never leave."""
+"""The members who join every room when it is created, and never leave."""
 GUEST = "@eve"
-"""The member that is invited and never joins."""
+"""The member who is invited and never joins."""
 OTHER_MEMBERS = 20
 """Number of other members, `@m0` and so on. They join, leave and are banned."""
 FREQUENT_JOINER = "@m0"
-"""The member that joins and leaves most often."""
+"""The member who joins and leaves most often."""
 LIVE_THREADS = 2
-BACKFILL_SECONDS = 0.3  # mean, between two backfills
+BACKFILL_SECONDS = 0.3  # mean time between two backfills
 COMPACTION_PROBABILITY = 0.05
-_KINDS = [*[EventKind.REGULAR] * 7, EventKind.SOFT_FAILED, EventKind.REJECTED]
+_RANDOM_KINDS = [*[EventKind.REGULAR] * 7, EventKind.SOFT_FAILED, EventKind.REJECTED]
 
-REMOTE = """
+REMOTE_TABLE = """
 create schema if not exists play;
 create table if not exists play.remote (
     event       text    primary key,
@@ -81,7 +88,7 @@ class RoomServiceRole:
     """Configuration of one service process.
 
     Attributes:
-        writer: the name of its writer; None to write with `tidemark.append`, as the database's writer.
+        writer: the name of its writer; None to write with `tidemark.append`, whose writer is the database.
         streams: the streams of the rooms.
         faults: the faults that happen inside transactions.
         rate: transactions per second.
@@ -107,7 +114,7 @@ def simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
     ]
 
 
-def serve_rooms(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> None:
+def run_room_service(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> None:
     """Write live events and backfill missing history until `stopping` is set. Raises the errors of the database."""
     threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREADS)]
     run_threads(
@@ -124,14 +131,15 @@ class _RoomThread:
         self._dsn = dsn
         self._stopping = stopping
 
-    def _work(self, mean_pause_seconds: float, write: Callable[[Connection, str], None]) -> None:
-        """Call `write` for random rooms, each call in a transaction. Some transactions are rolled back."""
+    def _run_transactions(self, mean_pause_seconds: float, write: Callable[[Connection, str], None]) -> None:
+        """Call `write(connection, room)` for random rooms, each call in a transaction. Some transactions are rolled
+        back."""
         with (
             connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
         ):
-            name = self._role.writer
-            self._appender: Appender = WriterAppender(name) if name else SqlAppender(connection.info.dbname)
+            writer = self._role.writer
+            self._appender: Appender = WriterAppender(writer) if writer else SqlAppender(connection.info.dbname)
             self._store = RoomStore(self._appender, self._role.streams)
             while not self._stopping.wait(self._random.expovariate(1 / mean_pause_seconds)):
                 with suppress(RolledBack), connection.transaction():
@@ -140,11 +148,11 @@ class _RoomThread:
                     if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACK_PROBABILITY:
                         raise RolledBack
 
-    def _fetch(self, connection: Connection, events: Iterable[str]) -> None:
-        """Store those of these events that are missing, as outliers."""
-        wanted = [*events]
-        missing = {*wanted} - tables.load_events(connection, wanted).keys()
-        for event, _ in fetched(connection, missing):
+    def _store_outliers(self, connection: Connection, events: Iterable[str]) -> None:
+        """Fetch the events that are not stored, and store them as outliers. `events` are IDs."""
+        ids = [*events]
+        missing = {*ids} - tables.load_events(connection, ids).keys()
+        for event, _ in fetch_remote_events(connection, missing):
             self._store.persist(connection, replace(event, held_as=EventKind.OUTLIER))
 
 
@@ -152,7 +160,7 @@ class _LiveThread(_RoomThread):
     """Writes live events: own events and events that other servers send."""
 
     def work(self) -> None:
-        self._work(LIVE_THREADS / self._role.rate, self._write_live)
+        self._run_transactions(LIVE_THREADS / self._role.rate, self._write_live)
 
     def _write_live(self, connection: Connection, room: str) -> None:
         reserved_id = None
@@ -167,12 +175,14 @@ class _LiveThread(_RoomThread):
         if chance < 0.6:
             self._store.persist(connection, self._new_event(room, prevs, depth), reserved_id=reserved_id)
         elif chance < 0.7:
-            fork = self._fork(connection, room)
-            self._store.persist(connection, replace(fork, held_as=self._random.choice(_KINDS)), reserved_id=reserved_id)
+            fork = self._new_fork_event(connection, room)
+            self._store.persist(
+                connection, replace(fork, held_as=self._random.choice(_RANDOM_KINDS)), reserved_id=reserved_id
+            )
         elif chance < 0.93:
-            self._receive(connection, room, reserved_id)
+            self._receive_remote_event(connection, room, reserved_id)
         else:
-            self._place_outlier(connection, room, reserved_id)
+            self._de_outlier(connection, room, reserved_id)
 
     def _create_room(self, connection: Connection, room: str) -> None:
         event = RoomEvent(_new_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
@@ -184,40 +194,40 @@ class _LiveThread(_RoomThread):
             self._store.persist(connection, event)
 
     def _new_event(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
-        """Create a message, a topic, or a membership change."""
+        """Make a message, a topic, or a membership change. `prevs` are IDs."""
         chance, sender = self._random.random(), f"@m{self._random.randrange(OTHER_MEMBERS)}"
-        names = tuple(prevs)
+        prev_ids = tuple(prevs)
         if chance < 0.7:
-            return RoomEvent(_new_id(), room, "m.room.message", sender, names, depth, None, {"body": "hello"})
+            return RoomEvent(_new_id(), room, "m.room.message", sender, prev_ids, depth, None, {"body": "hello"})
         if chance < 0.8:
-            return RoomEvent(_new_id(), room, "m.room.topic", sender, names, depth, "", {"topic": _new_id()})
+            return RoomEvent(_new_id(), room, "m.room.topic", sender, prev_ids, depth, "", {"topic": _new_id()})
         content = {"membership": self._random.choice(["join", "join", "leave", "ban"])}
         member = f"@m{int(OTHER_MEMBERS * self._random.random() ** 2)}"
-        return RoomEvent(_new_id(), room, MEMBER, sender, names, depth, member, content)
+        return RoomEvent(_new_id(), room, MEMBER, sender, prev_ids, depth, member, content)
 
-    def _fork(self, connection: Connection, room: str) -> RoomEvent:
-        """Create an event that follows some of the newest events, even if other events follow them already. This forks
-        the room."""
+    def _new_fork_event(self, connection: Connection, room: str) -> RoomEvent:
+        """Make an event that follows some of the newest events, even if other events follow them already. The event
+        forks the room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
             [room],
         ).fetchall()
-        chosen = self._random.sample(rows, min(len(rows), self._random.choice((1, 1, 2, 3))))
-        return self._new_event(room, [event for event, _ in chosen], 1 + max(depth for _, depth in chosen))
+        prevs = self._random.sample(rows, min(len(rows), self._random.choice((1, 1, 2, 3))))
+        return self._new_event(room, [event for event, _ in prevs], 1 + max(depth for _, depth in prevs))
 
-    def _receive(self, connection: Connection, room: str, reserved_id: int | None) -> None:
-        """Store only the last event of a chain that another server wrote, as a live event or as an invite. Backfill
-        must find the others."""
-        event = self._fork(connection, room)
+    def _receive_remote_event(self, connection: Connection, room: str, reserved_id: int | None) -> None:
+        """Write a chain of events as another server does, and store only the last event, as a live event or as an
+        invite. Backfill must fetch the other events."""
+        event = self._new_fork_event(connection, room)
         groups = [group for _, group in tables.load_events(connection, event.prevs).values() if group is not None]
         state: State = resolve_states([tables.load_state(connection, group) for group in groups])
         before: list[str] = []
-        invites = self._random.random() < 0.2
+        is_invite = self._random.random() < 0.2
         for left in range(self._random.randrange(4), -1, -1):
-            if invites and not left:
+            if is_invite and not left:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
-            event = replace(event, held_as=EventKind.REGULAR if invites else self._random.choice(_KINDS))
+            event = replace(event, held_as=EventKind.REGULAR if is_invite else self._random.choice(_RANDOM_KINDS))
             before = [entry.id for entry in state.values()]
             connection.execute(
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
@@ -227,40 +237,42 @@ class _LiveThread(_RoomThread):
                 if event.key and event.held_as is not EventKind.REJECTED:
                     state = {**state, event.key: StateEntry(event.depth, event.id)}
                 event = self._new_event(room, [event.id], event.depth + 1)
-        if invites:
+        if is_invite:
             event = replace(event, held_as=EventKind.OUT_OF_BAND)
-        self._fetch(connection, before)
-        self._store.persist(connection, event, given=before, reserved_id=reserved_id)
+        self._store_outliers(connection, before)
+        self._store.persist(connection, event, state_ids_before=before, reserved_id=reserved_id)
 
-    def _place_outlier(self, connection: Connection, room: str, reserved_id: int | None) -> None:
-        """Store an outlier again as a full event."""
+    def _de_outlier(self, connection: Connection, room: str, reserved_id: int | None) -> None:
+        """Store an outlier again, with its edges and state."""
         rows = connection.execute(
             "select event from rooms.events where room = %s and held_as in ('outlier', 'out-of-band')", [room]
         ).fetchall()
         if rows:
-            for event, before in fetched(connection, self._random.choice(rows)):
-                self._fetch(connection, before)
-                self._store.persist(connection, event, given=before, reserved_id=reserved_id)
+            for event, before in fetch_remote_events(connection, self._random.choice(rows)):
+                self._store_outliers(connection, before)
+                self._store.persist(connection, event, state_ids_before=before, reserved_id=reserved_id)
 
 
 class _BackfillThread(_RoomThread):
     """Backfills missing events of rooms as history, and compacts the states of rooms."""
 
     def work(self) -> None:
-        self._work(BACKFILL_SECONDS, self._backfill)
+        self._run_transactions(BACKFILL_SECONDS, self._backfill)
 
     def _backfill(self, connection: Connection, room: str) -> None:
         if self._random.random() < COMPACTION_PROBABILITY:
             tables.compact_states(connection, room)
         tables.lock_room(connection, room)
         missing = tables.backward_extremities(connection, room)[:5]
-        for event, before in sorted(fetched(connection, missing), key=lambda fetched_event: -fetched_event[0].depth):
-            self._fetch(connection, before)
+        for event, before in sorted(
+            fetch_remote_events(connection, missing), key=lambda fetched_event: -fetched_event[0].depth
+        ):
+            self._store_outliers(connection, before)
             self._store.persist(connection, event, "backfill", before)
 
 
-def fetched(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """Read events from `play.remote`, each with the IDs of the state before it."""
+def fetch_remote_events(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
+    """Read events from `play.remote` by their IDs, each with the IDs of the events of the state before it."""
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
 
@@ -269,13 +281,13 @@ def _new_id() -> str:
     return f"${uuid4().hex[:20]}"
 
 
-SYNCING = (*ROOM_MEMBERS, FREQUENT_JOINER, GUEST)
+SYNCING_MEMBERS = (*ROOM_MEMBERS, FREQUENT_JOINER, GUEST)
 """The members for whom clients sync, with linear positions and with vectors."""
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.05  # between two requests of a client
 OWN_EVENT_SECONDS = 1.0  # between two events of the client that waits for its own events
 OWN_EVENT_TIMEOUT_SECONDS = 60.0
 
-ANSWERS = """
+ANSWERS_TABLE = """
 create schema if not exists play;
 create table if not exists play.answers (
     number      bigint  primary key generated always as identity,
@@ -294,13 +306,18 @@ comment on column play.answers.incarnation is 'The incarnation of the services''
 
 
 class ClientKind(StrEnum):
-    """What a client requests."""
+    """What a client requests. The value is its name in `play.answers` and in the output."""
 
-    LINE = "line"
+    LINEAR = "line"
+    """Sync by linear positions."""
     VECTOR = "vector"
+    """Sync by vectors."""
     HISTORY = "history"
+    """The initial sync and the history of a room."""
     CACHES = "caches"
-    OWN = "own"
+    """Values from caches."""
+    OWN_EVENT = "own"
+    """Sync after the client has written an event of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +329,7 @@ class RoomClientRole:
         streams: the streams of the rooms.
         writer: the name of the writer of the client that waits for its own events.
         seed: seed of the random choices.
-        kept: store all answers, for the verification. If false, only the last answer of each syncing client is
+        store_all: store all answers, for the verification. If false, only the last answer of each syncing client is
             stored, so that a simulation can run forever.
     """
 
@@ -320,19 +337,19 @@ class RoomClientRole:
     streams: RoomStreams
     writer: str
     seed: str
-    kept: bool = True
+    store_all: bool = True
 
 
-def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
+def run_room_clients(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
     """Send requests until `stopping` is set. Raises errors of Tidemark and of psycopg, unless they are temporary."""
     with Positions(servers.redis, servers.tidemark) as positions:
         clients = [_ClientThread(kind, role, servers, positions, stopping) for kind in role.kinds]
-        run_threads([work for client in clients for work in client.work()], stopping)
+        run_threads([loop for client in clients for loop in client.loops()], stopping)
 
 
 class _ClientThread:
-    """A client of one kind. Each function of `work` runs on its own thread until `stopping` is set or the connection is
-    lost."""
+    """A client of one kind. Each function of `loops` runs on its own thread until `stopping` is set or the connection
+    is lost."""
 
     def __init__(
         self,
@@ -349,25 +366,25 @@ class _ClientThread:
         self._stopping = stopping
         self._random = Random(f"{role.seed} {kind}")
 
-    def work(self) -> Sequence[Callable[[], None]]:
+    def loops(self) -> Sequence[Callable[[], None]]:
         """The functions to run, each on its own thread."""
         match self._kind:
             case ClientKind.HISTORY:
-                return [self.history]
+                return [self._page_histories]
             case ClientKind.CACHES:
-                return [self.caches]
-            case ClientKind.OWN:
-                return [self.own]
+                return [self._read_caches]
+            case ClientKind.OWN_EVENT:
+                return [self._write_and_sync]
             case _:
-                return [partial(self.sync, member) for member in SYNCING]
+                return [partial(self._sync, member) for member in SYNCING_MEMBERS]
 
-    def sync(self, member: str) -> None:
+    def _sync(self, member: str) -> None:
         """Sync repeatedly, each time from the position of the last answer. The first sync starts at the first event."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             since = answers.last_position(member)
             while not self._stopping.wait(self._random.random() * 2 * PAUSE_SECONDS):
-                now = self._now(self._role.streams.events)
+                now = self._published_position(self._role.streams.events)
                 if now is None or now == since:
                     continue
                 synced = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
@@ -376,13 +393,16 @@ class _ClientThread:
                 answers.add("sync", member, since, synced.until, answer)
                 since = synced.until
 
-    def history(self) -> None:
+    def _page_histories(self) -> None:
         """Open a room and page back to its first event, repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             while not self._stopping.wait(PAUSE_SECONDS):
                 room = f"!{self._random.randrange(ROOMS)}"
-                now, history = self._now(self._role.streams.events), self._now(self._role.streams.backfill)
+                now, history = (
+                    self._published_position(self._role.streams.events),
+                    self._published_position(self._role.streams.backfill),
+                )
                 if now is None or history is None:
                     continue
                 first = initial_sync(facts, room, now, limit=5)
@@ -398,14 +418,14 @@ class _ClientThread:
                     }
                     answers.add("history", room, None, now, answer)
 
-    def caches(self) -> None:
+    def _read_caches(self) -> None:
         """Apply the invalidations up to the vector, then read some values from the caches, repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             caches = Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]})
             applied = None
             while not self._stopping.wait(PAUSE_SECONDS):
-                now = self._now(self._role.streams.caches)
+                now = self._published_position(self._role.streams.caches)
                 if now is None:
                     continue
                 if applied is None:
@@ -418,8 +438,13 @@ class _ClientThread:
                 answers.add("served", "", None, now, {"served": served})
 
     def _read_cached(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
+        """Read a random value. Returns the name of the cache, the key, and the version of the value."""
         cache = self._random.choice([STATE_CACHE, MEMBERS_CACHE, JOINED_ROOMS_CACHE])
-        key = f"@m{self._random.randrange(OTHER_MEMBERS)}" if cache == JOINED_ROOMS_CACHE else f"!{self._random.randrange(ROOMS)}"
+        key = (
+            f"@m{self._random.randrange(OTHER_MEMBERS)}"
+            if cache == JOINED_ROOMS_CACHE
+            else f"!{self._random.randrange(ROOMS)}"
+        )
         load: Mapping[str, Callable[[], tuple[int, object]]] = {
             STATE_CACHE: lambda: current_state(facts, key),
             MEMBERS_CACHE: lambda: members_with_version(facts, key),
@@ -428,9 +453,9 @@ class _ClientThread:
         version, _ = caches.get(cache, [key], load[cache])
         return cache, key, version
 
-    def own(self) -> None:
-        """Write an event and wait until the own writer's position reaches its ID, repeatedly. The next sync must
-        contain the event, even if other writers are slow."""
+    def _write_and_sync(self) -> None:
+        """Write an event and wait until the position of the client's own writer reaches its ID, repeatedly. The next
+        sync must contain the event, even if other writers are slow."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
@@ -456,21 +481,21 @@ class _ClientThread:
                     if self._stopping.is_set():
                         return
                     raise
-                now = _upto(snapshot)
+                now = _vector_position(snapshot)
                 synced = sync(facts, member, since or VectorPosition(id - 1), now, limit=10_000)
                 since = synced.until
                 answer = {"id": id, "found": id in {event.stream_ordering for event in synced.events}}
                 answers.add("own", room, None, now, answer)
 
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
-        """Connections to the services' database and to the database that stores the answers."""
+        """Open connections to the services' database and to the database that stores the answers."""
         stack.enter_context(connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
         facts = stack.enter_context(SessionConnection.open(self._servers.facts))
         effects = stack.enter_context(SessionConnection.open(self._servers.effects))
-        return facts, _Answers(effects, self._kind, self._role.kept, incarnation(facts))
+        return facts, _Answers(effects, self._kind, self._role.store_all, incarnation(facts))
 
-    def _now(self, stream: str) -> VectorPosition | None:
-        """The published position; None while it is not known."""
+    def _published_position(self, stream: str) -> VectorPosition | None:
+        """The published position of the stream, a vector unless the client is `LINEAR`; None if it is not known yet."""
         try:
             snapshot = self._positions.get(stream)
         except Retry as problem:
@@ -478,21 +503,28 @@ class _ClientThread:
         if not isinstance(snapshot, PositionSnapshot):
             time.sleep(PAUSE_SECONDS)
             return None
-        return VectorPosition(snapshot.linear) if self._kind is ClientKind.LINE else _upto(snapshot)
+        return VectorPosition(snapshot.linear) if self._kind is ClientKind.LINEAR else _vector_position(snapshot)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Stores the answers that one client got from one incarnation of the services' database, in the readers'
-    database."""
+    """Stores the answers of one client in the readers' database.
+
+    Attributes:
+        effects: a connection to the readers' database.
+        client: the kind of the client.
+        store_all: see `RoomClientRole`.
+        incarnation: the incarnation of the services' database that gives the answers.
+    """
 
     effects: Connection
     client: ClientKind
-    kept: bool
+    store_all: bool
     incarnation: int
 
     def last_position(self, member: str) -> VectorPosition:
-        """The position from which the member's client continues: that of its last answer of this incarnation, or 0."""
+        """The position from which the member's client continues: the position of its last answer of this incarnation,
+        or 0."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
@@ -500,12 +532,23 @@ class _Answers:
         ).fetchone()
         return VectorPosition(0) if row is None else msgspec.convert(row[0], VectorPosition)
 
-    def add(self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]) -> None:
-        if not self.kept and kind != "sync":
+    def add(
+        self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]
+    ) -> None:
+        """Store one answer.
+
+        Args:
+            kind: `sync`, `history`, `served` or `own`.
+            about: the member or the room.
+            since: the position from which a sync began; otherwise None.
+            upto: the position of the answer.
+            answer: depends on `kind`; see `rooms.compare_answer` and `rooms.compare_syncs`.
+        """
+        if not self.store_all and kind != "sync":
             return
         texts = [msgspec.json.encode(part).decode() for part in (since, upto, answer)]
         with self.effects.transaction():
-            if not self.kept:
+            if not self.store_all:
                 self.effects.execute(
                     "delete from play.answers where client = %s and kind = %s and about = %s",
                     [self.client.value, kind, about],
@@ -517,8 +560,8 @@ class _Answers:
             )
 
 
-def _upto(snapshot: PositionSnapshot) -> VectorPosition:
-    """The published vector, without writers that are at or below the linear position."""
+def _vector_position(snapshot: PositionSnapshot) -> VectorPosition:
+    """The published vector, without writers at or below the linear position."""
     return VectorPosition(
         snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}
     )

@@ -1,7 +1,7 @@
 """The rooms workload. Its verification compares the answers of clients with the tables, and the tables with the
 definitions of a room.
 
-The verification uses no positions but those in the answers.
+The verification uses only the positions in the answers.
 """
 
 from collections import Counter, defaultdict
@@ -17,41 +17,41 @@ import msgspec
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.simulation import tables as simulation_tables
+from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.app.simulation.room_services import (
-    ANSWERS,
-    REMOTE,
-    SYNCING,
+    ANSWERS_TABLE,
+    REMOTE_TABLE,
+    SYNCING_MEMBERS,
     ClientKind,
     RoomClientRole,
     RoomServiceRole,
     room_streams,
     simulated_streams,
 )
-from tidemark.app.simulation.room_truth import Truth
-from tidemark.app.simulation.script import ALL, SOURCE_FAULTS, SimulatedStream, Successor
+from tidemark.app.simulation.script import ALL_FAULTS, SOURCE_FAULTS, SimulatedStream, Successor
 from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.reading import TimelineRow, VectorPosition, current_state, incarnation
-from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, StateEntry, RoomEvent, State, Stay
+from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, RoomEvent, State, StateEntry, Stay
 
 
 @dataclass(frozen=True, slots=True)
 class RoomCount(ReadCount):
-    """Counts of one kind of client.
+    """Counts of one kind of client. `written` and `read` count what the client requests: events, values or rooms.
 
     Attributes:
-        stale: number of cached values that were served after their invalidation.
-        different: number of states and rooms that differ from the definitions.
+        stale: cached values that were served after their invalidation.
+        different: states and rooms that differ from the definitions.
     """
 
     stale: int = 0
     different: int = 0
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return not any(self.figures[2:])
 
     def __str__(self) -> str:
@@ -62,57 +62,68 @@ class RoomCount(ReadCount):
 
 @dataclass
 class StoredRooms:
-    """The content of the services' database."""
+    """The content of the services' database.
+
+    Attributes:
+        timeline: by stream ID, the rows of `rooms.timeline`.
+        turns: by stream ID, the room's turn when the event was persisted.
+        recipients: by stream ID of an event that only one member receives, the member.
+        stays: by member and room.
+        invalidations: by cache and room, the invalidations in ascending order, each with the room's version.
+        joined_rooms_invalidations: by member (None: all members), the invalidations of the list of joined rooms. The
+            version of a cached list is the number of invalidations that it includes.
+    """
 
     timeline: dict[int, TimelineRow]
     turns: Mapping[int, int]
     recipients: Mapping[int, str]
     stays: Mapping[tuple[str, str], Sequence[Stay]]
-    """By member and room."""
-    stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
-    """By cache and room, the invalidations in ascending order, each with its version."""
-    rooms_of: Mapping[str | None, Sequence[TimelineRow]]
-    """By member (None: all members), invalidations of the member's list of rooms. The version of a value is the number
-    of invalidations that it includes."""
+    invalidations: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
+    joined_rooms_invalidations: Mapping[str | None, Sequence[TimelineRow]]
 
     def min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
         """The lowest correct version of a value that was read from the cache at position `upto`."""
         if cache == tables.JOINED_ROOMS_CACHE:
-            return sum(upto.covers(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
-        reported = reversed(self.stale_from.get((cache, key), ()))
-        return next((version for row, version in reported if upto.covers(row)), 0)
+            return sum(
+                upto.covers(row) for member in (key, None) for row in self.joined_rooms_invalidations.get(member, ())
+            )
+        newest_first = reversed(self.invalidations.get((cache, key), ()))
+        return next((version for row, version in newest_first if upto.covers(row)), 0)
 
-    def expected(self, member: str) -> set[int]:
-        """The IDs of the events that a member must receive, without the events that end its memberships."""
+    def expected_ids(self, member: str) -> set[int]:
+        """The stream IDs of the events that a member must receive, without the facts that report the ends of stays."""
         return {
             id
             for id, row in self.timeline.items()
             if id > 0
             and (
-                self.recipients[id] == member and id not in self.ends(member)
+                self.recipients[id] == member and id not in self.end_ids(member)
                 if id in self.recipients
-                else self.stay(member, id) is not None
+                else self.stay_with(member, id) is not None
             )
         }
 
-    def stay(self, member: str, id: int) -> Stay | None:
-        """The stay in which a member receives an event."""
+    def stay_with(self, member: str, id: int) -> Stay | None:
+        """The member's stay that covers an event; None if there is none."""
         stays = self.stays.get((member, self.timeline[id].room), ())
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
-    def ends(self, member: str) -> set[int]:
-        """The IDs of the events that ended memberships of a member."""
+    def end_ids(self, member: str) -> set[int]:
+        """The stream IDs of the facts that report the ends of the member's stays."""
         return {
             stay.left_by for (name, _), stays in self.stays.items() if name == member for stay in stays if stay.left_by
         }
 
 
-def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
+def compare_syncs(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
     """Compare the answers of syncing clients with the tables.
 
     Args:
-        answers: rows of (client, member, since, upto, answer), in the order of the answers.
+        answers: rows of (client, member, since, upto, answer), in the order in which they were stored.
         stored: the content of the services' database.
+
+    Returns:
+        The counts of each kind of client.
     """
     rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
     for client, about, *answer in answers:
@@ -126,23 +137,34 @@ def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Ite
 
 def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
     disordered = 0
-    got: list[int] = []
-    over: set[int] = set()
+    received: list[int] = []
+    ended: set[int] = set()
     for (_, before, _), (since, _, answer) in pairwise([(None, answers[0][0], None), *answers]):
-        reported = [answer[kind] for kind in ("events", "sent", "left")]
-        disordered += since != before or reported != [sorted(ids) for ids in reported]
-        stays = (stored.stay(member, id) for id in answer["events"] if id in stored.timeline)
-        disordered += sum(stay is not None and stay.left_by in over for stay in stays)
-        over.update(answer["left"])
-        got += [id for ids in reported for id in ids]
-    until, ends = msgspec.convert(answers[-1][1], VectorPosition), stored.ends(member)
-    expected = stored.expected(member)
-    passed = {id for id in expected if until.covers(stored.timeline[id])} | {id for id in ends if id <= until.linear}
-    missed, duplicated = _missed_and_duplicated(passed, got)
-    return RoomCount(client, len(expected | ends), len(passed & {*got}), missed, duplicated, disordered)
+        sections = [answer[kind] for kind in ("events", "sent", "left")]
+        disordered += since != before or sections != [sorted(ids) for ids in sections]
+        stays = (stored.stay_with(member, id) for id in answer["events"] if id in stored.timeline)
+        disordered += sum(stay is not None and stay.left_by in ended for stay in stays)
+        ended.update(answer["left"])
+        received += [id for ids in sections for id in ids]
+    until, ends = msgspec.convert(answers[-1][1], VectorPosition), stored.end_ids(member)
+    expected = stored.expected_ids(member)
+    covered = {id for id in expected if until.covers(stored.timeline[id])} | {id for id in ends if id <= until.linear}
+    missed, duplicated = _missed_and_duplicated(covered, received)
+    return RoomCount(client, len(expected | ends), len(covered & {*received}), missed, duplicated, disordered)
 
 
-def compare_answer(client: str, about: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
+def compare_answer(
+    client: str, about: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms
+) -> RoomCount:
+    """Compare one answer of a client that does not sync with the tables.
+
+    Args:
+        client: the kind of client.
+        about: the room of a history; otherwise not used.
+        upto: the position of the answer.
+        answer: as it is in `play.answers`.
+        stored: the content of the services' database.
+    """
     match client:
         case ClientKind.HISTORY:
             return _compare_pages(about, upto, answer, stored)
@@ -157,73 +179,80 @@ def compare_answer(client: str, about: str, upto: VectorPosition, answer: Mappin
 def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     """Compare a paged history: it must have all live events up to the position, and all history that existed when the
     client began. It may have history that arrived meanwhile."""
-    got = [id for _, id in answer["events"]]
-    of_room = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
-    expected = {id for id, row in of_room.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
-    extra = {id for id in got if id < 0 and id in of_room}
-    missed, duplicated = _missed_and_duplicated(expected, [id for id in got if id in expected or id not in extra])
-    duplicated += len(got) - len({*got}) if not duplicated else 0
+    received = [id for _, id in answer["events"]]
+    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
+    expected = {id for id, row in timeline.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
+    extra = {id for id in received if id < 0 and id in timeline}
+    missed, duplicated = _missed_and_duplicated(expected, [id for id in received if id in expected or id not in extra])
+    duplicated += len(received) - len({*received}) if not duplicated else 0
     keys = [(depth, id) for depth, id in answer["events"]]
     disordered = int(keys != sorted(keys, reverse=True))
-    return RoomCount(ClientKind.HISTORY, len(expected), len(expected & {*got}), missed, duplicated, disordered)
+    return RoomCount(ClientKind.HISTORY, len(expected), len(expected & {*received}), missed, duplicated, disordered)
 
 
-def _missed_and_duplicated(expected: set[int], got: Sequence[int]) -> tuple[int, int]:
-    """The number of missed events, and of events that were received twice or by mistake."""
-    counted = Counter(got)
+def _missed_and_duplicated(expected: set[int], received: Sequence[int]) -> tuple[int, int]:
+    """The number of missed events, and the number of duplicated or unexpected events."""
+    counted = Counter(received)
     return len(expected - counted.keys()), sum(count - (id in expected) for id, count in counted.items())
 
 
-APPLICATION = "tidemark simulate --verify"
-REORDERED_ANSWERS = 1000
-"""Answers may be committed in another order than that of their numbers; an answer with this many later ones is
-committed."""
+APPLICATION_NAME = "tidemark simulate --verify"
+MAX_REORDERED_ANSWERS = 1000
+"""Answers may be committed in another order than that of their numbers. If this many later answers exist, an answer has
+been committed."""
 
 
 class RoomsDiffer(TidemarkError):
-    """A client got a wrong answer, or the tables differ from the definitions."""
+    """A client got a wrong answer, or the tables differ from the definitions.
 
-    def __init__(self, counts: Sequence[ReadCount], awaited: Collection[tuple[str, str]] = ()) -> None:
+    Args:
+        counts: the counts of all clients.
+        unanswered: the (client, member) pairs that have no answer of the newest incarnation.
+    """
+
+    def __init__(self, counts: Sequence[ReadCount], unanswered: Collection[tuple[str, str]] = ()) -> None:
         wrong = [str(room_count) for room_count in counts if not room_count.is_complete]
         wrong += [
             f"{kind}: never answered" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
         ]
-        wrong += [f"{kind} of {member}: no answer from the newest database" for kind, member in sorted(awaited)]
+        wrong += [f"{kind} of {member}: no answer from the newest database" for kind, member in sorted(unanswered)]
         super().__init__(f"answers or tables of the rooms differ from what was written: {'; '.join(wrong)}")
         self.counts = counts
 
 
 class RoomsVerification(Verification):
-    """Compares answers with the tables of the database incarnation that gave them, while that incarnation exists. The
-    counts of earlier incarnations are kept.
+    """Compares each answer with the tables of the incarnation of the database that gave it, as long as that incarnation
+    exists. The counts of earlier incarnations are kept.
     """
 
     columns = ("STALE", "DIFFERENT")
-    seconds_between = 0.5
+    comparison_interval_seconds = 0.5
 
     def __init__(
-        self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, is_kept: bool = True
+        self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, answers_stored: bool = True
     ) -> None:
         """
         Args:
             facts: DSN of the services' database.
             effects: DSN of the readers' database.
             heads: returns by stream the highest ID that Tidemark knows.
-            is_kept: whether answers are stored for the verification.
+            answers_stored: whether the clients store all of their answers.
         """
-        self._is_kept = is_kept
+        self._answers_stored = answers_stored
         self._heads = heads
         self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
-        self._facts = session_of(facts, APPLICATION)
-        self._effects = session_of(effects, APPLICATION)
+        self._facts = session_of(facts, APPLICATION_NAME)
+        self._effects = session_of(effects, APPLICATION_NAME)
         self._lock = Lock()
         self._compared: set[int] = set()
         """Numbers of the answers that were compared."""
-        self._counts: dict[int, dict[str, RoomCount]] = defaultdict(dict)
+        self._other_counts: dict[int, dict[str, RoomCount]] = defaultdict(dict)
         """By incarnation and client, the counts of answers other than syncs. Only the last incarnation still
         exists."""
-        self._synced: dict[int, Sequence[RoomCount]] = {}
-        self._answered: set[tuple[str, str]] = set()
+        self._sync_counts: dict[int, Sequence[RoomCount]] = {}
+        """By incarnation, the counts of syncing clients."""
+        self._answered_clients: set[tuple[str, str]] = set()
+        """The (client, member) pairs of syncing clients that have an answer of the newest incarnation."""
 
     def __exit__(self, *error: object) -> None:
         self._facts.close()
@@ -237,67 +266,67 @@ class RoomsVerification(Verification):
                 self._compare()
             yield
 
-    def services_go_back(self, server: str, how: Successor) -> None:
+    def prepare_services_server(self, server: str, successor: Successor) -> None:
         """Begin another incarnation on the new server if it may lack events that clients have received.
 
         Args:
             server: DSN of the new server of the services. No other process uses it yet.
-            how: how the new server came to be.
+            successor: the kind of the new server.
         """
-        if how is Successor.IN_STEP:
+        if successor is Successor.SYNCHRONOUS_STANDBY:
             return
-        with _connected(server, self._names[0]) as connection:
+        with _connect(server, self._names[0]) as connection:
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
 
-    def readers_go_back(self, server: str) -> None:
+    def prepare_readers_server(self, server: str) -> None:
         """Forget the comparisons of answers that the new server of the readers' database does not have.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
         """
-        with _connected(server, self._names[1]) as connection:
+        with _connect(server, self._names[1]) as connection:
             ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
         self._compared = {number for number in self._compared if number <= newest}
 
     def has_begun(self) -> bool:
         """Whether each kind of client has answers. If answers are not stored, only syncing clients count."""
-        expected = {*ClientKind} if self._is_kept else {*CLIENTS_BY_PROCESS["rooms-sync"]}
+        expected = {*ClientKind} if self._answers_stored else {*CLIENTS_BY_PROCESS["rooms-sync"]}
         with suppress(Unavailable), self._effects.use() as connection:
             rows = connection.execute("select distinct client from play.answers").fetchall()
             return {*rows} >= {(kind,) for kind in expected}
         return False
 
     def final_counts(self) -> list[RoomCount]:
-        return [*self.counts(), self.rooms()]
+        return [*self.counts(), self.compare_rooms()]
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
         """Whether each kind of client got answers, all of them correct."""
         kinds = {count.reader for count in counts}
-        return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.awaited
+        return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.unanswered
 
-    def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
-        return RoomsDiffer(counts, self.awaited)
+    def error_for(self, counts: Sequence[ReadCount]) -> TidemarkError:
+        return RoomsDiffer(counts, self.unanswered)
 
     def counts(self) -> list[RoomCount]:
-        """The counts of each client since the readers' database was created; empty if answers are not stored."""
-        if not self._is_kept:
+        """The counts of each kind of client since the readers' database was created. Empty without stored answers."""
+        if not self._answers_stored:
             return []
         with self._lock:
             now = self._compare()
             totals: dict[str, RoomCount] = {}
-            for began, synced in self._synced.items():
-                for count in [*synced, *self._counts[began].values()]:
-                    # Open requests of another incarnation no longer exist.
-                    reported = count if began == now else replace(count, written=count.read)
-                    totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + reported
+            for began, synced in self._sync_counts.items():
+                for count in [*synced, *self._other_counts[began].values()]:
+                    # Unread events of another incarnation no longer exist.
+                    adjusted = count if began == now else replace(count, written=count.read)
+                    totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + adjusted
         return [*totals.values()]
 
     @property
-    def awaited(self) -> set[tuple[str, str]]:
+    def unanswered(self) -> set[tuple[str, str]]:
         """The (client, member) pairs of syncing clients that have no answer of the newest incarnation yet."""
         return {
-            (kind.value, member) for kind in (ClientKind.LINE, ClientKind.VECTOR) for member in SYNCING
-        } - self._answered
+            (kind.value, member) for kind in (ClientKind.LINEAR, ClientKind.VECTOR) for member in SYNCING_MEMBERS
+        } - self._answered_clients
 
     def _compare(self) -> int:
         """Compare the answers of the newest incarnation. Returns its number."""
@@ -312,48 +341,53 @@ class RoomsVerification(Verification):
             others = connection.execute(
                 "select number, client, about, upto, answer from play.answers"
                 " where kind <> 'sync' and incarnation = %s and number > %s order by number",
-                [now, max(self._compared, default=0) - REORDERED_ANSWERS],
+                [now, max(self._compared, default=0) - MAX_REORDERED_ANSWERS],
             ).fetchall()
         with self._facts.use() as connection:  # read after the answers, so that it contains all of their events
-            stored = _stored_rooms(connection)
-            self._synced[now] = [*compare_synced(answers, stored)]
-            self._answered = {(client, member) for client, member, *_ in answers}
-            differences = self._counts[now]
-            truths: dict[str, Truth] = {}
+            stored = _load_stored_rooms(connection)
+            self._sync_counts[now] = [*compare_syncs(answers, stored)]
+            self._answered_clients = {(client, member) for client, member, *_ in answers}
+            counts = self._other_counts[now]
+            expected_rooms: dict[str, ExpectedRoom] = {}
             for number, client, about, upto, answer in (
                 answered for answered in others if answered[0] not in self._compared
             ):
                 count = compare_answer(client, about, msgspec.convert(upto, VectorPosition), answer, stored)
                 if client == ClientKind.HISTORY:
-                    if about not in truths:
-                        truths[about] = Truth(*_everything(connection, about))
+                    if about not in expected_rooms:
+                        expected_rooms[about] = ExpectedRoom(*_load_all_events(connection, about))
                     state = {(kind, key): StateEntry(depth, id) for kind, key, depth, id in answer["state"]}
-                    count += _compare_opened(truths[about], about, msgspec.convert(upto, VectorPosition), state, stored)
-                differences[client] = differences.get(client, RoomCount(client)) + count
+                    count += _compare_initial_state(
+                        expected_rooms[about], about, msgspec.convert(upto, VectorPosition), state, stored
+                    )
+                counts[client] = counts.get(client, RoomCount(client)) + count
                 self._compared.add(number)
         return now
 
-    def rooms(self) -> RoomCount:
-        """Extremities, states, members and timelines of all rooms, compared with the definitions."""
+    def compare_rooms(self) -> RoomCount:
+        """Compare the extremities, states, members and timelines of all rooms with the definitions."""
         with self._lock, self._facts.use() as connection:
             rows = connection.execute("select room from rooms.rooms order by room").fetchall()
             wrong = []
             for (room,) in rows:
                 with connection.transaction():
                     connection.execute("set transaction isolation level repeatable read")
-                    if not _is_right(connection, room):
+                    if not _matches_definitions(connection, room):
                         wrong.append(room)
         return RoomCount("tables", len(rows), len(rows) - len(wrong), different=len(wrong))
 
 
 @contextmanager
-def _connected(server: str, name: str) -> Iterator[Connection]:
-    """Connect to the database `name` on a server."""
-    with closing(session_of(make_conninfo(server, dbname=name), APPLICATION)) as session, session.use() as connection:
+def _connect(server: str, name: str) -> Iterator[Connection]:
+    """Connect to the database `name` on a server while the block runs. `server` is a DSN."""
+    with (
+        closing(session_of(make_conninfo(server, dbname=name), APPLICATION_NAME)) as session,
+        session.use() as connection,
+    ):
         yield connection
 
 
-def _stored_rooms(connection: Connection) -> StoredRooms:
+def _load_stored_rooms(connection: Connection) -> StoredRooms:
     timeline, turns, recipients = {}, {}, {}
     for *row, turn, recipient in connection.execute(
         "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
@@ -364,36 +398,38 @@ def _stored_rooms(connection: Connection) -> StoredRooms:
     stays: dict[tuple[str, str], list[Stay]] = defaultdict(list)
     for member, *stay in connection.execute("select member, room, began, ended, left_by from rooms.stays").fetchall():
         stays[member, stay[0]].append(Stay(*stay))
-    stale: dict[tuple[str, str], list[tuple[TimelineRow, int]]] = defaultdict(list)
-    rooms_of: dict[str | None, list[TimelineRow]] = defaultdict(list)
+    invalidations: dict[tuple[str, str], list[tuple[TimelineRow, int]]] = defaultdict(list)
+    joined_rooms_invalidations: dict[str | None, list[TimelineRow]] = defaultdict(list)
     for id, cache, keys, writer, version in connection.execute(
         "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
     ).fetchall():
-        reported = TimelineRow(id, "", "", 0, writer)
+        invalidation = TimelineRow(id, "", "", 0, writer)
         if cache == tables.JOINED_ROOMS_CACHE:
-            rooms_of[None if keys is None else keys[0]].append(reported)
+            joined_rooms_invalidations[None if keys is None else keys[0]].append(invalidation)
             continue
         for name in (tables.STATE_CACHE, tables.MEMBERS_CACHE) if cache == tables.ROOM_CACHES else (cache,):
-            stale[name, keys[0]].append((reported, version))
-    return StoredRooms(timeline, turns, recipients, stays, stale, rooms_of)
+            invalidations[name, keys[0]].append((invalidation, version))
+    return StoredRooms(timeline, turns, recipients, stays, invalidations, joined_rooms_invalidations)
 
 
-def _compare_opened(truth: Truth, room: str, upto: VectorPosition, state: State, stored: StoredRooms) -> RoomCount:
-    """Compare the state that a first sync returned. For each key it must lie between the state of the live events up to
-    the position and the state of these events with all history."""
-    placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
-    live = {row.event for id, row in placed.items() if id > 0 and upto.covers(row)}
-    history = {row.event for id, row in placed.items() if id < 0}
-    lower, upper = (truth.part(part).current for part in (live, live | history))
+def _compare_initial_state(
+    expected_room: ExpectedRoom, room: str, upto: VectorPosition, state: State, stored: StoredRooms
+) -> RoomCount:
+    """Compare the state that an initial sync returned. For each key it must lie between the state of the live events up
+    to the position and the state of these events with all history."""
+    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
+    live = {row.event for id, row in timeline.items() if id > 0 and upto.covers(row)}
+    history = {row.event for id, row in timeline.items() if id < 0}
+    lower, upper = (expected_room.restricted_to(part).current_state for part in (live, live | history))
     within = state.keys() <= upper.keys() and all(
         lower.get(key, entry) <= entry <= upper[key] for key, entry in state.items()
     )
     return RoomCount(ClientKind.HISTORY, different=int(not within or not lower.keys() <= state.keys()))
 
 
-def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, EventKind]]:
-    """All events of a room on all servers with their true kinds, and by ID the kind as which the services store
-    each."""
+def _load_all_events(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, EventKind]]:
+    """All events of a room on all servers with their true kinds; and by ID, the kind as which the services store each
+    event."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
     stored = {id: event for id, (event, _) in tables.load_events(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
@@ -401,36 +437,36 @@ def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent
     return {**stored, **others}.values(), {id: event.held_as for id, event in stored.items()}
 
 
-def _is_right(connection: Connection, room: str) -> bool:
-    everything, stored = _everything(connection, room)
-    truth = Truth(everything, stored)
+def _matches_definitions(connection: Connection, room: str) -> bool:
+    all_events, stored = _load_all_events(connection, room)
+    expected_room = ExpectedRoom(all_events, stored)
     groups = {id: group for id, (_, group) in tables.load_events(connection, [*stored]).items() if group is not None}
     states = {group: tables.load_state(connection, group) for group in {*groups.values()}}
     rows = connection.execute(
         "select event, turn, recipient from rooms.timeline where room = %s order by turn", [room]
     ).fetchall()
-    placed = [(event, turn) for event, turn, recipient in rows if recipient is None]
-    reported = Counter(event for event, _ in placed)
+    arrivals = [(event, turn) for event, turn, recipient in rows if recipient is None]
+    published = Counter(event for event, _ in arrivals)
     sent = {event for event, _, recipient in rows if recipient is not None}
     members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
     current = current_state(connection, room)[1]
     chains = tables.PostgresStateGroups(connection, room)
     return (
-        {*tables.forward_extremities(connection, room)} == truth.forward
-        and {*tables.backward_extremities(connection, room)} == truth.backward
-        and groups.keys() == truth.placed
-        and all(states[group] == truth.state_at(id) for id, group in groups.items())
-        and current == truth.current
+        {*tables.forward_extremities(connection, room)} == expected_room.forward_extremities
+        and {*tables.backward_extremities(connection, room)} == expected_room.backward_extremities
+        and groups.keys() == expected_room.non_outliers
+        and all(states[group] == expected_room.state_at(id) for id, group in groups.items())
+        and current == expected_room.current_state
         and dict(members) == {key: entry.id for (kind, key), entry in current.items() if kind == MEMBER}
-        and reported == Counter(truth.placed)
-        and sent >= {id for id, as_ in stored.items() if as_ is EventKind.OUT_OF_BAND}
-        and _stays(connection, room) == {*truth.stays(placed)}
+        and published == Counter(expected_room.non_outliers)
+        and sent >= {id for id, kind in stored.items() if kind is EventKind.OUT_OF_BAND}
+        and _load_stays(connection, room) == {*expected_room.stays(arrivals)}
         and all(len(chains.chain(group)) <= MAX_CHAIN_LENGTH for group in states)
     )
 
 
-def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
-    """The memberships in the tables, as `Truth.stays` gives them."""
+def _load_stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
+    """The stays in the tables, in the form of `ExpectedRoom.stays`."""
     rows = connection.execute(
         "select stays.member, began, ended, ended_by.event from rooms.stays left join rooms.timeline as ended_by"
         " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
@@ -440,21 +476,21 @@ def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
 
 
 CLIENTS_BY_PROCESS = {
-    "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
-    "rooms-others": (ClientKind.HISTORY, ClientKind.CACHES, ClientKind.OWN),
+    "rooms-sync": (ClientKind.LINEAR, ClientKind.VECTOR),
+    "rooms-others": (ClientKind.HISTORY, ClientKind.CACHES, ClientKind.OWN_EVENT),
 }
 
 
 class RoomsWorkload(Workload):
     """A chat server of several processes, and its clients.
 
-    One process writes with `tidemark.append`, as the database's writer; the others write with `tidemark.Writer`. Each
+    One process writes with `tidemark.append`; its writer is the database. The others write with `tidemark.Writer`. Each
     process also backfills history.
     """
 
     readers = (*CLIENTS_BY_PROCESS,)
     writing_readers = ("rooms-others",)
-    faults = ALL - SOURCE_FAULTS
+    faults = ALL_FAULTS - SOURCE_FAULTS
 
     @property
     def database_suffix(self) -> str:
@@ -466,10 +502,10 @@ class RoomsWorkload(Workload):
 
     def make_tables(self, facts: str, effects: str) -> None:
         simulation_tables.make_streams(facts, self.streams)
-        with session_of(facts, simulation_tables.APPLICATION) as session:
+        with session_of(facts, simulation_tables.APPLICATION_NAME) as session:
             tables.SCHEMA.migrate(session)
-        simulation_tables.make_tables(facts, REMOTE)
-        simulation_tables.make_tables(effects, ANSWERS)
+        simulation_tables.make_tables(facts, REMOTE_TABLE)
+        simulation_tables.make_tables(effects, ANSWERS_TABLE)
 
     def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
@@ -480,17 +516,19 @@ class RoomsWorkload(Workload):
 
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {incarnation}"
-        kinds = [kind for kind in CLIENTS_BY_PROCESS[name] if not (self.services_ended and kind is ClientKind.OWN)]
-        role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
+        kinds = [
+            kind for kind in CLIENTS_BY_PROCESS[name] if not (self.services_ended and kind is ClientKind.OWN_EVENT)
+        ]
+        role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, store_all=self.verify)
         return ProcessRole(databases.facts, databases.effects, room_client=role)
 
     def verification(self, databases: SimulationDatabases, tidemark: str) -> RoomsVerification:
         heads = partial(_heads, tidemark, self.streams)
-        return RoomsVerification(databases.facts, databases.effects, heads, is_kept=self.verify)
+        return RoomsVerification(databases.facts, databases.effects, heads, answers_stored=self.verify)
 
 
 def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
     """By stream, the highest ID that Tidemark knows, or 0. `dsn` is that of Tidemark's Postgres."""
-    with closing(session_of(dsn, simulation_tables.APPLICATION)) as session, session.use() as connection:
+    with closing(session_of(dsn, simulation_tables.APPLICATION_NAME)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

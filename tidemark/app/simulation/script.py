@@ -14,8 +14,10 @@ from random import Random
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.direction import DirectionName
 
-NAMES = ("events", "backfill", "account_data", "to_device", "caches")
-BACKWARD = "backfill"
+STREAM_NAMES = ("events", "backfill", "account_data", "to_device", "caches")
+"""The names of the first streams. Further streams have numbers."""
+BACKWARD_STREAM = "backfill"
+"""The stream whose IDs count down."""
 
 
 class Fault(StrEnum):
@@ -68,13 +70,15 @@ class Fault(StrEnum):
 class Successor(StrEnum):
     """The server that replaces a Postgres server."""
 
-    IMAGE = "image"
-    """A physical backup, with the same system identifier."""
-    IN_STEP = "synchronous standby"
-    LAGGING = "lagging standby"
+    BASE_BACKUP = "image"
+    """A server from a physical backup, with the same system identifier. It lacks the newest commits."""
+    SYNCHRONOUS_STANDBY = "synchronous standby"
+    """A promoted standby with all commits."""
+    LAGGING_STANDBY = "lagging standby"
+    """A promoted standby that lacks the newest commits."""
 
 
-ALL = frozenset(Fault)
+ALL_FAULTS = frozenset(Fault)
 SOURCE_FAULTS = frozenset(
     {
         Fault.RESTORE_IN_PLACE,
@@ -90,7 +94,7 @@ SOURCE_FAULTS = frozenset(
 DATABASE_FAULTS = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE}) | SOURCE_FAULTS
 """Faults that need a Postgres server that only the services use."""
 SERVER_FAULTS = DATABASE_FAULTS | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
-PROCESS_FAULTS = ALL - SERVER_FAULTS
+PROCESS_FAULTS = ALL_FAULTS - SERVER_FAULTS
 """Faults of the processes that the simulation starts itself."""
 
 
@@ -101,7 +105,7 @@ def parse_faults(text: str | None) -> Set[Fault]:
         case None:
             return PROCESS_FAULTS
         case "all":
-            return ALL
+            return ALL_FAULTS
         case "none":
             return frozenset()
     words = text.split(",")
@@ -127,7 +131,7 @@ class WriterPlan:
         writers: number of writers at the beginning. Each writes every stream.
         rate: transactions per second of all writers together.
         prefix: prefix of the names of streams and writers: lower-case letters, digits and underscores.
-        base_name: a writer's name between the prefix and its number.
+        base_name: the part of a writer's name between the prefix and its number.
     """
 
     streams: int = 5
@@ -143,10 +147,10 @@ class WriterPlan:
             )
 
     def stream_list(self) -> list[SimulatedStream]:
-        unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
+        unnamed = (f"stream-{number}" for number in range(len(STREAM_NAMES) + 1, self.streams + 1))
         return [
-            SimulatedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD else "forward")
-            for name in (*NAMES[: self.streams], *unnamed)
+            SimulatedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD_STREAM else "forward")
+            for name in (*STREAM_NAMES[: self.streams], *unnamed)
         ]
 
     def stream_names(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""The faults of the Postgres servers of a simulation: Tidemark's, and one that only the services use.
+"""The faults of the two Postgres servers of a simulation: Tidemark's, and one that only the services use.
 
 `tidemark up` runs the servers of the local stack, and restarts servers that end. This module runs the services'
-Postgres: a restore must undo only the services' commits, not those in Tidemark's own database.
+Postgres, because a restore must undo the services' commits but not the commits in Tidemark's own database.
 """
 
 import signal
@@ -96,28 +96,28 @@ class Replacement:
         return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
-        self._replica.copy(as_standby=self.successor is not Successor.IMAGE)
-        if self.successor is not Successor.IMAGE:
+        self._replica.copy(as_standby=self.successor is not Successor.BASE_BACKUP)
+        if self.successor is not Successor.BASE_BACKUP:
             self._replica.start()
-            self._replica.wait_until_streaming(synchronous=self.successor is Successor.IN_STEP)
-        if self.successor is Successor.LAGGING:
+            self._replica.wait_until_streaming(synchronous=self.successor is Successor.SYNCHRONOUS_STANDBY)
+        if self.successor is Successor.LAGGING_STANDBY:
             self._replica.fall_behind()
 
     def switch(self) -> None:
-        """Move the replica to the address of the origin, and end the origin."""
-        if self.successor is Successor.IMAGE:
+        """End the origin, and start the replica at the address of the origin."""
+        if self.successor is Successor.BASE_BACKUP:
             self._replica.start()
         with self.verification.paused():  # a comparison would block on a frozen server
-            if self.successor is Successor.IN_STEP:  # the origin may have been restarted since `prepare`
+            if self.successor is Successor.SYNCHRONOUS_STANDBY:  # the origin may have been restarted since `prepare`
                 self._replica.wait_until_streaming(synchronous=True)
-            if self.successor is Successor.IMAGE:
+            if self.successor is Successor.BASE_BACKUP:
                 self._replica.freeze_origin()
             else:
                 self._replica.promote()
             if self.owner is PostgresOwner.SERVICES:
-                self.verification.services_go_back(self._replica.dsn(), self.successor)
+                self.verification.prepare_services_server(self._replica.dsn(), self.successor)
             else:
-                self.verification.readers_go_back(self._replica.dsn())
+                self.verification.prepare_readers_server(self._replica.dsn())
             self._replica.succeed()
 
     def give_up(self) -> None:
@@ -125,7 +125,7 @@ class Replacement:
 
 
 class Servers:
-    """Injects faults into the Postgres servers in turn. One thread may call it; long work runs on another thread."""
+    """Injects faults into the Postgres servers in turn. One thread may call it; a second thread runs the long work."""
 
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
@@ -134,7 +134,11 @@ class Servers:
         self._running: Future[None] | None = None
         self._on_done: Callable[[Exception | None], None] = lambda _: None
         self._failovers = cycle(
-            [(owner, successor) for successor in (Successor.LAGGING, Successor.IN_STEP) for owner in self._postgres]
+            [
+                (owner, successor)
+                for successor in (Successor.LAGGING_STANDBY, Successor.SYNCHRONOUS_STANDBY)
+                for owner in self._postgres
+            ]
         )
         signals = (signal.SIGKILL, signal.SIGQUIT, signal.SIGQUIT, signal.SIGKILL)
         self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
@@ -148,26 +152,29 @@ class Servers:
         process.send_signal(number)
         return f"{owner}, {number.name}"
 
-    def failover(self) -> Replacement:
+    def new_failover(self) -> Replacement:
+        """A replacement of the next server by the next kind of standby. The caller must run it."""
         owner, successor = next(self._failovers)
         return Replacement(owner, self._postgres[owner], successor, self._verification)
 
-    def restore(self) -> Replacement:
+    def new_restore(self) -> Replacement:
+        """A replacement of the services' server by a backup. The caller must run it."""
         return Replacement(
-            PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.IMAGE, self._verification
+            PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.BASE_BACKUP, self._verification
         )
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._running is not None
 
-    def work(self, work: Callable[[], None], on_done: Callable[[Exception | None], None]) -> None:
+    def start_work(self, work: Callable[[], None], on_done: Callable[[Exception | None], None]) -> None:
         """Run a function on another thread. When it has ended, `tick` calls `on_done` with its exception, or None. Only
         one function may run at a time."""
-        assert not self.busy
+        assert not self.is_busy
         self._running, self._on_done = self._worker.submit(work), on_done
 
     def tick(self) -> None:
+        """Call `on_done` if the work has ended. Raises errors of the work that are not errors of a server."""
         if self._running is not None and self._running.done():
             error = self._running.exception()
             self._running = None

@@ -31,18 +31,18 @@ Row = dict[str, int]
 
 
 class ConnectionLost(Exception):
-    """The transaction is lost, perhaps with its connection. Begin again with a new connection."""
+    """The transaction failed, perhaps because its connection was lost. The caller must open a new connection."""
 
 
 class RolledBack(Exception):
-    """Raised inside a transaction that is to be rolled back."""
+    """Raised inside a transaction or savepoint to roll it back."""
 
 
 class ServiceConnection(Protocol):
     """One connection of a service that appends as one writer. All methods raise `ConnectionLost`."""
 
     def transaction(self) -> AbstractContextManager[object]:
-        """A transaction; inside a transaction, a savepoint. `RolledBack` rolls it back and is raised again."""
+        """Begin a transaction, or a savepoint inside a transaction. An exception rolls it back and is raised again."""
 
     def append(self, stream: str, *rows: Row) -> int: ...
 
@@ -197,7 +197,7 @@ def _json(rows: Sequence[Row]) -> list[str]:
 log = get_logger(__name__)
 
 CONNECTIONS = 3
-TRANSACTION_SECONDS = 0.03  # mean, between the reservation of an ID and the end of the transaction
+TRANSACTION_SECONDS = 0.03  # mean time between the reservation of an ID and the end of the transaction
 HANG_SECONDS = (1.5, 6.0)  # shortest and longest duration of a transaction that hangs
 RECONNECT_SECONDS = 0.2
 ROLLBACK_PROBABILITY = 0.1
@@ -223,7 +223,7 @@ class ServiceRole:
     seed: str
 
 
-def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
+def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
     """Write until `stopping` is set. Raises the errors of the database."""
     drivers = installed_drivers()
     threads = [
@@ -276,7 +276,8 @@ class _ServiceThread:
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
-        """Write in one transaction. It may be rolled back; or it has two savepoints, and the first is rolled back."""
+        """Write in one transaction. Some transactions are rolled back. Others have two savepoints, of which the first
+        is rolled back."""
         chance = self._random.random()
         rolls_back = Fault.ROLLBACK in self._role.faults and chance < ROLLBACK_PROBABILITY
         savepoints = rolls_back and chance < ROLLBACK_PROBABILITY / 4
@@ -334,7 +335,7 @@ class ReaderServers:
     tidemark: str
 
 
-def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
+def run_reader(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
     """Read until `stopping` is set, each stream on its own thread. Raises the errors of the library and of psycopg."""
     with (
         Positions(servers.redis, servers.tidemark) as positions,

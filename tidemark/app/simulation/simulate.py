@@ -1,5 +1,5 @@
-"""`tidemark simulate`: processes write and read on real servers while faults are injected, and a verification compares
-what was read with what the writers committed in their tables."""
+"""`tidemark simulate`: processes write and read on real servers while faults are injected. A verification compares what
+the readers received with what the writers committed in their tables."""
 
 import signal
 import time
@@ -26,7 +26,7 @@ from tidemark.app.simulation.workload import (
     SimulationPlan,
     Verification,
     Workload,
-    table,
+    format_table,
 )
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # needs the extra of the local stack
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_INTERVAL_SECONDS = 5.0
-REPORT_SHARE = 0.05  # of the time; counting many facts takes seconds, in which no process is restarted
+REPORT_SHARE = 0.05  # maximum share of the time for reports; no process is restarted during a report
 FINISH_FAULTS_SECONDS = 60.0  # at the end, for faults that have begun
 NO_PROGRESS_SECONDS = 300.0  # until the readers fail; on a busy machine a killed pipeline takes a minute to restart
 
@@ -70,7 +70,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
     """Run a simulation to its end, or until SIGTERM or Ctrl-C. A second signal ends the process at once.
 
     Raises:
-        TidemarkError: `verify`, and what was read differs from what was written (`EffectsDiffer`, `RoomsDiffer`,
+        TidemarkError: with `verify`, what was read differs from what was written (`EffectsDiffer`, `RoomsDiffer`,
             `LossUnreported`).
         StreamTaken: Tidemark knows a stream, and the services' database does not.
         Stop: a topic is missing, or another simulation runs (`TopicMissing`, `AlreadyRunning`, `StartFailed`).
@@ -78,7 +78,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
     """
     with ExitStack() as stack:
         plan = replace(plan, faults=plan.faults & WORKLOADS[workload_name].faults)
-        services_postgres = _services_server(settings, plan, stack)
+        services_postgres = _start_services_postgres(settings, plan, stack)
         workload = WORKLOADS[workload_name](plan, verify=verify)
         databases = _prepare_databases(
             settings, workload, services_postgres.server.dsn() if services_postgres else settings.postgres()
@@ -90,8 +90,8 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
             if services_postgres
             else None
         )
-        source_faults = _source_faults(settings, plan, databases, verification, stack)
-        injector = stack.enter_context(_running(databases, workload, servers, source_faults))
+        source_faults = _make_source_faults(settings, plan, databases, verification, stack)
+        injector = stack.enter_context(_run_processes(databases, workload, servers, source_faults))
         _await_begin(injector, verification, stopping)
         _run_faults(injector, plan, stopping, verification, verify=verify)
         if verify:
@@ -106,24 +106,24 @@ def _prepare_databases(settings: Settings, workload: Workload, services: str) ->
     facts = tables.make_database(services, workload.database_suffix)
     effects = tables.make_database(settings.postgres(), workload.database_suffix)
     tables.prepare_writing(facts)
-    _require_untaken(settings, facts, workload.streams)
+    _require_unknown_streams(settings, facts, workload.streams)
     workload.make_tables(facts, effects)
     if not workload.plan.faults & SOURCE_FAULTS:
         return SimulationDatabases(Home(settings.home), facts, effects, facts, facts)
     return SimulationDatabases(Home(settings.home), facts, effects, *tables.make_logins(facts, workload.streams))
 
 
-def _require_untaken(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
+def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
     """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
-        for stream in tables.missing(facts, streams):
+        for stream in tables.missing_streams(facts, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), PositionSnapshot):
                 raise StreamTaken(stream.name)
 
 
 @contextmanager
-def _running(
+def _run_processes(
     databases: SimulationDatabases, workload: Workload, servers: "Servers | None", source_faults: SourceFaults | None
 ) -> Iterator[FaultInjector]:
     """Run the processes while the block runs, and end all of them afterwards."""
@@ -135,7 +135,7 @@ def _running(
         injector.kill_all()
 
 
-def _services_server(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
+def _start_services_postgres(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
     """Start a Postgres that only the services use, if faults are injected into their database."""
     if not plan.faults & DATABASE_FAULTS:
         return None
@@ -144,7 +144,7 @@ def _services_server(settings: Settings, plan: SimulationPlan, stack: ExitStack)
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
 
 
-def _source_faults(
+def _make_source_faults(
     settings: Settings,
     plan: SimulationPlan,
     databases: SimulationDatabases,
@@ -190,9 +190,9 @@ def _run_faults(
             continue
         if counts:
             click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
-        if verify and not all(count.is_right for count in counts):
-            raise verification.difference(counts)
-    counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.done.items()))
+        if verify and not all(count.is_correct for count in counts):
+            raise verification.error_for(counts)
+    counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.injected.items()))
     click.echo(f"the simulation is over; faults: {counted or 'none'}")
     injector.stop_services()
 
@@ -226,7 +226,7 @@ def _verify_all_read(injector: FaultInjector, verification: Verification) -> Non
     while not verification.is_complete(counts) and time.monotonic() < deadline:
         injector.tick()
         # As long as the last comparison took: a comparison delays the remedies of `SourceFaults`.
-        time.sleep(max(verification.seconds_between, comparison_seconds))
+        time.sleep(max(verification.comparison_interval_seconds, comparison_seconds))
         began = time.monotonic()
         with suppress(Unavailable):
             before, counts = counts, verification.counts()
@@ -234,7 +234,7 @@ def _verify_all_read(injector: FaultInjector, verification: Verification) -> Non
             if counts != before:
                 deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts = verification.final_counts()
-    click.echo(table(counts, *verification.columns))
+    click.echo(format_table(counts, *verification.columns))
     if not verification.is_complete(counts):
-        raise verification.difference(counts)
-    verification.require_reported()
+        raise verification.error_for(counts)
+    verification.require_loss_reported()

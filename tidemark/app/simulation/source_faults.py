@@ -38,23 +38,25 @@ log = get_logger(__name__)
 TICK_SECONDS = 0.2
 REMEDY_SECONDS = 1.0
 RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answer, or a lock is taken
-MAX_SET_BACK, MAX_JUMP = 30, 1000  # IDs by which a sequence is set back or forward
+MAX_SET_BACK, MAX_JUMP = 30, 1000  # maximum number of IDs by which a sequence is set back or forward
 KAFKA_SECONDS = 10.0
 TOPIC_LIMIT_BYTES = 400_000  # the outbox accepts facts of twice this size
-_ERRORS = (psycopg.Error, KafkaException, TidemarkError, OSError)
+_RETRYABLE_ERRORS = (psycopg.Error, KafkaException, TidemarkError, OSError)
 _RELAY_TABLES = ("append_outbox", "append_progress", "append_streams", "append_writers", "append_sent")
-_SAVED = ("append_outbox", "append_progress", "append_writers", "append_sent")
-_HIDDEN = re.compile(r'(ALTER TABLE ("[^"]+"(?:\."[^"]+")?) DISABLE ROW LEVEL SECURITY)')
-_SEQUENCE = re.compile(r"sequence (\S+) of stream (\S+): .*run: (ALTER SEQUENCE .* NO CYCLE|SELECT setval\(.*?\))")
-_SETVAL = re.compile(r"SELECT setval\('.*', (-?\d+)\)")
-_CONTINUES = re.compile(r"A stream continues .*stream=(\S+)")
-_LARGE = re.compile(r"raise max\.message\.bytes of the topic to at least (\d+)")
-_WENT_BACK = re.compile(r"select tidemark_reader\.seek\('([^']+)', '([^']+)', 'm(-?\d+)'\)")
-_LATE_AMONG_OTHERS = re.compile(
+_RELAY_TABLES_TO_RESTORE = ("append_outbox", "append_progress", "append_writers", "append_sent")
+_HIDDEN_ROWS_MESSAGE = re.compile(r'(ALTER TABLE ("[^"]+"(?:\."[^"]+")?) DISABLE ROW LEVEL SECURITY)')
+_SEQUENCE_MESSAGE = re.compile(
+    r"sequence (\S+) of stream (\S+): .*run: (ALTER SEQUENCE .* NO CYCLE|SELECT setval\(.*?\))"
+)
+_SETVAL_STATEMENT = re.compile(r"SELECT setval\('.*', (-?\d+)\)")
+_CONTINUES_MESSAGE = re.compile(r"A stream continues .*stream=(\S+)")
+_OVERSIZED_MESSAGE = re.compile(r"raise max\.message\.bytes of the topic to at least (\d+)")
+_WENT_BACK_MESSAGE = re.compile(r"select tidemark_reader\.seek\('([^']+)', '([^']+)', 'm(-?\d+)'\)")
+_LATE_MESSAGE = re.compile(
     r"facts of writer '?(\S+?)'? came late in \((-?\d+), (-?\d+)\] of stream .*"
     r"select tidemark_reader\.pass_late\('([^']+)', '([^']+)'\)"
 )
-_OVERRIDES = {
+_NUL_OVERRIDES = {
     "SKIP by": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"x\\u0000y","why":"a test"}',
     "SKIP why": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"me","why":"x\\u0000y"}',
     "RETIRE by": '{"kind":"RETIRE","stream":"%s","writer":"%s","id":1,"by":"\\u0000","why":"a test"}',
@@ -64,8 +66,14 @@ _OVERRIDES = {
 
 @dataclass(order=True)
 class _Job:
-    """Work that is due at a time of `time.monotonic`. `work` returns the target of the injected fault, or a second job
-    that finishes the fault."""
+    """Work for a fault.
+
+    Attributes:
+        due: the time of the work, by `time.monotonic`.
+        number: orders jobs with the same `due`.
+        fault: the fault that is injected.
+        work: returns the target of the injected fault, or a second job that finishes the fault.
+    """
 
     due: float
     number: int
@@ -74,8 +82,8 @@ class _Job:
 
 
 class SourceFaults:
-    """Injects faults of sources. A context manager. The thread of the fault injector calls `begin` and `injected`;
-    another thread does the work."""
+    """Injects faults of sources. A context manager. The thread of the fault injector calls the public methods; another
+    thread does the work."""
 
     def __init__(
         self,
@@ -91,7 +99,7 @@ class SourceFaults:
             databases: DSNs, and the folder of the logs.
             streams: the streams that get faults.
             writer: the writer of oversized facts, which the operator overrides name.
-            verification: is informed when sequences and tables go back.
+            verification: is informed before sequences are set back and tables are restored.
         """
         self._settings = settings
         self._dsn = databases.facts
@@ -102,7 +110,7 @@ class SourceFaults:
         self._planned: SimpleQueue[PlannedFault] = SimpleQueue()
         self._done: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
         self._jobs: list[_Job] = []
-        self._number = count()
+        self._job_numbers = count()
         self._lasts_until: dict[str, float] = {}
         """By table, sequence, or `topic`: the earliest time at which its fault may end."""
         self._remedies: dict[str, tuple[str, str]] = {}
@@ -133,6 +141,7 @@ class SourceFaults:
         return self._overrides
 
     def begin(self, planned: PlannedFault) -> None:
+        """Queue a fault for the other thread."""
         self.pending += 1
         self._planned.put(planned)
 
@@ -154,12 +163,12 @@ class SourceFaults:
     def _run(self) -> None:
         try:
             while not self._closing.wait(TICK_SECONDS):
-                self._work()
+                self._step()
         except BaseException as error:
             self._failure = error
             raise
 
-    def _work(self) -> None:
+    def _step(self) -> None:
         now = time.monotonic()
         if self._ending.is_set():
             self._jobs.clear()
@@ -168,7 +177,7 @@ class SourceFaults:
         else:
             self._take_planned(now)
         while self._jobs and self._jobs[0].due <= time.monotonic() and not self._ending.is_set():
-            self._do(heapq.heappop(self._jobs))
+            self._run_job(heapq.heappop(self._jobs))
         if now - self._remedied_at >= REMEDY_SECONDS:
             self._remedied_at = now
             self._run_remedies(now)
@@ -182,12 +191,12 @@ class SourceFaults:
             heapq.heappush(self._jobs, self._job(now, planned.fault, partial(self._inject, planned)))
 
     def _job(self, due: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
-        return _Job(due, next(self._number), fault, work)
+        return _Job(due, next(self._job_numbers), fault, work)
 
-    def _do(self, job: _Job) -> None:
+    def _run_job(self, job: _Job) -> None:
         try:
             target = job.work()
-        except _ERRORS as problem:
+        except _RETRYABLE_ERRORS as problem:
             text = " ".join(str(problem).split())[:300]
             log.warning("Could not inject a fault; trying again", fault=job.fault.value, problem=text)
             job.due = time.monotonic() + RETRY_SECONDS
@@ -201,26 +210,26 @@ class SourceFaults:
 
     def _inject(self, planned: PlannedFault) -> "str | _Job":
         names = [*self._streams]
-        stream, rest = names[int(planned.choice * len(names))], planned.choice * len(names) % 1
+        stream, fraction = names[int(planned.choice * len(names))], planned.choice * len(names) % 1
         match planned.fault:
             case Fault.ROW_SECURITY:
                 return self._hide_rows(planned, stream)
             case Fault.SEQUENCE_BACK:
-                return self._set_back(stream, 1 + int(rest * MAX_SET_BACK))
+                return self._set_sequence_back(stream, 1 + int(fraction * MAX_SET_BACK))
             case Fault.SEQUENCE_JUMP:
-                return self._jump(stream, 1 + int(rest * MAX_JUMP))
+                return self._advance_sequence(stream, 1 + int(fraction * MAX_JUMP))
             case Fault.SEQUENCE_CACHE:
-                return self._cache(planned, stream)
+                return self._set_sequence_cache(planned, stream)
             case Fault.RESTORE_IN_PLACE:
-                return self._save(planned)
+                return self._back_up_tables(planned)
             case Fault.OVERSIZED:
-                return self._append_oversized(planned, stream, rest)
+                return self._append_oversized(planned, stream, fraction)
             case Fault.CONTROL_NUL:
-                return self._send_override(stream, rest)
+                return self._send_override(stream, fraction)
         raise ValueError(f"{planned.fault} is not a fault of sources")
 
     @contextmanager
-    def _connected(self) -> Iterator[psycopg.Connection]:
+    def _connect(self) -> Iterator[psycopg.Connection]:
         with psycopg.connect(self._dsn, autocommit=True, connect_timeout=5) as connection:
             connection.execute("set lock_timeout = '3s'")
             connection.execute("set statement_timeout = '30s'")
@@ -228,61 +237,64 @@ class SourceFaults:
             yield connection
 
     def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
-        """Enable row level security for a table: with probability 1/2 for the outbox, otherwise for another table."""
+        """Enable row level security for a table: with probability 1/2 for the outbox, otherwise for another table.
+        Returns the name of the table."""
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
         chosen = planned.choice * 2
         table = "tidemark.append_outbox" if chosen < 1 else others[int((chosen - 1) * len(others))]
-        with self._connected() as connection:
+        with self._connect() as connection:
             connection.execute(
                 sql.SQL("alter table {} enable row level security").format(sql.Identifier(*table.split(".")))
             )
         self._lasts_until[table.split(".")[1]] = time.monotonic() + planned.duration
         return table
 
-    def _set_back(self, stream: str, by: int) -> str:
+    def _set_sequence_back(self, stream: str, by: int) -> str:
         """Set a sequence `by` IDs below its head: with RESTART if `by` is odd, otherwise with `setval`."""
-        with self._verification.paused(), self._connected() as connection:
-            name, head = _sequence(connection, stream)
+        with self._verification.paused(), self._connect() as connection:
+            name, head = _sequence_and_head(connection, stream)
             to = max(1, head - by)
-            self._verification.sequence_goes_back(stream, min(to, _floor(connection, stream)))
+            self._verification.note_sequence_set_back(stream, min(to, _floor(connection, stream)))
             if by % 2:
                 connection.execute(f"alter sequence {name} restart with {self._signed(stream, to + 1)}".encode())
             else:
                 connection.execute("select setval(%s, %s)", [name, self._signed(stream, to)])
         return f"{stream}, {'RESTART' if by % 2 else 'setval'} at {to} below {head}"
 
-    def _jump(self, stream: str, by: int) -> str:
-        with self._connected() as connection:
-            name, head = _sequence(connection, stream)
+    def _advance_sequence(self, stream: str, by: int) -> str:
+        """Set a sequence `by` IDs beyond its head."""
+        with self._connect() as connection:
+            name, head = _sequence_and_head(connection, stream)
             connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + by)])
         return f"{stream}, {by} IDs"
 
-    def _cache(self, planned: PlannedFault, stream: str) -> str:
-        with self._connected() as connection:
-            name, _ = _sequence(connection, stream)
+    def _set_sequence_cache(self, planned: PlannedFault, stream: str) -> str:
+        with self._connect() as connection:
+            name, _ = _sequence_and_head(connection, stream)
             connection.execute(f"alter sequence {name} cache 20".encode())
         self._lasts_until[name] = time.monotonic() + planned.duration
         return stream
 
-    def _save(self, planned: PlannedFault) -> _Job:
+    def _back_up_tables(self, planned: PlannedFault) -> _Job:
         """Copy the tables to the schema `simulate_backup`. Returns the job that restores them."""
-        with self._connected() as connection, connection.transaction():
+        with self._connect() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read")
             connection.execute("drop schema if exists simulate_backup cascade")
             connection.execute("create schema simulate_backup")
-            for table, copy in self._saved_tables():
+            for table, copy in self._tables_and_copies():
                 connection.execute(sql.SQL("create table {} as table {}").format(copy, table))
-            heads = {stream: _sequence(connection, stream) for stream in self._streams}
-        restore = partial(self._restore, planned, heads)
+            heads = {stream: _sequence_and_head(connection, stream) for stream in self._streams}
+        restore = partial(self._restore_tables, planned, heads)
         return self._job(time.monotonic() + planned.duration, planned.fault, restore)
 
-    def _restore(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
-        """Restore the backup in one transaction, while services, relay and readers are connected."""
-        saved = [*self._saved_tables()]
-        with self._verification.paused(), self._connected() as connection:
+    def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
+        """Restore the backup in one transaction, while services, relay and readers are connected. `heads`: by stream,
+        the name of its sequence and the head at the time of the backup."""
+        saved = [*self._tables_and_copies()]
+        with self._verification.paused(), self._connect() as connection:
             backup = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
             if backup != (True,):  # the whole server was restored meanwhile, from a backup without the schema
-                return self._save(planned)
+                return self._back_up_tables(planned)
             with connection.transaction():
                 locked = sql.SQL(", ").join(table for table, _ in saved)
                 connection.execute(sql.SQL("lock table {} in exclusive mode").format(locked))
@@ -290,22 +302,25 @@ class SourceFaults:
                     connection.execute(sql.SQL("delete from {}").format(table))
                     connection.execute(sql.SQL("insert into {} select * from {}").format(table, copy))
                 reached = {stream: (_floor(connection, stream), head) for stream, (_, head) in heads.items()}
-                self._verification.restored_in_place(connection, reached)
+                self._verification.prepare_restored_tables(connection, reached)
                 for stream, (name, head) in heads.items():
                     connection.execute("select setval(%s, %s)", [name, self._signed(stream, max(1, head))])
             connection.execute("drop schema simulate_backup cascade")
         return "the services' tables and sequences"
 
-    def _saved_tables(self) -> Iterator[tuple[sql.Identifier, sql.Identifier]]:
-        """Yield each table and its copy."""
-        for schema, name in [*(("tidemark", table) for table in _SAVED), *(("demo", name) for name in self._streams)]:
+    def _tables_and_copies(self) -> Iterator[tuple[sql.Identifier, sql.Identifier]]:
+        """Yield the name of each table to restore, and the name of its copy."""
+        for schema, name in [
+            *(("tidemark", table) for table in _RELAY_TABLES_TO_RESTORE),
+            *(("demo", name) for name in self._streams),
+        ]:
             yield sql.Identifier(schema, name), sql.Identifier("simulate_backup", f"{schema}_{name}")
 
-    def _append_oversized(self, planned: PlannedFault, stream: str, rest: float) -> str:
-        """Lower the facts topic's size limit, and append a fact that is up to twice as large."""
+    def _append_oversized(self, planned: PlannedFault, stream: str, fraction: float) -> str:
+        """Lower the facts topic's size limit, and append a fact whose size is 1.1 to 2 times the limit."""
         self._set_topic_limit(TOPIC_LIMIT_BYTES)
-        size = int(TOPIC_LIMIT_BYTES * (1.1 + 0.9 * rest))
-        with self._connected() as connection, connection.transaction():
+        size = int(TOPIC_LIMIT_BYTES * (1.1 + 0.9 * fraction))
+        with self._connect() as connection, connection.transaction():
             id = Writer(self._writer).append(connection, stream, {"part": 1, "pad": os.urandom(size // 2).hex()})
             connection.execute(
                 sql.SQL("insert into {} (stream_id, part, writer, written_at) values (%s, 1, %s, now())").format(
@@ -317,16 +332,18 @@ class SourceFaults:
         return f"{stream}, ID {id}, {size} bytes"
 
     def _set_topic_limit(self, limit: int) -> None:
+        """Set `max.message.bytes` of the facts topic."""
         entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
         topic = ConfigResource(ResourceType.TOPIC, self._settings.kafka_facts_topic, incremental_configs=[entry])
         admin = AdminClient(self._settings.kafka.client_settings())
         for answer in admin.incremental_alter_configs([topic], request_timeout=KAFKA_SECONDS).values():
             answer.result(2 * KAFKA_SECONDS)
 
-    def _send_override(self, stream: str, rest: float) -> str:
+    def _send_override(self, stream: str, fraction: float) -> str:
+        """Send an operator override with a NUL character. `fraction`, in [0, 1), chooses its kind."""
         errors: list[object] = []
         producer = Producer(self._settings.kafka.producer_settings())
-        kind, value = [*_OVERRIDES.items()][int(rest * len(_OVERRIDES))]
+        kind, value = [*_NUL_OVERRIDES.items()][int(fraction * len(_NUL_OVERRIDES))]
         producer.produce(
             self._settings.kafka_control_topic,
             key=stream,
@@ -357,38 +374,39 @@ class SourceFaults:
                     "The simulated operator raised max.message.bytes of the facts topic", bytes=self._needed_topic_bytes
                 )
                 self._needed_topic_bytes = 0
-        except _ERRORS as problem:
+        except _RETRYABLE_ERRORS as problem:
             log.warning("Could not run a remedy; trying again", problem=" ".join(str(problem).split())[:300])
 
     def _find_remedy(self, line: str) -> None:
-        if match := _HIDDEN.search(line):
+        """Note the remedy that a line of a log names, if any."""
+        if match := _HIDDEN_ROWS_MESSAGE.search(line):
             table = match[2].rpartition(".")[2].strip('"')
             self._remedies[f"table {table}"] = (table, match[1])
-        elif match := _SEQUENCE.search(line):
+        elif match := _SEQUENCE_MESSAGE.search(line):
             self._remedies[match[2]] = (match[1], match[3])
-        elif match := _CONTINUES.search(line):
+        elif match := _CONTINUES_MESSAGE.search(line):
             self._remedies.pop(match[1], None)
-        elif match := _WENT_BACK.search(line):
+        elif match := _WENT_BACK_MESSAGE.search(line):
             self._place_remedies[match[1], match[2]] = partial(sql_readers.move_back, back_to=int(match[3]))
-        elif match := _LATE_AMONG_OTHERS.search(line):
+        elif match := _LATE_MESSAGE.search(line):
             self._place_remedies[match[4], match[5]] = partial(
                 sql_readers.handle_late, writer=match[1], prev=int(match[2]), id=int(match[3])
             )
-        elif match := _LARGE.search(line):
+        elif match := _OVERSIZED_MESSAGE.search(line):
             self._needed_topic_bytes = max(self._needed_topic_bytes, int(match[1]))
 
     def _run_remedy(self, subject: str, statement: str) -> None:
-        with self._verification.paused(), self._connected() as connection:
-            if match := _SETVAL.match(statement):  # the floor may be below the ID in the message
+        with self._verification.paused(), self._connect() as connection:
+            if match := _SETVAL_STATEMENT.match(statement):  # the floor may be below the ID in the message
                 back = min(abs(int(match[1])), _floor(connection, subject))
-                self._verification.sequence_goes_back(subject, back)
+                self._verification.note_sequence_set_back(subject, back)
             connection.execute(statement.encode())
         log.info("The simulated operator ran a remedy", statement=statement)
 
     def _run_place_remedy(self, stream: str, name: str) -> None:
-        remedy, sql_place = self._place_remedies[stream, name], sql_readers.named_place(name)
+        remedy, sql_place = self._place_remedies[stream, name], sql_readers.find_place(name)
         if sql_place is not None:
-            with self._verification.paused(), self._connected() as connection:
+            with self._verification.paused(), self._connect() as connection:
                 if remedy(connection, stream, sql_place):
                     log.info("The simulated operator moved a reader in SQL", reader=name, stream=stream)
         del self._place_remedies[stream, name]
@@ -397,8 +415,8 @@ class SourceFaults:
         return -magnitude if self._streams[stream].direction == "backward" else magnitude
 
 
-def _sequence(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
-    """The name of the stream's sequence, and the ID that it gave out last (a magnitude)."""
+def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
+    """The name of the stream's sequence, and the last ID that it gave out (a magnitude)."""
     ((name,),) = connection.execute(
         "select ids::text from tidemark.append_streams where stream = %s", [stream]
     ).fetchall()
@@ -408,11 +426,11 @@ def _sequence(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
 
 def _floor(connection: psycopg.Connection, stream: str) -> int:
     """The ID (a magnitude) up to which the stream's IDs are settled."""
-    return tables.reached(connection)[stream][0]
+    return tables.floors_and_heads(connection)[stream][0]
 
 
 class _LogFile:
-    """Reads the lines that are appended to a log file after this object was created."""
+    """Reads the lines that are appended to a log file after this object is created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

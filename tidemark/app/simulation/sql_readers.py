@@ -1,8 +1,8 @@
-"""Readers in SQL of the streams workload: they call `tidemark_reader.take`, as programs in any language do.
+"""Readers in SQL of the streams workload. They call `tidemark_reader.take`, as programs in any language can do.
 
-Facts, checkpoints and effects are in the services' database, so a restore affects all of them together. One reader has
-one place (a row of `tidemark_reader.places`); the other reader has a place for each of its partitions by writer. Each
-process runs both readers, and tries one place after the other.
+Facts, checkpoints and effects are in the services' database, so a restore affects all of them together. A place is a
+row of `tidemark_reader.places`: the checkpoint of a reader. One reader has one place. The other reader has partitions
+by writer, each with a place of its own. Each process runs both readers, and tries one place after the other.
 """
 
 import threading
@@ -23,7 +23,7 @@ from tidemark.common.log import get_logger
 log = get_logger(__name__)
 
 READERS: Mapping[str, int | None] = {"sql": None, "parts": 3}
-"""The number of partitions of each reader."""
+"""By reader, the number of its partitions; None without partitions."""
 MAX_FACTS_PER_TAKE = 200
 IDLE_SECONDS = 0.5
 ERROR_RETRY_SECONDS = 1.0
@@ -89,8 +89,8 @@ def partition_of(key: str, partitions: int) -> int:
     return int(md5(key.encode(), usedforsecurity=False).hexdigest()[:8], 16) % partitions
 
 
-def named_place(name: str) -> SqlPlace | None:
-    """The place with this name in `tidemark_reader.places`."""
+def find_place(name: str) -> SqlPlace | None:
+    """The place with this name in `tidemark_reader.places`; None if no reader in SQL of the simulation has it."""
     return next((sql_place for reader in READERS for sql_place in places_of(reader) if sql_place.name == name), None)
 
 
@@ -99,8 +99,8 @@ def places_of(reader: str) -> list[SqlPlace]:
     return [SqlPlace(reader)] if partitions is None else [SqlPlace(reader, number) for number in range(partitions)]
 
 
-def read_in_sql(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    """Read until `stopping` is set. Raises psycopg errors that neither a retry nor an operator can mend."""
+def run_sql_reader(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
+    """Read until `stopping` is set. Raises the psycopg errors that neither a retry nor an operator's remedy can end."""
     run_threads([partial(_read, role, dsn, stopping)], stopping)
 
 
@@ -166,8 +166,8 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
 
 
 def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to: int) -> bool:
-    """Do what an operator does if a stream's database was restored: undo the effects beyond an ID, and move the place
-    back to the ID. Returns False if the place is not beyond the ID."""
+    """Run the operator's remedy after a restore of a stream's database: undo the effects beyond `back_to`, and move the
+    place back to this ID. Returns False if the place is not beyond `back_to`."""
     with connection.transaction():
         if abs(_lock_place(connection, stream, sql_place)[0]) <= abs(back_to):
             return False
@@ -189,8 +189,8 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
 
 
 def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
-    """Do what an operator does if a writer's facts completed late between facts of other writers: write their effects,
-    and mark the late completion as handled. Returns False if it has been handled already."""
+    """Run the operator's remedy after a writer's facts in (`prev`, `id`] completed late between facts of other writers:
+    write their effects, and mark the late completion as handled. Returns False if it has been handled already."""
     with connection.transaction():
         linear, late, late_part = _lock_place(connection, stream, sql_place)
         following = connection.execute(

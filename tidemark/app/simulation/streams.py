@@ -1,8 +1,8 @@
 """The streams workload. Its verification compares the facts that were committed with the effects of each reader.
 
-The verification uses no positions but those that readers report. It deletes verified rows, so that a simulation can run
+The verification uses only the positions that readers report. It deletes verified rows, so that a simulation can run
 forever. Facts and effects are in two databases, and each may be restored from a backup. After a restore, verified rows
-are deleted again before another process sees them (`services_go_back`, `readers_go_back`).
+are deleted again before another process sees them (`prepare_services_server`, `prepare_readers_server`).
 """
 
 from collections import Counter
@@ -30,7 +30,13 @@ from tidemark.streaming.core.codec import decode
 
 
 class FactRow(NamedTuple):
-    """A row of a fact, as its writer committed it."""
+    """A row of a fact, as its writer committed it.
+
+    Attributes:
+        id: the stream ID, a magnitude.
+        writer: the name of the writer.
+        mark: distinguishes the row from a row that had the same ID before a restore.
+    """
 
     id: int
     writer: str
@@ -38,7 +44,7 @@ class FactRow(NamedTuple):
 
 
 class DeliveredRow(NamedTuple):
-    """A row that a reader received. `late`: it came with a late completion."""
+    """A row that a reader received: the fields of `FactRow`. `late`: it came with a late completion."""
 
     id: int
     writer: str
@@ -47,7 +53,7 @@ class DeliveredRow(NamedTuple):
 
 
 class ReaderPosition(NamedTuple):
-    """The position that a reader reports, in magnitudes. `positions`: by writer, those beyond `linear`."""
+    """The position that a reader reports, in magnitudes. `positions`: by writer, its positions beyond `linear`."""
 
     linear: int
     positions: Mapping[str, int]
@@ -57,7 +63,7 @@ class ReaderPosition(NamedTuple):
 
 
 class PlacesPosition(NamedTuple):
-    """The positions of the places of a reader in SQL."""
+    """The positions of the places of a reader in SQL, in magnitudes."""
 
     sql_places: Mapping[SqlPlace, int]
 
@@ -98,7 +104,7 @@ class StreamsCount(ReadCount):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares what one reader received of one stream with the facts of the stream.
+    """Compares the rows that one reader received from one stream with the facts of the stream.
 
     Attributes:
         reader: its name.
@@ -124,15 +130,17 @@ class Comparison:
             self.reader,
             len({row.id for row in self.facts}),
             len({row.id for row in self.facts} - self._unread),
-            len({row.id for row in self.facts if row.id in self._unread and self._missed(row)}),
-            len(self._doubled - self._again) + (0 if self.resent_above is not None else len(self.nonexistent)),
-            self._disordered(),
+            len({row.id for row in self.facts if row.id in self._unread and self._is_missed(row)}),
+            len(self._duplicated - self._received_again)
+            + (0 if self.resent_above is not None else len(self.nonexistent)),
+            self._count_disordered(),
             len({row.id for row in self.delivered if row.late}),
-            len(self._again),
+            len(self._received_again),
             0 if self.resent_above is None else len(self.nonexistent),
         )
 
     def up_to(self, id: int) -> "Comparison":
+        """The comparison of the facts with IDs up to `id`."""
         facts = [row for row in self.facts if row.id <= id]
         return replace(self, facts=facts, delivered=[row for row in self.delivered if row.id <= id])
 
@@ -149,39 +157,40 @@ class Comparison:
 
     @cached_property
     def _unread(self) -> set[int]:
+        """The IDs of the facts of which a row was not received."""
         delivered = self.marks
         return {row.id for row in self.facts if row.mark not in delivered}
 
-    def _missed(self, row: FactRow) -> bool:
-        excused = self.resent_above is not None and row.id > self.resent_above and not self.final
-        return self.position.covers(row) and not excused
+    def _is_missed(self, row: FactRow) -> bool:
+        may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.final
+        return self.position.covers(row) and not may_come_late
 
     @cached_property
-    def _doubled(self) -> set[int]:
+    def _duplicated(self) -> set[int]:
         return _received_more_than(1, self.delivered)
 
     @cached_property
-    def _again(self) -> set[int]:
-        """The facts that a reader received twice because of restores, which is no error: once in order, and as late
-        at most once for each restore."""
+    def _received_again(self) -> set[int]:
+        """The IDs of the facts that a reader received twice because of restores, which is no error: once in order, and
+        at most once for each restore with a late completion."""
         if self.resent_above is None:
             return set()
         wrong = _received_more_than(1, (row for row in self.delivered if not row.late))
         wrong |= _received_more_than(self.restores, (row for row in self.delivered if row.late))
-        return {id for id in self._doubled - wrong if id > self.resent_above}
+        return {id for id in self._duplicated - wrong if id > self.resent_above}
 
-    def _disordered(self) -> int:
-        reached: dict[str, int] = {}
-        below = 0
+    def _count_disordered(self) -> int:
+        highest: dict[str, int] = {}
+        disordered = 0
         for row in self.delivered:
             if not row.late:
                 scope = self._order_scope(row.writer)
-                below += row.id < reached.get(scope, 0)
-                reached[scope] = max(row.id, reached.get(scope, 0))
-        return below
+                disordered += row.id < highest.get(scope, 0)
+                highest[scope] = max(row.id, highest.get(scope, 0))
+        return disordered
 
     def _order_scope(self, writer: str) -> str:
-        """The name of the set of facts that come in one order: a writer, a partition, or '' for all facts."""
+        """The name of the set of facts that the reader receives in order: a writer, a place, or '' for all facts."""
         if self.reader == "vector":
             return writer
         sql_places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
@@ -189,6 +198,7 @@ class Comparison:
 
 
 def _received_more_than(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
+    """The IDs of the facts of which a row occurs more than `times` times in `rows`."""
     counted = Counter((row.id, row.mark) for row in rows)
     return {id for (id, _), count in counted.items() if count > times}
 
@@ -196,14 +206,14 @@ def _received_more_than(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
 LIBRARY_READERS: tuple[Mode, ...] = ("vector", "linear")
 READERS = (*LIBRARY_READERS, *sql_readers.READERS)
 SQL_PROCESSES = ("sql-1", "sql-2")
-APPLICATION = "tidemark simulate --verify"
+APPLICATION_NAME = "tidemark simulate --verify"
 
 
 class EffectsDiffer(TidemarkError):
     """A reader missed facts, or received facts twice or out of order."""
 
     def __init__(self, counts: Sequence[ReadCount]) -> None:
-        wrong = "; ".join(str(count) for count in counts if not count.is_right)
+        wrong = "; ".join(str(count) for count in counts if not count.is_correct)
         super().__init__(f"what the readers read differs from what was written: {wrong}")
         self.counts = counts
 
@@ -240,24 +250,24 @@ class StreamsVerification(Verification):
     ) -> None:
         self._timelines = timelines
         self._first_timelines = timelines()
-        self._facts = session_of(facts, APPLICATION)
-        self._effects = session_of(effects, APPLICATION)
+        self._facts = session_of(facts, APPLICATION_NAME)
+        self._effects = session_of(effects, APPLICATION_NAME)
         self._streams = streams
         self._lock = Lock()
-        self._compared: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
-        """By stream, the marks of verified rows. These rows are deleted, or will be."""
-        self._deleted: dict[str, list[Hashable]] = {}
-        """By stream, the marks of verified rows that the services' database may still have."""
-        self._verified: dict[tuple[str, str], StreamsCount] = {}
+        self._verified_marks: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
+        """By stream, the marks of all verified rows, for the case that a restore brings them back."""
+        self._marks_to_delete: dict[str, list[Hashable]] = {}
+        """By stream, the marks of verified rows that are not deleted yet from the services' database."""
+        self._verified_counts: dict[tuple[str, str], StreamsCount] = {}
         """By reader and stream, the counts of the verified rows."""
         self._resent_above: dict[str, int] = {}
         """By stream, the ID beyond which a restored database sends facts again."""
         self._restores: Counter[str] = Counter()
-        self._heads: dict[str, int] = {}
+        self._restored_heads: dict[str, int] = {}
         """By stream, the ID beyond which the sequence of a restored database gives out IDs again."""
-        self.lost: set[str] = set()
-        """Streams of which readers have read IDs that a restored database gives out again."""
-        self.late: set[str] = set()
+        self.lost_streams: set[str] = set()
+        """Streams of which readers have read facts that a restored database lacks, and whose IDs it gives out again."""
+        self.late_streams: set[str] = set()
         """Streams of which readers received late completions after a restore."""
 
     def __exit__(self, *error: object) -> None:
@@ -270,49 +280,51 @@ class StreamsVerification(Verification):
         with self._lock:
             yield
 
-    def services_go_back(self, server: str, how: Successor) -> None:
-        """Delete verified rows on a new server of the services.
+    def prepare_services_server(self, server: str, successor: Successor) -> None:
+        """Delete verified rows on a new server of the services, and note the IDs from which facts may come again.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
-            how: how the new server came to be.
+            successor: the kind of the new server.
         """
         dsn = tables.simulation_database(server)
-        with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
-            self.restored_in_place(connection, tables.reached(connection))
-            for marks in self._compared.values():
-                _delete(connection, _EFFECTS, [*marks])
+        with closing(session_of(dsn, APPLICATION_NAME)) as session, session.use() as connection:
+            self.prepare_restored_tables(connection, tables.floors_and_heads(connection))
+            for marks in self._verified_marks.values():
+                _delete_marks(connection, _EFFECTS_TABLE, [*marks])
 
-    def restored_in_place(self, connection: psycopg.Connection, reached: Mapping[str, tuple[int, int]]) -> None:
-        """Delete verified rows from restored tables that no other process sees yet.
+    def prepare_restored_tables(
+        self, connection: psycopg.Connection, floors_and_heads: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Delete verified rows from restored tables, and note the IDs from which facts may come again.
 
         Args:
-            connection: to the services' database; its tables are already restored.
-            reached: by stream, its floor and the head of its sequence, as magnitudes.
+            connection: to the services' database, whose tables are restored already. No other process sees them yet.
+            floors_and_heads: by stream, its floor and the head of its sequence, as magnitudes.
         """
-        for stream, marks in self._compared.items():
-            _delete(connection, _facts_of(stream), [*marks])
-        for stream, (floor, head) in reached.items():
-            self.sequence_goes_back(stream, floor)
-            self._heads[stream] = min(head, self._heads.get(stream, head))
+        for stream, marks in self._verified_marks.items():
+            _delete_marks(connection, _facts_table(stream), [*marks])
+        for stream, (floor, head) in floors_and_heads.items():
+            self.note_sequence_set_back(stream, floor)
+            self._restored_heads[stream] = min(head, self._restored_heads.get(stream, head))
 
-    def sequence_goes_back(self, stream: str, id: int) -> None:
+    def note_sequence_set_back(self, stream: str, id: int) -> None:
         """Note that facts beyond `id` (a magnitude) may be sent again, and IDs beyond it may be given out again."""
         self._restores[stream] += 1
         self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
-    def readers_go_back(self, server: str) -> None:
+    def prepare_readers_server(self, server: str) -> None:
         """Delete effects of verified rows on a new server of the readers' database, which also has their checkpoints.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
         """
         with (
-            closing(session_of(tables.simulation_database(server), APPLICATION)) as session,
+            closing(session_of(tables.simulation_database(server), APPLICATION_NAME)) as session,
             session.use() as connection,
         ):
-            for marks in self._compared.values():
-                _delete(connection, _EFFECTS, [*marks])
+            for marks in self._verified_marks.values():
+                _delete_marks(connection, _EFFECTS_TABLE, [*marks])
 
     def final_counts(self) -> list[StreamsCount]:
         return self.counts(final=True)
@@ -320,43 +332,43 @@ class StreamsVerification(Verification):
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
         return bool(counts) and all(count.is_complete for count in counts)
 
-    def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
+    def error_for(self, counts: Sequence[ReadCount]) -> TidemarkError:
         return EffectsDiffer(counts)
 
-    def require_reported(self) -> None:
+    def require_loss_reported(self) -> None:
         """Raise `LossUnreported` for the first stream of which readers read facts that were lost without a report."""
         now = self._timelines()
-        for stream in sorted(self.lost - self.late):
+        for stream in sorted(self.lost_streams - self.late_streams):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
                 raise LossUnreported(stream)
 
     def counts(self, *, final: bool = False) -> list[StreamsCount]:
         """The counts of each reader over all streams since the database was created; zeros before the first reader has
-        begun. With `final`, facts that may still come late count as missed.
+        begun. With `final`, facts that have not come late yet count as missed.
 
-        Deletes rows that all readers have read and the linear reader has passed. If a reader receives such a row again,
-        the row counts as duplicated."""
+        Deletes the rows that all readers have read, up to the lowest linear position. If a reader receives such a row
+        again, the row counts as duplicated."""
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
                 if not _has_begun(connection):
                     return [StreamsCount(reader, 0, 0) for reader in READERS]
                 self._load_verified(connection)
-                reached_by: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
+                positions: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
                 delivered: dict[tuple[str, str], list[DeliveredRow]] = {}
-                for key in self._keys(LIBRARY_READERS):
-                    reached_by[key] = _reader_position(connection, *key)
+                for key in self._reader_streams(LIBRARY_READERS):
+                    positions[key] = _reader_position(connection, *key)
                     delivered[key] = _delivered(connection, *key)
             with self._facts.use() as connection:
-                for stream, marks in [*self._deleted.items()]:
+                for stream, marks in [*self._marks_to_delete.items()]:
                     with connection.transaction():
-                        _delete(connection, _facts_of(stream), marks)
-                        _delete(connection, _EFFECTS, marks)
-                    del self._deleted[stream]
+                        _delete_marks(connection, _facts_table(stream), marks)
+                        _delete_marks(connection, _EFFECTS_TABLE, marks)
+                    del self._marks_to_delete[stream]
                 with connection.transaction():
                     connection.execute("set transaction isolation level repeatable read")
-                    for key in self._keys(sql_readers.READERS):
-                        reached_by[key] = _places_position(connection, *key)
+                    for key in self._reader_streams(sql_readers.READERS):
+                        positions[key] = _places_position(connection, *key)
                         delivered[key] = _delivered(connection, *key)
                 # Facts are read after the effects, so that they include all facts that a reader has passed.
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
@@ -364,7 +376,7 @@ class StreamsVerification(Verification):
             for stream, rows in facts.items():
                 comparisons = [
                     Comparison(
-                        *(reader, rows, delivered[reader, stream], reached_by[reader, stream]),
+                        *(reader, rows, delivered[reader, stream], positions[reader, stream]),
                         *(self._resent_above.get(stream), final, self._restores[stream]),
                     )
                     for reader in READERS
@@ -372,61 +384,62 @@ class StreamsVerification(Verification):
                 self._update_lost(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
                 results = [comparison.count() for comparison in comparisons]
                 for comparison, count in zip(comparisons, results, strict=True):
-                    counts[comparison.reader] += count + self._verified[comparison.reader, stream]
-                if all(count.is_right for count in results):
+                    counts[comparison.reader] += count + self._verified_counts[comparison.reader, stream]
+                if all(count.is_correct for count in results):
                     self._delete_verified(stream, comparisons)
         return [*counts.values()]
 
-    def _keys(self, readers: Iterable[str]) -> list[tuple[str, str]]:
+    def _reader_streams(self, readers: Iterable[str]) -> list[tuple[str, str]]:
         return [(reader, stream.name) for reader in readers for stream in self._streams]
 
     def _update_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        head = self._heads.get(stream)
+        head = self._restored_heads.get(stream)
         if head is not None:
             if any(id > head for comparison in comparisons for id in comparison.nonexistent):
-                self.lost.add(stream)
+                self.lost_streams.add(stream)
             if any(row.late for comparison in comparisons for row in comparison.delivered):
-                self.late.add(stream)
+                self.late_streams.add(stream)
 
     def _delete_verified(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        reached = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
-        done = [comparison.up_to(reached) for comparison in comparisons]
+        lowest = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
+        verified = [comparison.up_to(lowest) for comparison in comparisons]
         counts = {
-            comparison.reader: self._verified[comparison.reader, stream] + comparison.count() for comparison in done
+            comparison.reader: self._verified_counts[comparison.reader, stream] + comparison.count()
+            for comparison in verified
         }
-        if not done[0].facts or not all(count.is_complete for count in counts.values()):
+        if not verified[0].facts or not all(count.is_complete for count in counts.values()):
             return
-        rows = {row.mark for row in done[0].facts}
-        marks = [*rows.union(*(comparison.marks for comparison in done))]
+        rows = {row.mark for row in verified[0].facts}
+        marks = [*rows.union(*(comparison.marks for comparison in verified))]
         with self._effects.use() as connection, connection.transaction():
-            _delete(connection, _EFFECTS, marks)
+            _delete_marks(connection, _EFFECTS_TABLE, marks)
             for reader, count in counts.items():
                 connection.execute(
                     "insert into demo.compared (reader, stream, facts) values (%s, %s, %s)"
                     " on conflict (reader, stream) do update set facts = excluded.facts",
                     [reader, stream, count.written],
                 )
-        self._verified.update({(reader, stream): count for reader, count in counts.items()})
-        self._compared[stream].update(marks)
-        self._deleted[stream] = marks
+        self._verified_counts.update({(reader, stream): count for reader, count in counts.items()})
+        self._verified_marks[stream].update(marks)
+        self._marks_to_delete[stream] = marks
 
     def _load_verified(self, connection: Connection) -> None:
         """Load the counts of earlier simulations, once; a restored database may lack the newest of them."""
-        if not self._verified:
+        if not self._verified_counts:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}
-            for key in self._keys(READERS):
-                self._verified[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
+            for key in self._reader_streams(READERS):
+                self._verified_counts[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
 
 
-_EFFECTS = sql.Identifier("demo", "effects")
+_EFFECTS_TABLE = sql.Identifier("demo", "effects")
 
 
-def _facts_of(stream: str) -> sql.Identifier:
+def _facts_table(stream: str) -> sql.Identifier:
     return sql.Identifier("demo", stream)
 
 
-def _delete(connection: Connection, table: sql.Identifier, marks: Sequence[Hashable]) -> None:
+def _delete_marks(connection: Connection, table: sql.Identifier, marks: Sequence[Hashable]) -> None:
     connection.execute(sql.SQL("delete from {} where mark = any(%s)").format(table), [marks])
 
 
@@ -463,7 +476,7 @@ def _delivered(connection: Connection, reader: str, stream: str) -> list[Deliver
 
 
 def _committed(connection: Connection, stream: str) -> list[FactRow]:
-    rows = connection.execute(sql.SQL("select abs(stream_id), writer, mark from {}").format(_facts_of(stream)))
+    rows = connection.execute(sql.SQL("select abs(stream_id), writer, mark from {}").format(_facts_table(stream)))
     return [FactRow(*row) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""The tables of a simulation: those of the services with the facts, and those of the readers with the effects."""
+"""The tables of a simulation: the services' tables have the facts, and the readers' tables have the effects."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -12,7 +12,7 @@ from tidemark.app.simulation.script import SimulatedStream
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 
-APPLICATION = "tidemark simulate"
+APPLICATION_NAME = "tidemark simulate"
 LOGINS = ("simulate_relay", "simulate_reader")
 
 _EFFECTS = """
@@ -62,7 +62,7 @@ def make_database(dsn: str, suffix: str = "demo") -> str:
     """Create the simulation's database if it is missing, and return its DSN. Raises `Unavailable` and `Refused`."""
     simulation_dsn = simulation_database(dsn, suffix)
     name = str(conninfo_to_dict(simulation_dsn)["dbname"])
-    with _connected(dsn) as connection:
+    with _connect(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
     return simulation_dsn
@@ -73,16 +73,16 @@ def prepare_writing(dsn: str) -> None:
     relay.migrate(dsn, (), "forward", say=lambda _: None)
 
 
-def missing(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
-    """The streams that do not exist yet."""
-    with _connected(dsn) as connection:
+def missing_streams(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
+    """The streams that the database at `dsn` does not have yet."""
+    with _connect(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]
 
 
 def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Create the streams and the services' tables if they are missing."""
-    with _connected(dsn) as connection, connection.transaction():
+    with _connect(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
         for stream in streams:
             connection.execute(
@@ -99,13 +99,14 @@ def make_effects(dsn: str) -> None:
 
 
 def make_tables(dsn: str, script: str) -> None:
-    with _connected(dsn) as connection, connection.transaction():
+    """Run the SQL statements of `script` in one transaction."""
+    with _connect(dsn) as connection, connection.transaction():
         connection.execute(script.encode())
 
 
 def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Register streams whose tables already exist."""
-    with _connected(dsn) as connection, connection.transaction():
+    with _connect(dsn) as connection, connection.transaction():
         for stream in streams:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
@@ -114,7 +115,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
     """Create logins for the relay and for the readers, with only the rights that they need; return their DSNs. The
     faults need such logins, because row level security does not apply to a superuser."""
     password = str(conninfo_to_dict(dsn).get("password") or "")
-    with _connected(dsn) as connection:
+    with _connect(dsn) as connection:
         for login in LOGINS:
             with suppress(psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation):
                 connection.execute(
@@ -132,7 +133,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
     return relay_dsn, readers_dsn
 
 
-def reached(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
+def floors_and_heads(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
     """By stream, the floor (all IDs up to it are settled) and the last ID that was given out, as magnitudes."""
     rows = connection.execute(
         "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
@@ -142,6 +143,6 @@ def reached(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _connected(dsn: str) -> Iterator[Connection]:
-    with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
+def _connect(dsn: str) -> Iterator[Connection]:
+    with closing(session_of(dsn, APPLICATION_NAME)) as session, session.use() as connection:
         yield connection

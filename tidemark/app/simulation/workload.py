@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import msgspec
 
 from tidemark.app.simulation.room_services import RoomClientRole, RoomServiceRole
-from tidemark.app.simulation.script import ALL, Fault, SimulatedStream, Successor, WriterPlan
+from tidemark.app.simulation.script import ALL_FAULTS, Fault, SimulatedStream, Successor, WriterPlan
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
 from tidemark.app.simulation.sql_readers import SqlReaderRole
 from tidemark.app.stack.home import Home
@@ -22,8 +22,8 @@ from tidemark.common.errors import TidemarkError
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """The configuration that a process reads from its standard input, because other users can see its arguments. At
-    most one field besides the DSNs is set; if none is, the process is the relay of the services' database.
+    """The configuration of a process, which reads it from its standard input because other users can see arguments. At
+    most one field besides the DSNs is set; if none is set, the process is the relay of the services' database.
 
     Attributes:
         facts: DSN of the services' database.
@@ -62,7 +62,7 @@ class ChildProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end, like the kernel when memory runs out."""
+        """Send SIGKILL and wait for the end."""
         self._process.kill()
         self._process.wait()
 
@@ -111,25 +111,25 @@ class SimulatedProcess:
         name: the name of the process and of its log file.
         home: the folder of the log file.
         role: returns the role for the `incarnation`-th start.
-        process: None while it is down.
+        child: None while it is down.
         incarnation: the number of starts.
     """
 
     name: str
     home: Home
     role: Callable[[int], ProcessRole]
-    process: ChildProcess | None = None
+    child: ChildProcess | None = None
     incarnation: int = 0
 
     def start(self) -> None:
         self.incarnation += 1
-        self.process = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
+        self.child = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
     def detach(self) -> ChildProcess:
-        """Give the process to the caller. From now on it counts as down."""
-        assert self.process is not None
-        process, self.process = self.process, None
-        return process
+        """Return the running child process, which the caller must end. From now on the process counts as down."""
+        assert self.child is not None
+        child, self.child = self.child, None
+        return child
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class ReadCount:
         reader: its name.
         written: facts that were written.
         read: facts that were written and read.
-        missed: facts that the reader's position has passed, and that the reader did not receive.
+        missed: facts that the reader's position covers, and that the reader did not receive.
         duplicated: facts that were received twice, or that do not exist.
         disordered: facts that were received out of order.
     """
@@ -163,12 +163,12 @@ class ReadCount:
     disordered: int = 0
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return not (self.missed or self.duplicated or self.disordered)
 
     @property
     def is_complete(self) -> bool:
-        return self.is_right and self.read == self.written
+        return self.is_correct and self.read == self.written
 
     @property
     def figures(self) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class ReadCount:
         return type(self)(self.reader, *map(sum, zip(self.figures, other.figures, strict=True)))
 
 
-def table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
+def format_table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
     """A text table with one line for each reader. `extra_columns` are the names of the figures of a workload."""
     columns = ("WRITTEN", "READ", "MISSED", "DUPLICATED", "OUT OF ORDER", *extra_columns)
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
@@ -193,8 +193,8 @@ class Verification(ABC):
     """
 
     columns: ClassVar[Sequence[str]]
-    """Column names of the figures that its counts have in addition to those of `ReadCount`."""
-    seconds_between: ClassVar[float] = 0.1
+    """The column names of the figures that its counts have in addition to the figures of `ReadCount`."""
+    comparison_interval_seconds: ClassVar[float] = 0.1
     """Seconds between two comparisons at the end of a simulation."""
 
     def __enter__(self) -> Self:
@@ -204,7 +204,7 @@ class Verification(ABC):
     def __exit__(self, *error: object) -> None: ...
 
     def has_begun(self) -> bool:
-        """Whether every reader runs."""
+        """Whether every reader has read something, or the verification cannot tell."""
         return True
 
     @abstractmethod
@@ -221,27 +221,27 @@ class Verification(ABC):
         """Whether each reader has correctly read everything that was written."""
 
     @abstractmethod
-    def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
+    def error_for(self, counts: Sequence[ReadCount]) -> TidemarkError:
         """The error for counts that are wrong or incomplete."""
 
-    def require_reported(self) -> None:  # noqa: B027 - a workload may override it
-        """Raise if facts were lost, and readers were not informed."""
+    def require_loss_reported(self) -> None:  # noqa: B027 - a workload may override it
+        """Raise an error if facts were lost and Tidemark did not report the loss."""
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Pause comparisons while the block runs. Only the thread in the block may call the next two methods."""
 
     @abstractmethod
-    def services_go_back(self, server: str, how: Successor, /) -> None:
+    def prepare_services_server(self, server: str, successor: Successor, /) -> None:
         """Prepare for a new server of the services, before other processes use it.
 
         Args:
             server: DSN of the new server.
-            how: how the new server came to be.
+            successor: the kind of the new server.
         """
 
     @abstractmethod
-    def readers_go_back(self, server: str, /) -> None:
+    def prepare_readers_server(self, server: str, /) -> None:
         """Prepare for a new server of the readers' database and their checkpoints, before other processes use it.
 
         Args:
@@ -261,7 +261,7 @@ class Workload(ABC):
         self.services_ended = False
         """Readers that start after the services have ended must not write: the verification would never complete."""
 
-    faults: ClassVar[Set[Fault]] = ALL
+    faults: ClassVar[Set[Fault]] = ALL_FAULTS
     """The faults that the workload supports; others are not injected."""
 
     @property

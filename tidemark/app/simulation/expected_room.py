@@ -1,0 +1,161 @@
+"""The expected extremities, states and stays of a room, computed slowly from their definitions. Pure.
+
+The verification compares a store with them. This module has all events of the room, including events that the store
+lacks, but not their order of arrival.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+
+from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent, StateEntry, StateKey, is_join
+
+
+class ExpectedRoom:
+    """One room.
+
+    If an event names a prev event that is at least as deep, its depth is wrong, and that edge is ignored.
+
+    Args:
+        all_events: all events of the room on all servers, with their true kinds.
+        stored_kinds: by event ID, the kind as which the store has the event.
+        turns: by event ID, its number in the order in which the store got the events. It orders events of `MAX_DEPTH`.
+    """
+
+    def __init__(
+        self,
+        all_events: Iterable[RoomEvent],
+        stored_kinds: Mapping[str, EventKind],
+        turns: Mapping[str, int] | None = None,
+    ) -> None:
+        self.all_events = {event.id: event for event in all_events}
+        self._stored_kinds = stored_kinds
+        self._turns = turns or {}
+        self._states: dict[str, dict[StateKey, StateEntry]] = {}
+
+    def restricted_to(self, stored: Collection[str]) -> "ExpectedRoom":
+        """The same room, as if the store had only these events."""
+        room = ExpectedRoom((), {id: kind for id, kind in self._stored_kinds.items() if id in stored}, self._turns)
+        room.all_events, room._states = self.all_events, self._states
+        return room
+
+    @cached_property
+    def non_outliers(self) -> set[str]:
+        """The IDs of the stored events that are not outliers."""
+        return {id for id, kind in self._stored_kinds.items() if not kind.is_outlier}
+
+    @property
+    def forward_extremities(self) -> set[str]:
+        """The regular events that no regular event follows, directly or through soft-failed and rejected events."""
+        regular = {id for id, kind in self._stored_kinds.items() if kind is EventKind.REGULAR}
+        followed: set[str] = set()
+        frontier = [*regular]
+        while frontier:
+            event = self.all_events[frontier.pop()]
+            newly_followed = {
+                prev for prev in event.prevs if prev in self.non_outliers and self._follows(event, prev)
+            } - followed
+            followed |= newly_followed
+            frontier += newly_followed - regular
+        return regular - followed
+
+    def _follows(self, event: RoomEvent, prev: str) -> bool:
+        """Whether the edge from `event` to `prev` is valid: `event` is deeper, or later if both have `MAX_DEPTH`."""
+        depth = self.all_events[prev].depth
+        if event.depth == MAX_DEPTH == depth:
+            return self._turns[prev] < self._turns[event.id]
+        return depth < event.depth
+
+    @property
+    def backward_extremities(self) -> set[str]:
+        """The prev events of non-outliers that are not stored, or are stored as outliers."""
+        return {prev for id in self.non_outliers for prev in self.all_events[id].prevs} - self.non_outliers
+
+    def state_at(self, id: str) -> dict[StateKey, StateEntry]:
+        """The state after an event: by state key, the deepest event among this event and its ancestors, without
+        rejected events."""
+        to_visit = [id]
+        while to_visit:
+            event = self.all_events[to_visit[-1]]
+            unresolved = [prev for prev in self._known_prevs(event) if prev not in self._states]
+            if unresolved:
+                to_visit += unresolved
+                continue
+            to_visit.pop()
+            state = self.state_before(event)
+            if event.key is not None and event.held_as is not EventKind.REJECTED:
+                state[event.key] = StateEntry(event.depth, event.id)
+            self._states[event.id] = state
+        return self._states[id]
+
+    def state_before(self, event: RoomEvent) -> dict[StateKey, StateEntry]:
+        state: dict[StateKey, StateEntry] = {}
+        for prev in self._known_prevs(event):
+            _merge_deepest(state, self.state_at(prev) if prev not in self._states else self._states[prev])
+        return state
+
+    def _known_prevs(self, event: RoomEvent) -> list[str]:
+        """The prev events that some server has, and whose edge from `event` is valid."""
+        known = [prev for prev in event.prevs if prev in self.all_events]
+        return [prev for prev in known if self.all_events[prev].depth < event.depth or event.depth == MAX_DEPTH]
+
+    @property
+    def current_state(self) -> dict[StateKey, StateEntry]:
+        state: dict[StateKey, StateEntry] = {}
+        for id in self.forward_extremities:
+            _merge_deepest(state, self.state_at(id))
+        return state
+
+    def stays(self, arrivals: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
+        """The stays, each as (member, turn of the first event, turn of the last event, ID of the event that ended it).
+        The last two are None while the stay lasts.
+
+        Args:
+            arrivals: the IDs of the non-outliers with their turns, in ascending order of turn.
+        """
+        stays: list[tuple[str, int, int | None, str | None]] = []
+        since: dict[str, int] = {}
+        listed = [*arrivals]
+        for turn, forward in zip((turn for _, turn in listed), self._forward_after_each(listed), strict=True):
+            current: dict[StateKey, StateEntry] = {}
+            for last in forward:
+                _merge_deepest(current, self.state_at(last))
+            for (kind, member), entry in current.items():
+                joined = kind == MEMBER and is_join(self.all_events[entry.id])
+                if joined:
+                    since.setdefault(member, turn)
+                elif kind == MEMBER and member in since:
+                    stays.append((member, since.pop(member), turn, entry.id))
+        return [*stays, *((member, turn, None, None) for member, turn in since.items())]
+
+    def _forward_after_each(self, arrivals: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
+        """Yield the forward extremities after each of these events was stored."""
+        forward: set[str] = set()
+        present: set[str] = set()
+        ending: set[str] = set()  # events whose edges end forward extremities
+        successors: dict[str, list[RoomEvent]] = defaultdict(list)
+        for id, _ in arrivals:
+            present.add(id)
+            event, is_regular = self.all_events[id], self._stored_kinds[id] is EventKind.REGULAR
+            successors[id] = [other for other in successors[id] if other.depth > event.depth]
+            is_followed = any(other.id in ending for other in successors[id])
+            if is_regular and not is_followed:
+                forward.add(id)
+            for prev in event.prevs:
+                successors[prev].append(event)
+            frontier = [event] if is_regular or is_followed else []
+            while frontier:
+                ancestor = frontier.pop()
+                ending.add(ancestor.id)
+                for prev in ancestor.prevs:
+                    if any(other.id == ancestor.id for other in successors[prev]):
+                        forward.discard(prev)
+                        if prev in present and prev not in ending and self._stored_kinds[prev] is not EventKind.REGULAR:
+                            frontier.append(self.all_events[prev])
+            yield forward
+
+
+def _merge_deepest(result: dict[StateKey, StateEntry], state: Mapping[StateKey, StateEntry]) -> None:
+    """Merge `state` into `result`. For each key the deeper event wins."""
+    for key, entry in state.items():
+        result[key] = max(entry, result.get(key, entry))
