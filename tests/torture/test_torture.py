@@ -14,13 +14,13 @@ SECONDS = int(os.environ.get("TORTURE_SECONDS") or 600)
 SEED = os.environ.get("TORTURE_SEED") or None
 
 
-def test_nothing_is_missed_doubled_or_disordered_for_as_long_as_it_lasts(terminal: Terminal) -> None:
+def test_no_fact_is_missed_duplicated_or_out_of_order(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again."""
     with terminal.up():
         require_right(terminal, SECONDS, set(Fault), SEED, aloud=True)
 
 
-def test_rooms_are_right_for_as_long_as_it_lasts(terminal: Terminal) -> None:
+def test_rooms_are_correct(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again: `make rooms-torture`."""
     with terminal.up():
         output = require_rooms_right(terminal, SECONDS, RoomsWorkload.faults)

@@ -60,7 +60,7 @@ class World:
 
     def counts(self) -> dict[str, RoomCount]:
         with self.verification() as verification:
-            return {it.reader: it for it in [*verification.counts(), verification.rooms()]}
+            return {it.reader: it for it in [*verification.counts(), verification.compare_rooms()]}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tidemark.sources.rooms.tables import SCHEMA
 
 @pytest.fixture
 def rooms(database: str) -> Iterator[Connection]:
-    """A connection in autocommit."""
+    """A connection in autocommit mode to a database with rooms and their streams."""
     with queries.session_of(database, "tests") as session:
         queries.SCHEMA.migrate(session)
         SCHEMA.migrate(session)
@@ -23,7 +23,7 @@ def rooms(database: str) -> Iterator[Connection]:
 
 
 @pytest.fixture
-def another(database: str, rooms: Connection) -> Iterator[Connection]:
-    """A second connection to it."""
+def second_connection(database: str, rooms: Connection) -> Iterator[Connection]:
+    """A second connection to the database of `rooms`."""
     with psycopg.connect(database, autocommit=True) as connection:
         yield connection

@@ -31,23 +31,24 @@ _STYLE = """
 """
 
 
-def told() -> tuple[MemoryRooms, list[RoomEvent]]:
-    """A fork (C, D) that E heals; F is late, and forks off C; B is fetched as history, and A is not held yet."""
-    start = an_event("A")
-    begun = an_event("B", start)
-    up, down = an_event("C", begun), an_event("D", begun)
-    healed = an_event("E", up, down)
-    late = an_event("F", up)
-    last = an_event("G", healed)
+def make_room() -> tuple[MemoryRooms, list[RoomEvent]]:
+    """A room and its events in order of depth. C and D are a fork, and E merges it. F arrives late, and forks after C.
+    B is fetched as history. A is not stored yet."""
+    a = an_event("A")
+    b = an_event("B", a)
+    c, d = an_event("C", b), an_event("D", b)
+    e = an_event("E", c, d)
+    f = an_event("F", c)
+    g = an_event("G", e)
     rooms = MemoryRooms()
-    for event in (up, down, healed, last, late):
-        rooms.persist(event, given=[])
-    rooms.persist(begun, "backfill", [])
-    return rooms, [start, begun, up, down, healed, late, last]
+    for event in (c, d, e, g, f):
+        rooms.persist(event, state_ids_before=[])
+    rooms.persist(b, "backfill", [])
+    return rooms, [a, b, c, d, e, f, g]
 
 
-def drawn() -> str:
-    rooms, events = told()
+def draw() -> str:
+    rooms, events = make_room()
     depths = {event.id: (_LEFT + (event.depth - 1) * _STEP, 60 + _LANES[event.id] * _ROW) for event in events}
     orders = {id: -1 - place for place, id in enumerate(rooms.history)} | {
         id: 1 + place for place, id in enumerate(rooms.live)
@@ -76,7 +77,7 @@ def drawn() -> str:
 
 
 def _edges(events: list[RoomEvent], at: Mapping[str, tuple[int, int]], bend: int) -> Iterator[str]:
-    """From an event to those that it names: back in time."""
+    """Lines from each event to its prev events."""
     for event in events:
         for prev in event.prevs:
             if prev not in at:
@@ -98,11 +99,11 @@ def _nodes(rooms: MemoryRooms, at: Mapping[str, tuple[int, int]]) -> Iterator[st
             "end": id in rooms.rooms[ROOM].forward_extremities,
             "missing": id in rooms.rooms[ROOM].backward_extremities,
         }
-        words = " ".join(kind for kind, holds in kinds.items() if holds)
-        yield f'<circle class="{words}" cx="{x}" cy="{y}" r="{_RADIUS}"/>'
+        classes = " ".join(kind for kind, applies in kinds.items() if applies)
+        yield f'<circle class="{classes}" cx="{x}" cy="{y}" r="{_RADIUS}"/>'
         yield f'<text class="name" x="{x}" y="{y + 5}">{id}</text>'
 
 
 if __name__ == "__main__":
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(drawn())
+    PICTURE.write_text(draw())

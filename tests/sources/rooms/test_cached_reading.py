@@ -4,18 +4,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import members, settings
 from hypothesis import strategies as st
 
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import an_event
-from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tests.sources.rooms.test_persisting import SQL_STORE, STORE, a_member
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import persisting
 from tidemark.sources.rooms.persisting import RoomStore, next_prevs_and_depth
-from tidemark.sources.rooms.reading import VectorPosition, current_state, load_invalidations, joined_rooms_with_version, members_with_version
+from tidemark.sources.rooms.reading import (
+    VectorPosition,
+    current_state,
+    joined_rooms_with_version,
+    load_invalidations,
+    members_with_version,
+)
 from tidemark.sources.rooms.rules import EventKind, RoomEvent
-from tidemark.sources.rooms.tables import ROOM_CACHES, MEMBERS_CACHE, JOINED_ROOMS_CACHE, STATE_CACHE, Caches
+from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, MEMBERS_CACHE, ROOM_CACHES, STATE_CACHE, Caches
 
 SLOW_ROOM, QUICK_ROOMS = "!slow", ("!one", "!two")
 MEMBER_NAMES = ("@ada", "@bob", "@eve")
@@ -23,24 +29,29 @@ ENTRIES = [
     *((cache, room) for cache in (STATE_CACHE, MEMBERS_CACHE) for room in (SLOW_ROOM, *QUICK_ROOMS)),
     *((JOINED_ROOMS_CACHE, member) for member in MEMBER_NAMES),
 ]
-KINDS = st.sampled_from(["message", "topic", *(f"join {name}" for name in MEMBER_NAMES), "leave @ada", "crowd"])
+KINDS = st.sampled_from(
+    ["message", "topic", *(f"join {name}" for name in MEMBER_NAMES), "leave @ada", "several members"]
+)
 
 Entry = tuple[str, str]
 Value = tuple[int, object]
 
 
-def loaded(connection: Connection, entry: Entry) -> Value:
+def load_value(connection: Connection, entry: Entry) -> Value:
     cache, key = entry
     load: Mapping[str, Callable[[Connection, str], Value]] = {
         STATE_CACHE: current_state,
-        MEMBERS_CACHE: lambda connection, room: (0, members_with_version(connection, room)[1]),  # the version is the state's
+        MEMBERS_CACHE: lambda connection, room: (
+            0,
+            members_with_version(connection, room)[1],
+        ),  # the version is the state's
         JOINED_ROOMS_CACHE: joined_rooms_with_version,
     }
     return load[cache](connection, key)
 
 
 @dataclass
-class Committed:
+class Commit:
     """A transaction that is over: the invalidations of its writer, and every value from then on."""
 
     writer: str
@@ -49,7 +60,7 @@ class Committed:
 
 
 @dataclass
-class Cached:
+class CachingReader:
     """A reader, by line or by vector."""
 
     caches: Caches = field(default_factory=lambda: Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]}))
@@ -66,7 +77,7 @@ class Server:
     last: int = 0
     initial_sync: set[int] | None = None
     """Invalidations of the slow writer's open transaction."""
-    history: list[Committed] = field(default_factory=list)
+    history: list[Commit] = field(default_factory=list)
 
     def write(self, connection: Connection, store: RoomStore, room: str, kind: str) -> set[int]:
         """One event; the IDs of its invalidations."""
@@ -74,27 +85,27 @@ class Server:
         prevs, depth = next_prevs_and_depth(connection, room)
         self.number += 1
         id = f"e{self.number}"
-        what, _, member = kind.partition(" ")
-        event = replace(an_event(id, key="" if what == "topic" else None, room=room), prevs=prevs, depth=depth)
+        change, _, member = kind.partition(" ")
+        event = replace(an_event(id, key="" if change == "topic" else None, room=room), prevs=prevs, depth=depth)
         if member:
-            event = replace(a_member(id, member, membership=what), room=room, prevs=prevs, depth=depth)
-        if what == "crowd":
-            self._crowd(connection, store, event)
+            event = replace(a_member(id, member, membership=change), room=room, prevs=prevs, depth=depth)
+        if change == "several members":
+            self._persist_with_unknown_prev(connection, store, event)
         else:
             store.persist(connection, event)
-        found = self._ids(connection) - before
-        self.last = max(self.last, *found) if found else self.last
-        return found
+        new_ids = self._ids(connection) - before
+        self.last = max(self.last, *new_ids) if new_ids else self.last
+        return new_ids
 
-    def _crowd(self, connection: Connection, store: RoomStore, event: RoomEvent) -> None:
+    def _persist_with_unknown_prev(self, connection: Connection, store: RoomStore, event: RoomEvent) -> None:
         """An event whose past is not known, with a state of several members."""
-        given = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
-        for member in given:
+        members = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
+        for member in members:
             store.persist(connection, replace(member, depth=event.depth, held_as=EventKind.OUTLIER))
         store.persist(
             connection,
             replace(event, prevs=(*event.prevs, f"unknown{event.id}"), depth=event.depth + 1),
-            given=[member.id for member in given],
+            members=[member.id for member in members],
         )
 
     def _ids(self, connection: Connection) -> set[int]:
@@ -103,94 +114,94 @@ class Server:
     def commit_quickly(self, room: str, kind: str) -> None:
         with self.quick.transaction():
             ids = self.write(self.quick, STORE, room, kind)
-        self._remember("web", ids)
+        self._note_commit("web", ids)
 
     def open(self, kind: str) -> None:
         if self.open_ids is None:
             self.slow.execute("begin")
             self.open_ids = set()
-        self.open_ids |= self.write(self.slow, OWN, SLOW_ROOM, kind)
+        self.open_ids |= self.write(self.slow, SQL_STORE, SLOW_ROOM, kind)
 
     def end(self, how: str) -> None:
         if self.open_ids is not None:
             self.slow.execute(how.encode())
             if how == "commit":
-                self._remember("service", self.open_ids)
+                self._note_commit("service", self.open_ids)
             self.open_ids = None
 
-    def _remember(self, writer: str, ids: set[int]) -> None:
-        values = {entry: loaded(self.quick, entry) for entry in ENTRIES}
-        self.history.append(Committed(writer, ids, values))
+    def _note_commit(self, writer: str, ids: set[int]) -> None:
+        values = {entry: load_value(self.quick, entry) for entry in ENTRIES}
+        self.history.append(Commit(writer, ids, values))
 
-    def position(self, *, by_line: bool) -> VectorPosition:
+    def position(self, *, is_linear: bool) -> VectorPosition:
         """As Tidemark would publish it."""
         low = min(self.open_ids) - 1 if self.open_ids else self.last
-        return VectorPosition(low) if by_line else VectorPosition(low, {"web": self.last})
+        return VectorPosition(low) if is_linear else VectorPosition(low, {"web": self.last})
 
 
-def follow(server: Server, reader: Cached, *, by_line: bool) -> None:
-    now = server.position(by_line=by_line).merge(reader.applied)
+def apply_invalidations(server: Server, reader: CachingReader, *, is_linear: bool) -> None:
+    now = server.position(is_linear=is_linear).merge(reader.applied)
     for cache, keys in load_invalidations(server.quick, reader.applied, now):
         reader.caches.invalidate(cache, keys)
     reader.applied = now
 
 
-def allowed(server: Server, reader: Cached, entry: Entry) -> Iterator[Value]:
+def allowed_values(server: Server, reader: CachingReader, entry: Entry) -> Iterator[Value]:
     """The value that the reader's position demands, and newer ones."""
-    demanded = -1
-    values = [it.values[entry] for it in server.history]
+    oldest_allowed = -1
+    values = [commit.values[entry] for commit in server.history]
     for number, commit in enumerate(server.history):
         passed = all(id <= reader.applied.position_of(commit.writer) for id in commit.ids)
         if passed and (number == 0 or values[number] != values[number - 1]):
-            demanded = number
-    yield from values[max(demanded, 0) :]
+            oldest_allowed = number
+    yield from values[max(oldest_allowed, 0) :]
 
 
 @pytest.fixture
-def crowds_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persisting, "MOST_MEMBERS", 2)
+def two_members_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persisting, "MAX_INVALIDATED_MEMBERS", 2)
 
 
 @settings(max_examples=examples(15), suppress_health_check=SHARING)
-@given(st.data())
-@pytest.mark.usefixtures("crowds_are_small")
+@members(st.data())
+@pytest.mark.usefixtures("two_members_are_many")
 def test_no_reader_serves_a_value_older_than_its_position(
-    rooms: Connection, another: Connection, data: st.DataObject
+    rooms: Connection, second_connection: Connection, data: st.DataObject
 ) -> None:
     """Caches of state, of members and of members' rooms; invalidations of one key, of a group by its reserved name, of
     a whole cache by null. Transactions commit in any order of their IDs, roll back, and commit while a value is
     loaded; readers follow by line and by vector, and serve between."""
-    another.execute("rollback")
+    second_connection.execute("rollback")
     rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
     rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
-    server = Server(rooms, another)
+    server = Server(rooms, second_connection)
     for room in QUICK_ROOMS:
         server.commit_quickly(room, "join @ada")
-    readers = {by_line: Cached() for by_line in (True, False)}
+    readers = {is_linear: CachingReader() for is_linear in (True, False)}
     for number in range(data.draw(st.integers(3, 10))):
-        act = data.draw(st.sampled_from(["commit", "commit", "open", "end", "undo"]))
-        if act == "commit":
+        action = data.draw(st.sampled_from(["commit", "commit", "open", "end", "undo"]))
+        if action == "commit":
             server.commit_quickly(data.draw(st.sampled_from(QUICK_ROOMS)), data.draw(KINDS))
-        elif act == "open":
+        elif action == "open":
             server.open(data.draw(KINDS))
         else:
-            server.end("commit" if act == "end" else "rollback")
-        by_line = data.draw(st.booleans())
-        reader = readers[by_line]
+            server.end("commit" if action == "end" else "rollback")
+        is_linear = data.draw(st.booleans())
+        reader = readers[is_linear]
         if data.draw(st.booleans()):
-            follow(server, reader, by_line=by_line)
-        overtaken = data.draw(st.booleans())
+            apply_invalidations(server, reader, is_linear=is_linear)
+        commit_while_loading = data.draw(st.booleans())
 
         def slowly(entry: Entry) -> Value:
-            nonlocal overtaken
-            value = loaded(rooms, entry)
-            if overtaken:
-                overtaken = False
+            nonlocal commit_while_loading
+            value = load_value(rooms, entry)
+            if commit_while_loading:
+                commit_while_loading = False
                 server.commit_quickly(QUICK_ROOMS[0], f"join {MEMBER_NAMES[number % 3]}")  # noqa: B023 - called at once
-                follow(server, reader, by_line=by_line)  # noqa: B023 - the same
+                apply_invalidations(server, reader, is_linear=is_linear)  # noqa: B023 - the same
             return value
 
         for entry in ENTRIES:
             value = reader.caches.get(entry[0], [entry[1]], lambda entry=entry: slowly(entry))  # type: ignore[misc]
-            assert value in [*allowed(server, reader, entry)], (entry, value, reader.applied)
+            assert value in [*allowed_values(server, reader, entry)], (entry, value, reader.applied)
     server.end("rollback")

@@ -1,4 +1,4 @@
-"""docs/explanation/rooms.md names tests that are there."""
+"""docs/explanation/rooms.md names existing tests, and its picture is up to date."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ from tests.sources.rooms import picture
 ROOT = Path(__file__).parents[3]
 
 
-def test_each_statement_has_its_test() -> None:
-    """Every test that the page names, in a file of this tree."""
+def test_the_page_names_existing_tests() -> None:
+    """Every test that the page names exists in one of two folders."""
     named = {*re.findall(r"`(test_\w+)`", (ROOT / "docs/explanation/rooms.md").read_text())}
     folders = (ROOT / "tests/sources/rooms", ROOT / "tests/app/simulation")
     found = {
@@ -22,6 +22,6 @@ def test_each_statement_has_its_test() -> None:
     assert len(named) > 10
 
 
-def test_the_picture_is_that_of_the_rules() -> None:
-    """`make docs` draws it anew."""
-    assert picture.PICTURE.read_text() == picture.drawn()
+def test_the_picture_is_up_to_date() -> None:
+    """`make docs` draws the picture again."""
+    assert picture.PICTURE.read_text() == picture.draw()

@@ -7,11 +7,11 @@ import psycopg
 import pytest
 
 from tests.sources.rooms.dags import ROOM, an_event
-from tests.sources.rooms.test_persisting import OWN, ROOT, STORE
+from tests.sources.rooms.test_persisting import ROOT, SQL_STORE, STORE
 from tests.waiting import eventually
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import SqlAppender
-from tidemark.sources.rooms.reading import VectorPosition, incarnation, messages, initial_sync, sync
+from tidemark.sources.rooms.reading import VectorPosition, incarnation, initial_sync, messages, sync
 
 MARGIN = 10_000
 
@@ -22,7 +22,7 @@ def begin_anew(connection: Connection, **known: int) -> int:
     return int(began)
 
 
-def test_ids_go_on_where_no_lost_one_can_be(rooms: Connection) -> None:
+def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
     """Beyond what Tidemark knows of each stream, history too, and what the backup has; also where the same backup is
     put back a second time."""
     assert incarnation(rooms) == 0
@@ -41,7 +41,7 @@ def test_ids_go_on_where_no_lost_one_can_be(rooms: Connection) -> None:
     assert STORE.persist(rooms, an_event("more", ROOT)) == 950 + 3 * MARGIN + 3
 
 
-def test_a_stream_of_which_nobody_asked_tidemark_is_refused(rooms: Connection) -> None:
+def test_begin_anew_requires_the_heads_of_all_streams(rooms: Connection) -> None:
     """With the statement that asks; nothing is changed."""
     before = incarnation(rooms)
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="the stream 'backfill' is not given") as refused:
@@ -51,33 +51,35 @@ def test_a_stream_of_which_nobody_asked_tidemark_is_refused(rooms: Connection) -
     assert STORE.persist(rooms, ROOT) == 1
 
 
-def test_whoever_has_taken_an_id_before_is_waited_for(rooms: Connection, another: Connection, database: str) -> None:
+def test_begin_anew_waits_for_transactions_that_have_reserved_an_id(
+    rooms: Connection, second_connection: Connection, database: str
+) -> None:
     """So of what lies below the IDs of the incarnation nothing is in flight."""
-    another.execute("begin")
-    SqlAppender("service").reserve(another, "events")
+    second_connection.execute("begin")
+    SqlAppender("service").reserve(second_connection, "events")
     with psycopg.connect(database, autocommit=True) as third:
         opening = threading.Thread(target=begin_anew, args=[third])
         opening.start()
         waiting = "select 1 from pg_locks where not granted and pid = %s"
         eventually(lambda: rooms.execute(waiting, [third.info.backend_pid]).fetchone())
         assert incarnation(rooms) == 0
-        another.execute("rollback")
+        second_connection.execute("rollback")
         opening.join()
     assert incarnation(rooms) > 0
 
 
 @pytest.mark.parametrize("published", [1, 950])
-def test_whatever_was_published_before_is_a_right_position_after(rooms: Connection, published: int) -> None:
+def test_positions_from_before_a_restore_stay_correct(rooms: Connection, published: int) -> None:
     """Tidemark's positions never go back. Below them is nothing but what the backup holds, for good."""
     STORE.persist(rooms, ROOT)
     begin_anew(rooms, events=950)
-    new = OWN.persist(rooms, an_event("new", ROOT))
+    new = SQL_STORE.persist(rooms, an_event("new", ROOT))
     assert new is not None
     for _ in range(2):
-        found = sync(rooms, "@ada", VectorPosition(0), VectorPosition(published), rooms=[ROOM])
-        assert [it.event for it in found.events] == ["root"]
-        assert [it.event for it in messages(rooms, ROOM, VectorPosition(published))[0]] == ["root"]
-        assert [it.event for it in initial_sync(rooms, ROOM, VectorPosition(published)).events] == ["root"]
+        result = sync(rooms, "@ada", VectorPosition(0), VectorPosition(published), rooms=[ROOM])
+        assert [row.event for row in result.events] == ["root"]
+        assert [row.event for row in messages(rooms, ROOM, VectorPosition(published))[0]] == ["root"]
+        assert [row.event for row in initial_sync(rooms, ROOM, VectorPosition(published)).events] == ["root"]
         STORE.persist(rooms, an_event(f"more{new}", ROOT))
         new += 1
     assert len(sync(rooms, "@ada", VectorPosition(published), VectorPosition(new), rooms=[ROOM]).events) == 3

@@ -17,11 +17,11 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
 from tidemark.sources.rooms.reading import VectorPosition, current_state, joined_rooms, members_of, messages, state_at
-from tidemark.sources.rooms.rules import MAX_DEPTH, MAX_CHAIN_LENGTH, MEMBER, BadEvent, EventKind, RoomEvent
+from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MAX_DEPTH, MEMBER, BadEvent, EventKind, RoomEvent
 from tidemark.sources.rooms.tables import PostgresStateGroups
 
 STORE = RoomStore(WriterAppender("web"), RoomStreams())
-OWN = RoomStore(SqlAppender("service"), RoomStreams())
+SQL_STORE = RoomStore(SqlAppender("service"), RoomStreams())
 ROOT = an_event("root")
 
 
@@ -35,29 +35,29 @@ def invalidations(connection: Connection) -> list[tuple[str, list[str] | None]]:
     return rows.fetchall()
 
 
-def everything(connection: Connection) -> list[object]:
+def table_contents(connection: Connection) -> list[object]:
     """All that the tables hold, but for sequences."""
     names = ["rooms", "events", "edges", "forward_extremities", "backward_extremities", "timeline", "memberships"]
     names += ["invalidations", "state_groups", "state_deltas"]
-    found: list[object] = []
+    contents: list[object] = []
     for name in [*(f"rooms.{name}" for name in names), "tidemark.append_outbox"]:
-        found += [name, *sorted(connection.execute(f"select * from {name}".encode()).fetchall(), key=repr)]
-    return found
+        contents += [name, *sorted(connection.execute(f"select * from {name}".encode()).fetchall(), key=repr)]
+    return contents
 
 
-def in_room(event: RoomEvent, room: str) -> RoomEvent:
+def move_to_room(event: RoomEvent, room: str) -> RoomEvent:
     """The same with names that no other room has."""
     return replace(event, id=room + event.id, room=room, prevs=tuple(room + id for id in event.prevs))
 
 
 @settings(max_examples=examples(12), suppress_health_check=SHARING)
-@given(arrivals(odd=True))
-def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
+@given(arrivals(with_wrong_depths=True))
+def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
     """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction. False depths,
     and the deepest depth, are among them."""
-    everything, order = given
+    everything, order = case
     room = f"!{rooms.execute('select count(*) from rooms.rooms').fetchall()[0][0]}"
-    named = {event.id: in_room(event, room) for event in everything}
+    named = {event.id: move_to_room(event, room) for event in everything}
     memory, expected = MemoryRooms(), ExpectedRoom(named.values(), {})
     turns: dict[str, int] = {}
     for number, event in enumerate(named[event.id] for event in order):
@@ -66,63 +66,65 @@ def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[
             for id in (id for id in before if id not in memory.events):
                 memory.persist(replace(expected.all_events[id], held_as=EventKind.OUTLIER))
                 STORE.persist(rooms, replace(expected.all_events[id], held_as=EventKind.OUTLIER))
-            store = OWN if number % 2 else STORE
+            store = SQL_STORE if number % 2 else STORE
             try:
-                memory.persist(event, given=before)
+                memory.persist(event, state_ids_before=before)
             except BadEvent as bad:
                 with pytest.raises(BadEvent, match=re.escape(str(bad))):
-                    store.persist(rooms, event, given=before)
+                    store.persist(rooms, event, state_ids_before=before)
                 continue
-            assert store.persist(rooms, event, given=before)
+            assert store.persist(rooms, event, state_ids_before=before)
             turns[event.id] = number
         assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward_extremities}
         assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward_extremities
     for _ in range(2):
-        held = tables.load_events(rooms, [event.id for event in named.values()])
-        expected = ExpectedRoom(named.values(), {id: event.held_as for id, (event, _) in held.items()}, turns)
+        stored = tables.load_events(rooms, [event.id for event in named.values()])
+        expected = ExpectedRoom(named.values(), {id: event.held_as for id, (event, _) in stored.items()}, turns)
         assert current_state(rooms, room)[1] == expected.current_state
-        states = {id: tables.load_state(rooms, group) for id, (_, group) in held.items() if group is not None}
+        states = {id: tables.load_state(rooms, group) for id, (_, group) in stored.items() if group is not None}
         assert states == {id: expected.state_at(id) for id in expected.non_outliers}
         tables.compact_states(rooms, room)
 
 
-def test_an_event_its_rows_and_its_facts_are_one(rooms: Connection) -> None:
+def test_an_event_its_rows_and_its_facts_are_committed_together(rooms: Connection) -> None:
     """Rolled back, nothing of it is there; committed, the outbox has what readers need to find it."""
     with rooms.transaction(force_rollback=True):
         STORE.persist(rooms, a_member("ada", "@ada"))
-    assert not [row for row in everything(rooms) if not isinstance(row, str)]
+    assert not [row for row in table_contents(rooms) if not isinstance(row, str)]
     assert STORE.persist(rooms, a_member("ada", "@ada")) == 2
-    told = rooms.execute(
+    outbox = rooms.execute(
         "select stream, rows[1] from tidemark.append_outbox join tidemark.append_streams using (number)"
     )
-    rows = [(stream, json.loads(row)) for stream, row in told.fetchall()]
+    rows = [(stream, json.loads(row)) for stream, row in outbox.fetchall()]
     assert ("events", {"room": "!tea", "event": "ada"}) in rows
     assert [row[:2] for stream, row in rows if stream == "caches"] == [["*room", ["!tea"]], ["rooms_of", ["@ada"]]]
 
 
-def test_history_is_told_backwards(rooms: Connection) -> None:
+def test_history_has_descending_stream_ids(rooms: Connection) -> None:
     """-1, -2, ... on its own stream; it closes the backward extremity that it was fetched for."""
     middle, last = an_event("middle", ROOT), an_event("last", an_event("middle", ROOT))
-    STORE.persist(rooms, last, given=[])
+    STORE.persist(rooms, last, state_ids_before=[])
     assert tables.backward_extremities(rooms, ROOM) == ["middle"]
-    assert STORE.persist(rooms, middle, "backfill", given=[]) == -1
+    assert STORE.persist(rooms, middle, "backfill", state_ids_before=[]) == -1
     assert tables.backward_extremities(rooms, ROOM) == ["root"]
     assert STORE.persist(rooms, ROOT, "backfill") == -2
     assert tables.backward_extremities(rooms, ROOM) == []
     assert [*tables.forward_extremities(rooms, ROOM)] == ["last"]
 
 
-def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, another: Connection) -> None:
+def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, second_connection: Connection) -> None:
     """So events of a room complete in another order than that of their IDs, as several processes' do."""
-    for store in (STORE, OWN):
-        with another.transaction():
+    for store in (STORE, SQL_STORE):
+        with second_connection.transaction():
             writer = "web" if store is STORE else ""
-            ((early,),) = another.execute("select tidemark.reserve('events', writer => %s)", [writer]).fetchall()
+            ((early,),) = second_connection.execute(
+                "select tidemark.reserve('events', writer => %s)", [writer]
+            ).fetchall()
             root = replace(ROOT, id=f"root{early}", room=f"!{early}")
             assert store.persist(rooms, root) == early + 1
-            prevs, depth = next_prevs_and_depth(another, root.room)
+            prevs, depth = next_prevs_and_depth(second_connection, root.room)
             late = replace(root, id=f"late{early}", prevs=prevs, depth=depth)
-            assert store.persist(another, late, reserved_id=early) == early
+            assert store.persist(second_connection, late, reserved_id=early) == early
 
 
 REFUSED = [
@@ -141,33 +143,33 @@ REFUSED = [
 ]
 
 
-def test_a_refused_event_leaves_nothing_half_written(rooms: Connection) -> None:
+def test_a_refused_event_writes_nothing(rooms: Connection) -> None:
     """Not even where the service goes on with its transaction."""
     STORE.persist(rooms, ROOT)
     first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
-    STORE.persist(rooms, first, given=[])
+    STORE.persist(rooms, first, state_ids_before=[])
     STORE.persist(rooms, an_event("third", first))
-    before = everything(rooms)
-    for event, says in REFUSED:
-        with rooms.transaction(), pytest.raises(BadEvent, match=says):
+    before = table_contents(rooms)
+    for event, message in REFUSED:
+        with rooms.transaction(), pytest.raises(BadEvent, match=message):
             STORE.persist(rooms, event)
-        assert everything(rooms) == before
+        assert table_contents(rooms) == before
 
 
-def test_an_event_may_be_named_by_another_room_before_it_comes(rooms: Connection) -> None:
+def test_an_event_may_be_named_in_another_room_before_it_arrives(rooms: Connection) -> None:
     """Where another server lied: the event is taken all the same, and there it stays missing, for good."""
     liar = replace(an_event("liar", ROOT, room="!other"), depth=2)
-    STORE.persist(rooms, liar, given=[])
+    STORE.persist(rooms, liar, state_ids_before=[])
     assert tables.backward_extremities(rooms, "!other") == ["root"]
     assert STORE.persist(rooms, ROOT) == 2
     assert tables.backward_extremities(rooms, "!other") == ["root"]
     assert [*tables.forward_extremities(rooms, ROOM)] == ["root"]
     again = replace(an_event("again", ROOT, room="!other"), prevs=("unknown", "root"))
     with pytest.raises(BadEvent, match="is of another room"):
-        STORE.persist(rooms, again, given=[])
+        STORE.persist(rooms, again, state_ids_before=[])
 
 
-def test_an_outlier_is_placed_as_the_event_that_it_was(rooms: Connection) -> None:
+def test_an_outlier_becomes_regular_whatever_types_its_content_has(rooms: Connection) -> None:
     """Whatever Python made of its content: tables keep JSON."""
     event = replace(
         an_event("late", ROOT), content={"list": (1, 2), "none": float("inf"), "bytes": b"x", "text": "\\u0000"}
@@ -177,7 +179,7 @@ def test_an_outlier_is_placed_as_the_event_that_it_was(rooms: Connection) -> Non
     assert STORE.persist(rooms, event) == 2
 
 
-def test_chains_in_tables_keep_their_bound(rooms: Connection) -> None:
+def test_chains_in_tables_stay_short(rooms: Connection) -> None:
     """The 101st change of a state stands on a group half way down; compaction leaves the one group that is used."""
     event = an_event("e0", key="k0")
     for number in range(1, MAX_CHAIN_LENGTH + 30):
@@ -194,13 +196,15 @@ def test_chains_in_tables_keep_their_bound(rooms: Connection) -> None:
     assert len(chains.chain(group)) == 1 < length
 
 
-def test_one_id_in_two_rooms_at_once_is_refused_of_one(rooms: Connection, another: Connection) -> None:
+def test_only_one_of_two_concurrent_events_with_one_id_is_stored(
+    rooms: Connection, second_connection: Connection
+) -> None:
     """Rooms are locked one by one, so it is the table that notices; the other transaction goes on."""
     errors: list[BaseException] = []
 
     def second() -> None:
         try:
-            STORE.persist(another, replace(ROOT, room="!other"))
+            STORE.persist(second_connection, replace(ROOT, room="!other"))
         except BadEvent as error:
             errors.append(error)
 
@@ -228,17 +232,19 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
         ("state", [ROOM]),
     ]
     assert current_state(rooms, ROOM)[0] == 3
-    crowd = [replace(a_member(f"m{number}", f"@m{number}"), held_as=EventKind.OUTLIER) for number in range(11)]
-    for member in crowd:
+    members = [replace(a_member(f"m{number}", f"@m{number}"), held_as=EventKind.OUTLIER) for number in range(11)]
+    for member in members:
         STORE.persist(rooms, member)
     far = replace(an_event("far", ROOT), depth=9, prevs=("unknown",))
-    STORE.persist(rooms, far, given=[member.id for member in crowd])
+    STORE.persist(rooms, far, state_ids_before=[member.id for member in members])
     assert invalidations(rooms)[-2:] == [("*room", [ROOM]), ("rooms_of", None)]
     assert len(members_of(rooms, ROOM)) == 13
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_a_soft_failed_event_between_leaves_no_extremity_behind(rooms: Connection, order: tuple[int, ...]) -> None:
+def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
+    rooms: Connection, order: tuple[int, ...]
+) -> None:
     """A <- soft-failed <- regular, again and again: one forward extremity, in whichever order they arrive; and the
     state at a position before the last event came is that of what was an extremity then."""
     last = ROOT
@@ -249,28 +255,28 @@ def test_a_soft_failed_event_between_leaves_no_extremity_behind(rooms: Connectio
         upon = an_event(f"u{number}", further, key=f"k{number % 3}")
         before = state_at(rooms, ROOM, VectorPosition(1000))
         given = [entry.id for entry in before.values()]
-        ids = [STORE.persist(rooms, (between, further, upon)[place], given=given) for place in order]
+        ids = [STORE.persist(rooms, (between, further, upon)[place], state_ids_before=given) for place in order]
         assert state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
         last = upon
     assert [*tables.forward_extremities(rooms, ROOM)] == ["u19"]
 
 
-def test_who_said_a_false_depth_gives_way(rooms: Connection) -> None:
+def test_an_event_with_a_wrong_depth_loses_its_edge(rooms: Connection) -> None:
     """Its genuine prev event is taken, whenever it comes, and the liar's edge to it is gone."""
     first = an_event("first", ROOT)
     genuine = an_event("genuine", first)
     for event in (ROOT, first):
         STORE.persist(rooms, event)
-    STORE.persist(rooms, replace(an_event("liar", genuine), depth=3), given=[])
+    STORE.persist(rooms, replace(an_event("liar", genuine), depth=3), state_ids_before=[])
     assert tables.backward_extremities(rooms, ROOM) == ["genuine"]
     assert STORE.persist(rooms, genuine)
     assert tables.backward_extremities(rooms, ROOM) == []
     assert {*tables.forward_extremities(rooms, ROOM)} == {"liar", "genuine"}
 
 
-def test_a_room_goes_on_at_the_deepest_depth(rooms: Connection) -> None:
+def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
     """One event of depth 2^63 - 1 does not end it: its state changes, and what follows replaces what it follows."""
-    STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH), given=[])
+    STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH), state_ids_before=[])
     for id in ("z", "y", "x"):
         prevs, depth = next_prevs_and_depth(rooms, ROOM)
         assert depth == MAX_DEPTH

@@ -5,17 +5,19 @@ from random import Random
 
 from tests.sources.rooms.dags import ROOM, an_event
 from tests.sources.rooms.memory import MemoryRooms
-from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tests.sources.rooms.test_persisting import SQL_STORE, STORE, a_member
 from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import next_prevs_and_depth
-from tidemark.sources.rooms.reading import PageEnd, TimelineRow, VectorPosition, messages, initial_sync, sync
+from tidemark.sources.rooms.reading import PageEnd, TimelineRow, VectorPosition, initial_sync, messages, sync
 from tidemark.sources.rooms.rules import MEMBER, EventKind, RoomEvent
 
 WRITERS = ("first", "second", "third")
 
 
-def tell(connection: Connection, id: int, room: str = ROOM, depth: int = 1, writer: str = "first") -> TimelineRow:
+def insert_event(
+    connection: Connection, id: int, room: str = ROOM, depth: int = 1, writer: str = "first"
+) -> TimelineRow:
     """A row of a timeline, of an event that is in nothing else."""
     event = f"{room}{id}"
     connection.execute("insert into rooms.rooms (room) values (%s) on conflict do nothing", [room])
@@ -28,107 +30,117 @@ def tell(connection: Connection, id: int, room: str = ROOM, depth: int = 1, writ
     return TimelineRow(id, event, room, depth, writer)
 
 
-def emptied(connection: Connection) -> None:
+def truncate_tables(connection: Connection) -> None:
     connection.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.forward_extremities cascade")
 
 
-def ids(told: list[TimelineRow] | tuple[TimelineRow, ...]) -> list[int]:
-    return [it.stream_ordering for it in told]
+def ids(rows: list[TimelineRow] | tuple[TimelineRow, ...]) -> list[int]:
+    return [row.stream_ordering for row in rows]
 
 
-def test_a_late_event_is_handed_over_when_its_writer_has_come_to_it(rooms: Connection) -> None:
+def test_an_event_of_a_slow_writer_is_returned_when_the_position_covers_it(rooms: Connection) -> None:
     """The slow writer's ID is below what was read of the others: the line waits for it, the vector goes on without."""
-    tell(rooms, 2, writer="second")
+    insert_event(rooms, 2, writer="second")
     line, vector = VectorPosition(0), VectorPosition(0, {"second": 2})
     assert not sync(rooms, "@ada", VectorPosition(0), line, rooms=[ROOM]).events
-    found = sync(rooms, "@ada", VectorPosition(0), vector, rooms=[ROOM])
-    assert ids([*found.events]) == [2]
-    tell(rooms, 1)
-    assert ids([*sync(rooms, "@ada", found.until, VectorPosition(2), rooms=[ROOM]).events]) == [1]
+    result = sync(rooms, "@ada", VectorPosition(0), vector, rooms=[ROOM])
+    assert ids([*result.events]) == [2]
+    insert_event(rooms, 1)
+    assert ids([*sync(rooms, "@ada", result.until, VectorPosition(2), rooms=[ROOM]).events]) == [1]
     assert ids([*sync(rooms, "@ada", line, VectorPosition(2), rooms=[ROOM]).events]) == [1, 2]
 
 
-def test_each_event_is_handed_over_once_however_the_positions_move(rooms: Connection) -> None:
+def test_each_event_is_returned_once_however_the_positions_move(rooms: Connection) -> None:
     """Random writers, positions and limits: nothing is missed or repeated, each answer is in order of arrival."""
     for seed in range(10):
-        emptied(rooms)
-        dice = Random(seed)
-        everything = [tell(rooms, id, f"!{dice.randrange(4)}", writer=dice.choice(WRITERS)) for id in range(1, 120)]
-        wanted = ["!0", "!1", "!2"]
+        truncate_tables(rooms)
+        random = Random(seed)
+        everything = [
+            insert_event(rooms, id, f"!{random.randrange(4)}", writer=random.choice(WRITERS)) for id in range(1, 120)
+        ]
+        rooms_to_read = ["!0", "!1", "!2"]
         since, now = VectorPosition(0), VectorPosition(0)
-        got: list[TimelineRow] = []
+        received: list[TimelineRow] = []
         while since != VectorPosition(200) or now != VectorPosition(200):
-            linear = min(now.linear + dice.randrange(12), 119)
-            positions = {writer: max(now.position_of(writer), linear) + dice.randrange(8) for writer in dice.sample(WRITERS, 2)}
+            linear = min(now.linear + random.randrange(12), 119)
+            positions = {
+                writer: max(now.position_of(writer), linear) + random.randrange(8)
+                for writer in random.sample(WRITERS, 2)
+            }
             now = VectorPosition(linear, {**now.positions, **positions}) if linear < 119 else VectorPosition(200)
-            found = sync(rooms, "@ada", since, now, limit=dice.choice([1, 3, 1000]), rooms=wanted)
-            assert ids([*found.events]) == sorted(ids([*found.events]))
-            assert all(since.position_of(it.writer) < it.stream_ordering <= found.until.position_of(it.writer) for it in found.events)
-            got += found.events
-            since = found.until if found.until != VectorPosition(119) else now
-            if now == VectorPosition(200) and not found.events:
+            result = sync(rooms, "@ada", since, now, limit=random.choice([1, 3, 1000]), rooms=rooms_to_read)
+            assert ids([*result.events]) == sorted(ids([*result.events]))
+            assert all(
+                since.position_of(row.writer) < row.stream_ordering <= result.until.position_of(row.writer)
+                for row in result.events
+            )
+            received += result.events
+            since = result.until if result.until != VectorPosition(119) else now
+            if now == VectorPosition(200) and not result.events:
                 break
-        assert sorted(got) == [it for it in everything if it.room in wanted]
+        assert sorted(received) == [row for row in everything if row.room in rooms_to_read]
 
 
-def test_pages_have_no_hole_and_no_repetition_while_events_come(rooms: Connection) -> None:
+def test_pages_omit_and_repeat_nothing_while_events_arrive(rooms: Connection) -> None:
     """By depth and arrival: all that was there at the first page, once; live events of later are left to sync."""
     for seed in range(5):
-        emptied(rooms)
-        dice = Random(seed)
-        there = [tell(rooms, id, depth=dice.randrange(1, 30)) for id in range(1, 60)]
-        history = [tell(rooms, -id, depth=dice.randrange(1, 10)) for id in range(1, 20)]
-        coming = iter([*range(60, 200)])
-        found: list[TimelineRow] = []
-        place: PageEnd | None = None
+        truncate_tables(rooms)
+        random = Random(seed)
+        existing = [insert_event(rooms, id, depth=random.randrange(1, 30)) for id in range(1, 60)]
+        history = [insert_event(rooms, -id, depth=random.randrange(1, 10)) for id in range(1, 20)]
+        new_ids = iter([*range(60, 200)])
+        result: list[TimelineRow] = []
+        page_end: PageEnd | None = None
         for number in range(1000):
-            page, place = messages(rooms, ROOM, VectorPosition(59), place, limit=7)
-            found += page
-            if place is None:
+            page, page_end = messages(rooms, ROOM, VectorPosition(59), page_end, limit=7)
+            result += page
+            if page_end is None:
                 break
-            tell(rooms, next(coming), depth=dice.randrange(1, 40))
-            history.append(tell(rooms, -20 - number, depth=dice.randrange(1, 40)))
-        assert {*there} | {*history[:19]} <= {*found} <= {*there} | {*history}
-        assert found == sorted({*found}, key=lambda it: (-it.depth, -it.stream_ordering))
+            insert_event(rooms, next(new_ids), depth=random.randrange(1, 40))
+            history.append(insert_event(rooms, -20 - number, depth=random.randrange(1, 40)))
+        assert {*existing} | {*history[:19]} <= {*result} <= {*existing} | {*history}
+        assert result == sorted({*result}, key=lambda row: (-row.depth, -row.stream_ordering))
 
 
-def test_initial_sync_is_consistent_with_its_token(rooms: Connection, another: Connection) -> None:
+def test_initial_sync_is_consistent_with_its_token(rooms: Connection, second_connection: Connection) -> None:
     """Timeline and state are those of the position, whatever came after it: held against the definitions."""
     for seed in range(3):
-        emptied(rooms)
-        dice = Random(seed)
+        truncate_tables(rooms)
+        random = Random(seed)
         memory = MemoryRooms()
         ids: dict[str, int] = {}
         for number in range(40):
             recent = [event.summary for event in [*memory.events.values()][-4:]]
-            prevs = dice.sample(recent, min(len(recent), dice.randrange(1, 4)))
+            prevs = random.sample(recent, min(len(recent), random.randrange(1, 4)))
             depth = 1 + max((prev.depth for prev in prevs), default=0)
-            key = dice.choice([None, "a", "b", "c"])
-            held_as = dice.choice([*[EventKind.REGULAR] * 4, EventKind.SOFT_FAILED, EventKind.REJECTED])
+            key = random.choice([None, "a", "b", "c"])
+            held_as = random.choice([*[EventKind.REGULAR] * 4, EventKind.SOFT_FAILED, EventKind.REJECTED])
             names = tuple(prev.id for prev in prevs)
             event = RoomEvent(f"e{number}", ROOM, "topic", "@ada", names, depth, key, {}, held_as)
             memory.persist(event)
-            ids[event.id] = (STORE if number % 3 else OWN).persist(rooms, event) or 0
+            ids[event.id] = (STORE if number % 3 else SQL_STORE).persist(rooms, event) or 0
         first = min(ids.values())
         for linear in range(first - 1, first + 40):
-            found = initial_sync(another, ROOM, VectorPosition(linear), limit=100)
-            expected = ExpectedRoom(memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear})
-            assert found.state == expected.current_state
-            assert {it.stream_ordering for it in found.events} == {id for id in ids.values() if id <= linear}
+            result = initial_sync(second_connection, ROOM, VectorPosition(linear), limit=100)
+            expected = ExpectedRoom(
+                memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear}
+            )
+            assert result.state == expected.current_state
+            assert {row.stream_ordering for row in result.events} == {id for id in ids.values() if id <= linear}
 
 
-def test_an_out_of_band_membership_is_sent_to_its_user_alone(rooms: Connection) -> None:
+def test_an_out_of_band_membership_is_returned_only_to_its_user(rooms: Connection) -> None:
     """An invite to a room that the server does not know, its rejection, a knock; and to nobody a second time."""
     invite = a_member("invite", "@bob", replace(an_event("unknown"), depth=8), membership="invite")
     STORE.persist(rooms, replace(invite, held_as=EventKind.OUT_OF_BAND))
-    found = sync(rooms, "@bob", VectorPosition(0), VectorPosition(1))
-    assert (ids([*found.out_of_band]), found.events, found.rooms) == ([1], [], [])
+    result = sync(rooms, "@bob", VectorPosition(0), VectorPosition(1))
+    assert (ids([*result.out_of_band]), result.events, result.rooms) == ([1], [], [])
     assert not sync(rooms, "@ada", VectorPosition(0), VectorPosition(1)).out_of_band
-    assert not sync(rooms, "@bob", found.until, VectorPosition(1)).out_of_band
+    assert not sync(rooms, "@bob", result.until, VectorPosition(1)).out_of_band
     assert messages(rooms, ROOM, VectorPosition(1)) == ([], None)
     rejection = replace(invite, id="no", prevs=("invite",), depth=10, content={"membership": "leave"})
     STORE.persist(rooms, replace(rejection, held_as=EventKind.OUT_OF_BAND))
-    assert ids([*sync(rooms, "@bob", found.until, VectorPosition(2)).out_of_band]) == [2]
+    assert ids([*sync(rooms, "@bob", result.until, VectorPosition(2)).out_of_band]) == [2]
     knock = replace(invite, id="knock", prevs=("no",), depth=11, content={"membership": "knock"})
     STORE.persist(rooms, replace(knock, held_as=EventKind.OUT_OF_BAND))
     assert ids([*sync(rooms, "@bob", VectorPosition(2), VectorPosition(3)).out_of_band]) == [3]

@@ -9,30 +9,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, lies, told_by_definition
+from tests.sources.rooms.dags import (
+    MEMBER_NAMES,
+    ROOM,
+    an_event,
+    arrivals,
+    dags,
+    expected_deliveries,
+    has_wrong_depth,
+    receive_event,
+)
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.expected_room import ExpectedRoom
-from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, MAX_NEW_PREV_EVENTS, BadEvent, EventKind, RoomEvent, depth_after
+from tidemark.sources.rooms.rules import (
+    MAX_DEPTH,
+    MAX_NEW_PREV_EVENTS,
+    MEMBER,
+    BadEvent,
+    EventKind,
+    RoomEvent,
+    depth_after,
+)
 
 
 @settings(max_examples=examples(60))
-@given(arrivals(odd=True))
-def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
-    given: tuple[list[RoomEvent], list[RoomEvent]],
+@given(arrivals(with_wrong_depths=True))
+def test_any_events_in_any_order_match_the_definitions(
+    case: tuple[list[RoomEvent], list[RoomEvent]],
 ) -> None:
     """Forward and backward extremities, the state at each event and the room's, after each arrival: forks, merges,
     missing events, outliers that become regular, soft-failed and rejected events, false depths, the deepest depth. Only
     what lies is refused, and nothing is refused for what another event said."""
-    everything, order = given
+    everything, order = case
     rooms, placed = MemoryRooms(), []
     for event in order:
         try:
-            arrive(rooms, event, ExpectedRoom(everything, {}))
+            receive_event(rooms, event, ExpectedRoom(everything, {}))
         except BadEvent:
-            assert lies(event, everything)
+            assert has_wrong_depth(event, everything)
             continue
         placed.append(event)
-        turns = {it.id: turn for turn, it in enumerate(placed)}
+        turns = {other.id: turn for turn, other in enumerate(placed)}
         expected = ExpectedRoom(everything, {id: held.held_as for id, held in rooms.events.items()}, turns)
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == expected.forward_extremities
@@ -40,61 +57,75 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
         assert room.groups.state(rooms.group_of[event.id]) == expected.state_at(event.id)
         assert (room.group is None) == (not expected.forward_extremities)
         assert room.group is None or room.groups.state(room.group) == expected.current_state
-    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.recipients] == [event.id for event in placed]
+    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.recipients] == [
+        event.id for event in placed
+    ]
 
 
 @settings(max_examples=examples(60))
 @given(arrivals())
-def test_members_are_told_events_from_the_one_that_joins_to_the_one_that_ends_it(
-    given: tuple[list[RoomEvent], list[RoomEvent]],
+def test_members_receive_the_events_of_their_stays(
+    case: tuple[list[RoomEvent], list[RoomEvent]],
 ) -> None:
     """And once more that it is over, with the event that ended it, be it held as an outlier only; whatever forks,
     merges, late events and gaps make of who has joined."""
-    everything, order = given
+    everything, order = case
     rooms, expected = MemoryRooms(), ExpectedRoom(everything, {})
     for event in order:
-        arrive(rooms, event, expected)
+        receive_event(rooms, event, expected)
     placed = [event.id for event in order]
     for member in MEMBER_NAMES:
-        told = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.told(member)]
-        assert told == told_by_definition(expected, placed, member)
+        received = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.received_ids(member)]
+        assert received == expected_deliveries(expected, placed, member)
     held = ExpectedRoom(everything, {event.id: event.held_as for event in order})
     stays = held.stays((id, turn) for turn, id in enumerate(placed))
     lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
     kept = [(member, stay) for member, of in rooms.stays.items() for stay in of]
-    over = {(member, it.began, it.ended, rooms.live[it.left_by - 1]) for member, it in kept if it.left_by}
+    over = {
+        (member, other.began, other.ended, rooms.live[other.left_by - 1]) for member, other in kept if other.left_by
+    }
     assert over == {stay for stay in stays if stay[2] is not None}
 
 
-def test_an_event_of_a_room_that_was_left_is_told_to_who_is_still_there() -> None:
+def test_only_joined_members_receive_an_event() -> None:
     """A kick, a leave and a ban alike; who comes back is told from there on, and not what was said meanwhile."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
 
-    def say(id: str, member: str | None = None, membership: str = "") -> None:
+    def send(id: str, member: str | None = None, membership: str = "") -> None:
         prevs = rooms.extremities(ROOM)
         kind = "m" if member is None else MEMBER
-        names = tuple(it.id for it in prevs)
+        names = tuple(other.id for other in prevs)
         content = {"membership": membership}
         rooms.persist(RoomEvent(id, ROOM, kind, "@op", names, depth_after(prevs), member, content))
 
-    def told(member: str) -> list[str]:
-        return [rooms.live[id - 1] + "!" * (id in rooms.recipients) for id in rooms.told(member)]
+    def received(member: str) -> list[str]:
+        return [rooms.live[id - 1] + "!" * (id in rooms.recipients) for id in rooms.received_ids(member)]
 
     for member in MEMBER_NAMES:
-        say(f"join{member}", member, "join")
-    say("hello")
-    say("kick", "@bob", "leave")
-    say("not-for-bob")
-    say("again", "@bob", "join")
-    say("invite-again", "@eve", "invite")
-    say("ban", "@bob", "ban")
-    say("nobody-else")
-    assert told("@bob") == ["join@bob", "join@eve", "hello", "kick", "kick!", "again", "invite-again", "ban", "ban!"]
-    assert told("@eve")[-2:] == ["invite-again", "invite-again!"]
-    assert told("@ada")[-1] == "nobody-else"
-    assert rooms.told("@nobody") == []
+        send(f"join{member}", member, "join")
+    send("hello")
+    send("kick", "@bob", "leave")
+    send("not-for-bob")
+    send("again", "@bob", "join")
+    send("invite-again", "@eve", "invite")
+    send("ban", "@bob", "ban")
+    send("nobody-else")
+    assert received("@bob") == [
+        "join@bob",
+        "join@eve",
+        "hello",
+        "kick",
+        "kick!",
+        "again",
+        "invite-again",
+        "ban",
+        "ban!",
+    ]
+    assert received("@eve")[-2:] == ["invite-again", "invite-again!"]
+    assert received("@ada")[-1] == "nobody-else"
+    assert rooms.received_ids("@nobody") == []
 
 
 @settings(max_examples=examples(60))
@@ -102,7 +133,7 @@ def test_an_event_of_a_room_that_was_left_is_told_to_who_is_still_there() -> Non
 def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent], random: object) -> None:
     """From the last event alone: each round fetches what is missing, as history, until nothing is."""
     rooms, expected = MemoryRooms(), ExpectedRoom(events, {})
-    arrive(rooms, events[-1], expected)
+    receive_event(rooms, events[-1], expected)
     while missing := sorted(rooms.rooms[ROOM].backward_extremities):
         for id in missing:
             event = expected.all_events[id]
@@ -140,8 +171,8 @@ def test_a_refused_event_changes_nothing(events: list[RoomEvent], data: st.DataO
     assert repr(rooms.__dict__) == before
 
 
-def refused(rooms: MemoryRooms, event: RoomEvent, says: str) -> None:
-    with pytest.raises(BadEvent, match=says):
+def require_refused(rooms: MemoryRooms, event: RoomEvent, message: str) -> None:
+    with pytest.raises(BadEvent, match=message):
         rooms.persist(event)
 
 
@@ -149,7 +180,7 @@ ROOT = an_event("root")
 
 
 @pytest.mark.parametrize(
-    ("event", "says"),
+    ("event", "message"),
     [
         (an_event("self", replace(ROOT, id="self")), "names itself"),
         (an_event("root"), "a duplicate: it is stored already, as regular"),
@@ -176,11 +207,11 @@ ROOT = an_event("root")
         (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not stored, and no state"),
     ],
 )
-def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, says: str) -> None:
+def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, message: str) -> None:
     """It says what is wrong, by the event's ID."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    refused(rooms, event, says)
+    require_refused(rooms, event, message)
 
 
 def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
@@ -188,8 +219,8 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
-    rooms.persist(first, given=[])
-    refused(rooms, replace(an_event("second", first)), "a cycle: it and first name each other")
+    rooms.persist(first, state_ids_before=[])
+    require_refused(rooms, replace(an_event("second", first)), "a cycle: it and first name each other")
     third = an_event("third", first)
     rooms.persist(third)
     rooms.persist(an_event("second", third))
@@ -197,7 +228,7 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
     assert "first" not in rooms.rooms[ROOM].successor_depths["second"]
 
 
-def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
+def test_an_event_with_a_wrong_depth_loses_its_edge() -> None:
     """As with events of another room: the liar misses what it named, for good, and follows nothing of it."""
     rooms = MemoryRooms()
     first = an_event("first", ROOT)
@@ -205,35 +236,37 @@ def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
     liar = replace(an_event("liar", genuine), depth=3)
     for event in (ROOT, first):
         rooms.persist(event)
-    rooms.persist(liar, given=[])
+    rooms.persist(liar, state_ids_before=[])
     assert rooms.rooms[ROOM].backward_extremities == {"genuine"}
     rooms.persist(genuine)
     assert {*rooms.rooms[ROOM].forward_extremities} == {"liar", "genuine"}
     assert rooms.rooms[ROOM].backward_extremities == set()
-    refused(rooms, replace(liar, id="again"), "its depth is 3, and an event after these prev events has 4")
+    require_refused(rooms, replace(liar, id="again"), "its depth is 3, and an event after these prev events has 4")
     rooms.persist(an_event("both", liar, genuine))
     assert {*rooms.rooms[ROOM].forward_extremities} == {"both"}
 
 
-def test_a_room_goes_on_at_the_deepest_depth() -> None:
+def test_a_room_continues_at_the_maximum_depth() -> None:
     """2^63 - 1 is the depth of all that follows an event of that depth; state and extremities go on by arrival."""
     rooms = MemoryRooms()
     last = replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH)
-    rooms.persist(last, given=[])
+    rooms.persist(last, state_ids_before=[])
     for id in ("z", "y", "x"):
         prevs = rooms.extremities(ROOM)
         assert depth_after(prevs) == MAX_DEPTH
-        rooms.persist(an_event(id, *(rooms.events[it.id] for it in prevs), key="a"))
+        rooms.persist(an_event(id, *(rooms.events[other.id] for other in prevs), key="a"))
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == {id}
         assert room.group is not None
         assert [entry.id for entry in room.groups.state(room.group).values()] == [id]
-    refused(rooms, replace(an_event("past", last), depth=MAX_DEPTH + 1), "is not from 1 to 9223372036854775807")
+    require_refused(rooms, replace(an_event("past", last), depth=MAX_DEPTH + 1), "is not from 1 to 9223372036854775807")
 
 
 @pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
 @pytest.mark.parametrize("order", list(permutations("abc")))
-def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str, ...], held_as: EventKind) -> None:
+def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
+    order: tuple[str, ...], held_as: EventKind
+) -> None:
     """A <- soft-failed <- regular, a hundred times: one forward extremity, in whichever order the three arrive."""
     rooms = MemoryRooms()
     last = ROOT
@@ -243,12 +276,12 @@ def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str
         further = replace(an_event(f"t{number}", between), held_as=held_as)
         upon = an_event(f"u{number}", further)
         for name in order:
-            rooms.persist({"a": between, "b": further, "c": upon}[name], given=[])
+            rooms.persist({"a": between, "b": further, "c": upon}[name], state_ids_before=[])
         last = upon
     assert {*rooms.rooms[ROOM].forward_extremities} == {"u99"}
 
 
-def test_state_that_is_given_must_be_held() -> None:
+def test_a_received_state_must_consist_of_stored_state_events() -> None:
     """Events of the room, of different keys, less deep than the event, and not rejected."""
     rooms = MemoryRooms()
     topic, plain = an_event("topic", key="a"), an_event("plain")
@@ -257,26 +290,26 @@ def test_state_that_is_given_must_be_held() -> None:
     deeper = replace(plain, id="deeper", prevs=("unknown",), depth=3)
     for wrong in (["nowhere"], ["plain"], ["far"], ["topic", "again"]):
         with pytest.raises(BadEvent, match="the state before it names"):
-            rooms.persist(deeper, given=wrong)
+            rooms.persist(deeper, state_ids_before=wrong)
     with pytest.raises(BadEvent, match="is not below its own"):
-        rooms.persist(replace(deeper, depth=2), given=["again"])
-    rooms.persist(deeper, given=["again"])
+        rooms.persist(replace(deeper, depth=2), state_ids_before=["again"])
+    rooms.persist(deeper, state_ids_before=["again"])
 
 
-def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
+def test_an_outlier_has_no_edges_and_no_state_until_it_is_regular() -> None:
     """No edges, no extremities, no state group, no timeline; then all of them, once."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     outlier = replace(an_event("late", ROOT, key="a"), held_as=EventKind.OUTLIER)
     rooms.persist(outlier)
     assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
-    refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
+    require_refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
     rooms.persist(replace(outlier, held_as=EventKind.REGULAR))
     assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live) == ({"late"}, ["root", "late"])
-    refused(rooms, outlier, "a duplicate: it is stored already, as regular")
+    require_refused(rooms, outlier, "a duplicate: it is stored already, as regular")
 
 
-def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -> None:
+def test_an_out_of_band_membership_is_published_again_as_a_regular_event() -> None:
     """An invite is sent to its user although the room is not known; later it is in the room's timeline."""
     rooms = MemoryRooms()
     invite = RoomEvent(
@@ -284,11 +317,11 @@ def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -
     )
     rooms.persist(invite, "backfill")  # wherever it was found: its user reads what arrives
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities, rooms.rooms[ROOM].group) == (["invite"], set(), None)
-    rooms.persist(replace(invite, held_as=EventKind.REGULAR), given=[])
+    rooms.persist(replace(invite, held_as=EventKind.REGULAR), state_ids_before=[])
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities) == (["invite", "invite"], {"unknown"})
 
 
-def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
+def test_a_new_event_follows_the_ten_deepest_extremities() -> None:
     """A room with many forks heals: what is left is taken by the next event."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
@@ -299,7 +332,9 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
     for number in range(3):
         prevs = rooms.extremities(ROOM)
         assert len(prevs) <= MAX_NEW_PREV_EVENTS
-        rooms.persist(RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(it.id for it in prevs), depth_after(prevs)))
+        rooms.persist(
+            RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(other.id for other in prevs), depth_after(prevs))
+        )
     assert {*rooms.rooms[ROOM].forward_extremities} == {"heal2"}
 
 

@@ -8,17 +8,18 @@ from tests.sources.rooms.dags import ROOM, an_event, dags
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.rules import (
     MAX_CHAIN_LENGTH,
-    StateEntry,
     MemoryStateGroups,
-    StateGroup,
     RoomEvent,
     State,
+    StateEntry,
+    StateGroup,
     compact_groups,
     resolve_states,
 )
 
 states = st.dictionaries(
-    st.tuples(st.just("topic"), st.sampled_from("abc")), st.builds(StateEntry, st.integers(1, 3), st.sampled_from("xyz"))
+    st.tuples(st.just("topic"), st.sampled_from("abc")),
+    st.builds(StateEntry, st.integers(1, 3), st.sampled_from("xyz")),
 )
 
 
@@ -30,7 +31,7 @@ def test_the_order_of_resolution_does_not_matter(one: State, two: State, three: 
     assert resolve_states([resolve_states([one, two]), three]) == resolve_states([one, resolve_states([two, three])])
 
 
-def test_a_group_is_new_only_where_the_state_changes() -> None:
+def test_a_group_is_new_only_if_the_state_changes() -> None:
     """Messages share the group of what they follow; so does one that merges forks of which one has changed nothing."""
     rooms = MemoryRooms()
     root = an_event("root", key="a")
@@ -43,7 +44,7 @@ def test_a_group_is_new_only_where_the_state_changes() -> None:
     assert len(rooms.rooms[ROOM].groups.stored) == 2
 
 
-def test_chains_keep_their_bound_and_few_rows() -> None:
+def test_chains_stay_short_and_need_few_rows() -> None:
     """A thousand changes of ten keys: no chain is too long, and there is less than one whole state for each hundred."""
     rooms = MemoryRooms()
     event = an_event("e0", key="k0")
@@ -74,11 +75,16 @@ def test_compaction_changes_no_state(events: list[RoomEvent], random: object, sh
     assert compact_groups(after.stored, used) == after.stored
 
 
-def test_compaction_keeps_a_group_on_which_several_stand() -> None:
+def test_compaction_keeps_a_group_that_is_the_base_of_several() -> None:
     """Nobody uses 2, whose rows would be written twice without it; 5 goes into the one group that stands on it."""
     keys = {("topic", str(number)): StateEntry(1, "e") for number in range(20)}
     own = {number: {("topic", "x"): StateEntry(number, "e")} for number in range(1, 7)}
-    chains = {1: StateGroup(None, own[1], 1), 2: StateGroup(1, keys, 2), 3: StateGroup(2, own[3], 3), 4: StateGroup(2, own[4], 3)}
+    chains = {
+        1: StateGroup(None, own[1], 1),
+        2: StateGroup(1, keys, 2),
+        3: StateGroup(2, own[3], 3),
+        4: StateGroup(2, own[4], 3),
+    }
     after = compact_groups(chains | {5: StateGroup(4, own[5], 4), 6: StateGroup(5, own[6], 5)}, {1, 3, 4, 6})
     assert {number: state_group.base for number, state_group in after.items()} == {1: None, 2: 1, 3: 2, 4: 2, 6: 4}
     assert rows(MemoryStateGroups(after)) == 24
@@ -92,7 +98,9 @@ def test_compaction_cuts_chains_that_are_too_long() -> None:
     }
     after = MemoryStateGroups(compact_groups(long, long.keys()))
     assert max(len(after.chain(group)) for group in after.stored) <= MAX_CHAIN_LENGTH
-    assert {group: after.state(group) for group in long} == {group: MemoryStateGroups(long).state(group) for group in long}
+    assert {group: after.state(group) for group in long} == {
+        group: MemoryStateGroups(long).state(group) for group in long
+    }
 
 
 def rows(groups: MemoryStateGroups) -> int:
