@@ -79,7 +79,9 @@ def _syncs(site: BenchSite, plan: RoomsPlan) -> dict[str, Any]:
             for _ in range(plan.syncs):
                 since = max(0, plan.held - behind - dice.randrange(100))
                 began = time.perf_counter()
-                found = sync(connection, "@ada", VectorPosition(since), VectorPosition(plan.held - 50, {"web": plan.held}))
+                found = sync(
+                    connection, "@ada", VectorPosition(since), VectorPosition(plan.held - 50, {"web": plan.held})
+                )
                 seconds.append(time.perf_counter() - began)
                 events += len(found.events)
                 assert len(found.rooms) == JOINED

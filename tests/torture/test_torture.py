@@ -1,5 +1,7 @@
-"""The plays of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes each: `make torture` and `make
-rooms-torture`, with SECONDS= and SEED= if you like."""
+"""The simulations of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes each.
+
+Run `make torture` or `make rooms-torture`. Options: SECONDS=, and for `make torture` SEED=.
+"""
 
 import os
 
@@ -15,13 +17,13 @@ SEED = os.environ.get("TORTURE_SEED") or None
 
 
 def test_no_fact_is_missed_duplicated_or_out_of_order(terminal: Terminal) -> None:
-    """Whatever dies, goes back or is replaced, again and again."""
+    """`make torture`: processes and servers are killed, restored and replaced repeatedly."""
     with terminal.up():
         require_right(terminal, SECONDS, set(Fault), SEED, aloud=True)
 
 
 def test_rooms_are_correct(terminal: Terminal) -> None:
-    """Whatever dies, goes back or is replaced, again and again: `make rooms-torture`."""
+    """`make rooms-torture`: processes and servers are killed, restored and replaced repeatedly."""
     with terminal.up():
         output = require_rooms_right(terminal, SECONDS, RoomsWorkload.faults)
         require_befell(output, RoomsWorkload.faults)

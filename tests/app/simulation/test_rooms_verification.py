@@ -11,7 +11,13 @@ import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.room_services import ANSWERS_TABLE, REMOTE_TABLE, ClientKind, room_streams, simulated_streams
+from tidemark.app.simulation.room_services import (
+    ANSWERS_TABLE,
+    REMOTE_TABLE,
+    ClientKind,
+    room_streams,
+    simulated_streams,
+)
 from tidemark.app.simulation.rooms import CLIENTS_BY_PROCESS, RoomCount, RoomsVerification, RoomsWorkload
 from tidemark.app.simulation.script import Successor, WriterPlan
 from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
@@ -19,7 +25,13 @@ from tidemark.app.stack.home import Home
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.persisting import next_prevs_and_depth
-from tidemark.sources.rooms.reading import VectorPosition, current_state, incarnation, joined_rooms_with_version, messages
+from tidemark.sources.rooms.reading import (
+    VectorPosition,
+    current_state,
+    incarnation,
+    joined_rooms_with_version,
+    messages,
+)
 from tidemark.sources.rooms.rules import EventKind, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 

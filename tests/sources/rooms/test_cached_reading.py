@@ -1,10 +1,10 @@
-"""Readers with caches beside writers: whose position has passed an invalidation never serves the older value."""
+"""Readers with caches while writers write: a reader whose position covers an invalidation never serves an older value."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import members, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import SHARING, examples
@@ -41,10 +41,8 @@ def load_value(connection: Connection, entry: Entry) -> Value:
     cache, key = entry
     load: Mapping[str, Callable[[Connection, str], Value]] = {
         STATE_CACHE: current_state,
-        MEMBERS_CACHE: lambda connection, room: (
-            0,
-            members_with_version(connection, room)[1],
-        ),  # the version is the state's
+        # The version is that of the room's state, so it changes without the members.
+        MEMBERS_CACHE: lambda connection, room: (0, members_with_version(connection, room)[1]),
         JOINED_ROOMS_CACHE: joined_rooms_with_version,
     }
     return load[cache](connection, key)
@@ -52,7 +50,7 @@ def load_value(connection: Connection, entry: Entry) -> Value:
 
 @dataclass
 class Commit:
-    """A transaction that is over: the invalidations of its writer, and every value from then on."""
+    """A committed transaction: its writer, the IDs of its invalidations, and all values after it."""
 
     writer: str
     ids: set[int]
@@ -61,7 +59,7 @@ class Commit:
 
 @dataclass
 class CachingReader:
-    """A reader, by line or by vector."""
+    """A reader with caches, and the position up to which it has applied the invalidations."""
 
     caches: Caches = field(default_factory=lambda: Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]}))
     applied: VectorPosition = field(default_factory=lambda: VectorPosition(0))
@@ -69,18 +67,26 @@ class CachingReader:
 
 @dataclass
 class Server:
-    """Two writers: `web` in quick transactions, and one whose transaction stays open. What they commit is noted."""
+    """Two writers: `web` writes in short transactions, `service` in a long transaction.
+
+    Attributes:
+        quick: the connection of `web`.
+        slow: the connection of `service`.
+        number: the number of events.
+        last: the highest ID of an invalidation, committed or not.
+        open_ids: the IDs of the invalidations of the long transaction; None if no transaction is open.
+        history: the committed transactions.
+    """
 
     quick: Connection
     slow: Connection
     number: int = 0
     last: int = 0
-    initial_sync: set[int] | None = None
-    """Invalidations of the slow writer's open transaction."""
+    open_ids: set[int] | None = None
     history: list[Commit] = field(default_factory=list)
 
     def write(self, connection: Connection, store: RoomStore, room: str, kind: str) -> set[int]:
-        """One event; the IDs of its invalidations."""
+        """Write one event. Returns the IDs of its invalidations."""
         before = self._ids(connection)
         prevs, depth = next_prevs_and_depth(connection, room)
         self.number += 1
@@ -98,14 +104,14 @@ class Server:
         return new_ids
 
     def _persist_with_unknown_prev(self, connection: Connection, store: RoomStore, event: RoomEvent) -> None:
-        """An event whose past is not known, with a state of several members."""
+        """Persist an event one of whose prev events is not stored, with a state before it that has several members."""
         members = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
         for member in members:
             store.persist(connection, replace(member, depth=event.depth, held_as=EventKind.OUTLIER))
         store.persist(
             connection,
             replace(event, prevs=(*event.prevs, f"unknown{event.id}"), depth=event.depth + 1),
-            members=[member.id for member in members],
+            state_ids_before=[member.id for member in members],
         )
 
     def _ids(self, connection: Connection) -> set[int]:
@@ -134,7 +140,7 @@ class Server:
         self.history.append(Commit(writer, ids, values))
 
     def position(self, *, is_linear: bool) -> VectorPosition:
-        """As Tidemark would publish it."""
+        """The position that Tidemark would publish."""
         low = min(self.open_ids) - 1 if self.open_ids else self.last
         return VectorPosition(low) if is_linear else VectorPosition(low, {"web": self.last})
 
@@ -147,30 +153,31 @@ def apply_invalidations(server: Server, reader: CachingReader, *, is_linear: boo
 
 
 def allowed_values(server: Server, reader: CachingReader, entry: Entry) -> Iterator[Value]:
-    """The value that the reader's position demands, and newer ones."""
+    """The value at the reader's position, and all newer values."""
     oldest_allowed = -1
     values = [commit.values[entry] for commit in server.history]
     for number, commit in enumerate(server.history):
-        passed = all(id <= reader.applied.position_of(commit.writer) for id in commit.ids)
-        if passed and (number == 0 or values[number] != values[number - 1]):
+        is_covered = all(id <= reader.applied.position_of(commit.writer) for id in commit.ids)
+        if is_covered and (number == 0 or values[number] != values[number - 1]):
             oldest_allowed = number
     yield from values[max(oldest_allowed, 0) :]
 
 
 @pytest.fixture
 def two_members_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the memberships of three members change, the cache of joined rooms is cleared."""
     monkeypatch.setattr(persisting, "MAX_INVALIDATED_MEMBERS", 2)
 
 
 @settings(max_examples=examples(15), suppress_health_check=SHARING)
-@members(st.data())
+@given(st.data())
 @pytest.mark.usefixtures("two_members_are_many")
 def test_no_reader_serves_a_value_older_than_its_position(
     rooms: Connection, second_connection: Connection, data: st.DataObject
 ) -> None:
-    """Caches of state, of members and of members' rooms; invalidations of one key, of a group by its reserved name, of
-    a whole cache by null. Transactions commit in any order of their IDs, roll back, and commit while a value is
-    loaded; readers follow by line and by vector, and serve between."""
+    """Caches of states, members and joined rooms. Invalidations name one key, a group of caches, or all keys (null).
+    Transactions commit in any order of their IDs, roll back, and commit while a value is loaded. One reader uses the
+    linear position, the other the vector."""
     second_connection.execute("rollback")
     rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
     rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
@@ -192,7 +199,7 @@ def test_no_reader_serves_a_value_older_than_its_position(
             apply_invalidations(server, reader, is_linear=is_linear)
         commit_while_loading = data.draw(st.booleans())
 
-        def slowly(entry: Entry) -> Value:
+        def load(entry: Entry) -> Value:
             nonlocal commit_while_loading
             value = load_value(rooms, entry)
             if commit_while_loading:
@@ -202,6 +209,6 @@ def test_no_reader_serves_a_value_older_than_its_position(
             return value
 
         for entry in ENTRIES:
-            value = reader.caches.get(entry[0], [entry[1]], lambda entry=entry: slowly(entry))  # type: ignore[misc]
+            value = reader.caches.get(entry[0], [entry[1]], lambda entry=entry: load(entry))  # type: ignore[misc]
             assert value in [*allowed_values(server, reader, entry)], (entry, value, reader.applied)
     server.end("rollback")

@@ -1,4 +1,4 @@
-"""Caches: what was invalidated is never served again, also where it was being loaded."""
+"""Caches: a value is not returned after its invalidation, even if it was being loaded."""
 
 import threading
 
@@ -8,7 +8,7 @@ from tidemark.sources.rooms.tables import Caches
 
 
 class CountingLoader:
-    """Values that a test sets; each load is counted."""
+    """Caches whose values all load `value`, which a test sets. Counts the loads."""
 
     def __init__(self) -> None:
         self.caches = Caches({"*room": ["state", "members"]})
@@ -24,13 +24,13 @@ class CountingLoader:
 
 
 def test_a_value_is_loaded_once_until_it_is_invalidated() -> None:
-    """By its own name and key; another key's or cache's invalidation leaves it."""
+    """The invalidation of another key, another cache or an unknown cache does not remove the value."""
     loader = CountingLoader()
     assert (loader.get(), loader.get(), loader.loads) == ("old", "old", 1)
     loader.value = "new"
     loader.caches.invalidate("state", ["!coffee"])
     loader.caches.invalidate("members", ["!tea"])
-    loader.caches.invalidate("never heard of", None)
+    loader.caches.invalidate("unknown", None)
     assert loader.get() == "old"
     loader.caches.invalidate("state", ["!tea"])
     assert loader.get() == "new"
@@ -40,7 +40,7 @@ def test_a_value_is_loaded_once_until_it_is_invalidated() -> None:
 def test_null_keys_clear_a_cache_and_a_group_name_clears_its_caches(
     cache: str, keys: list[str] | None, left: int
 ) -> None:
-    """Of one key, or all of them."""
+    """A group name with a key clears the key in all caches of the group; with null, all their keys."""
     loader = CountingLoader()
     for name, key in (("state", "!tea"), ("state", "!coffee"), ("members", "!tea"))[: 3 if cache == "*room" else 2]:
         loader.get(name, key)
@@ -52,7 +52,7 @@ def test_null_keys_clear_a_cache_and_a_group_name_clears_its_caches(
 
 @pytest.mark.parametrize("how", ["its key", "its group", "the cache", "all"])
 def test_a_value_that_was_being_loaded_is_not_served_after_its_invalidation(how: str) -> None:
-    """The load read the older state; the invalidation came before it was done: it is loaded again."""
+    """The invalidation comes after the load has read the old value, and before it returns. The value is loaded again."""
     loader = CountingLoader()
     invalidations = {
         "its key": lambda: loader.caches.invalidate("state", ["!tea"]),
@@ -73,7 +73,7 @@ def test_a_value_that_was_being_loaded_is_not_served_after_its_invalidation(how:
 
 
 def test_an_invalidation_does_not_wait_for_a_load() -> None:
-    """The database may be slow; who invalidates goes on."""
+    """`invalidate` returns while a load of the value is running."""
     loader, has_begun, may_end = CountingLoader(), threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -94,7 +94,7 @@ def test_an_invalidation_does_not_wait_for_a_load() -> None:
 
 
 def test_a_failed_load_stores_nothing() -> None:
-    """The error is the caller's; the next one loads again."""
+    """The caller gets the error, and the next call loads again."""
     loader = CountingLoader()
 
     def failing() -> str:
@@ -106,7 +106,7 @@ def test_a_failed_load_stores_nothing() -> None:
 
 
 def test_the_oldest_values_beyond_the_limit_are_removed() -> None:
-    """The oldest go."""
+    """With `max_entries=2`, the third value replaces the first."""
     caches = Caches({}, max_entries=2)
     for key in ("1", "2", "3"):
         caches.get("state", [key], lambda: "x")

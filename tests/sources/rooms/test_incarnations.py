@@ -1,4 +1,4 @@
-"""A database of rooms that went back is opened as another incarnation, with IDs that none before it has given out."""
+"""`rooms.begin_anew`: a restored database becomes another incarnation, and gives out no ID of an earlier one."""
 
 import json
 import threading
@@ -16,15 +16,15 @@ from tidemark.sources.rooms.reading import VectorPosition, incarnation, initial_
 MARGIN = 10_000
 
 
-def begin_anew(connection: Connection, **known: int) -> int:
-    heads = json.dumps({"events": 0, "backfill": 0, "caches": 0, **known})
+def begin_anew(connection: Connection, **heads_by_stream: int) -> int:
+    heads = json.dumps({"events": 0, "backfill": 0, "caches": 0, **heads_by_stream})
     ((began,),) = connection.execute("select rooms.begin_anew(%s)", [heads]).fetchall()
     return int(began)
 
 
 def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
-    """Beyond what Tidemark knows of each stream, history too, and what the backup has; also where the same backup is
-    put back a second time."""
+    """New IDs are beyond the head that Tidemark knows, and beyond the IDs of the backup, in each stream. So they are
+    after a second restore of the same backup."""
     assert incarnation(rooms) == 0
     STORE.persist(rooms, ROOT)
     first = begin_anew(rooms, events=950, backfill=-7)
@@ -42,7 +42,7 @@ def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
 
 
 def test_begin_anew_requires_the_heads_of_all_streams(rooms: Connection) -> None:
-    """With the statement that asks; nothing is changed."""
+    """The error has a hint with the query for the heads. Nothing is changed."""
     before = incarnation(rooms)
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="the stream 'backfill' is not given") as refused:
         rooms.execute('select rooms.begin_anew(\'{"events": 3, "caches": 0}\')')
@@ -54,7 +54,7 @@ def test_begin_anew_requires_the_heads_of_all_streams(rooms: Connection) -> None
 def test_begin_anew_waits_for_transactions_that_have_reserved_an_id(
     rooms: Connection, second_connection: Connection, database: str
 ) -> None:
-    """So of what lies below the IDs of the incarnation nothing is in flight."""
+    """So no transaction is open that has reserved an ID below the IDs of the new incarnation."""
     second_connection.execute("begin")
     SqlAppender("service").reserve(second_connection, "events")
     with psycopg.connect(database, autocommit=True) as third:
@@ -70,7 +70,7 @@ def test_begin_anew_waits_for_transactions_that_have_reserved_an_id(
 
 @pytest.mark.parametrize("published", [1, 950])
 def test_positions_from_before_a_restore_stay_correct(rooms: Connection, published: int) -> None:
-    """Tidemark's positions never go back. Below them is nothing but what the backup holds, for good."""
+    """At a position that was published before the restore, readers find only the events of the backup, now and later."""
     STORE.persist(rooms, ROOT)
     begin_anew(rooms, events=950)
     new = SQL_STORE.persist(rooms, an_event("new", ROOT))

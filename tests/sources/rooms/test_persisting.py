@@ -1,4 +1,4 @@
-"""Events in Postgres: the tables say what the rules in memory say, and a refused event leaves nothing."""
+"""Events in Postgres: the tables match the rules in memory, and a refused event writes nothing."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def invalidations(connection: Connection) -> list[tuple[str, list[str] | None]]:
 
 
 def table_contents(connection: Connection) -> list[object]:
-    """All that the tables hold, but for sequences."""
+    """The content of all tables of the rooms and of the outbox."""
     names = ["rooms", "events", "edges", "forward_extremities", "backward_extremities", "timeline", "memberships"]
     names += ["invalidations", "state_groups", "state_deltas"]
     contents: list[object] = []
@@ -46,15 +46,15 @@ def table_contents(connection: Connection) -> list[object]:
 
 
 def move_to_room(event: RoomEvent, room: str) -> RoomEvent:
-    """The same with names that no other room has."""
+    """The same event in another room, with IDs that no other room has."""
     return replace(event, id=room + event.id, room=room, prevs=tuple(room + id for id in event.prevs))
 
 
 @settings(max_examples=examples(12), suppress_health_check=SHARING)
 @given(arrivals(with_wrong_depths=True))
 def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
-    """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction. False depths,
-    and the deepest depth, are among them."""
+    """Random rooms in any order of arrival, with wrong depths and depths near the maximum: extremities and states match
+    the rules and the definitions, also after compaction."""
     everything, order = case
     room = f"!{rooms.execute('select count(*) from rooms.rooms').fetchall()[0][0]}"
     named = {event.id: move_to_room(event, room) for event in everything}
@@ -87,7 +87,7 @@ def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEven
 
 
 def test_an_event_its_rows_and_its_facts_are_committed_together(rooms: Connection) -> None:
-    """Rolled back, nothing of it is there; committed, the outbox has what readers need to find it."""
+    """After a rollback the tables are empty. After a commit the outbox has the facts of the event."""
     with rooms.transaction(force_rollback=True):
         STORE.persist(rooms, a_member("ada", "@ada"))
     assert not [row for row in table_contents(rooms) if not isinstance(row, str)]
@@ -101,7 +101,7 @@ def test_an_event_its_rows_and_its_facts_are_committed_together(rooms: Connectio
 
 
 def test_history_has_descending_stream_ids(rooms: Connection) -> None:
-    """-1, -2, ... on its own stream; it closes the backward extremity that it was fetched for."""
+    """Fetched events have the IDs -1, -2, and so on in the stream `backfill`, and remove backward extremities."""
     middle, last = an_event("middle", ROOT), an_event("last", an_event("middle", ROOT))
     STORE.persist(rooms, last, state_ids_before=[])
     assert tables.backward_extremities(rooms, ROOM) == ["middle"]
@@ -113,7 +113,7 @@ def test_history_has_descending_stream_ids(rooms: Connection) -> None:
 
 
 def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, second_connection: Connection) -> None:
-    """So events of a room complete in another order than that of their IDs, as several processes' do."""
+    """So the events of a room may be committed in another order than that of their IDs."""
     for store in (STORE, SQL_STORE):
         with second_connection.transaction():
             writer = "web" if store is STORE else ""
@@ -144,7 +144,7 @@ REFUSED = [
 
 
 def test_a_refused_event_writes_nothing(rooms: Connection) -> None:
-    """Not even where the service goes on with its transaction."""
+    """Nothing is written even if the service commits its transaction."""
     STORE.persist(rooms, ROOT)
     first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
     STORE.persist(rooms, first, state_ids_before=[])
@@ -157,9 +157,9 @@ def test_a_refused_event_writes_nothing(rooms: Connection) -> None:
 
 
 def test_an_event_may_be_named_in_another_room_before_it_arrives(rooms: Connection) -> None:
-    """Where another server lied: the event is taken all the same, and there it stays missing, for good."""
-    liar = replace(an_event("liar", ROOT, room="!other"), depth=2)
-    STORE.persist(rooms, liar, state_ids_before=[])
+    """An event of another room names it as a prev event. The event is stored; in the other room it stays missing."""
+    shallow = replace(an_event("shallow", ROOT, room="!other"), depth=2)
+    STORE.persist(rooms, shallow, state_ids_before=[])
     assert tables.backward_extremities(rooms, "!other") == ["root"]
     assert STORE.persist(rooms, ROOT) == 2
     assert tables.backward_extremities(rooms, "!other") == ["root"]
@@ -170,7 +170,7 @@ def test_an_event_may_be_named_in_another_room_before_it_arrives(rooms: Connecti
 
 
 def test_an_outlier_becomes_regular_whatever_types_its_content_has(rooms: Connection) -> None:
-    """Whatever Python made of its content: tables keep JSON."""
+    """The content has a tuple, infinity and bytes. The stored content is JSON, and the same event is no conflict."""
     event = replace(
         an_event("late", ROOT), content={"list": (1, 2), "none": float("inf"), "bytes": b"x", "text": "\\u0000"}
     )
@@ -180,7 +180,7 @@ def test_an_outlier_becomes_regular_whatever_types_its_content_has(rooms: Connec
 
 
 def test_chains_in_tables_stay_short(rooms: Connection) -> None:
-    """The 101st change of a state stands on a group half way down; compaction leaves the one group that is used."""
+    """The 101st group of a chain is based on the middle of the chain. Compaction leaves the only group that is used."""
     event = an_event("e0", key="k0")
     for number in range(1, MAX_CHAIN_LENGTH + 30):
         STORE.persist(rooms, event)
@@ -199,7 +199,7 @@ def test_chains_in_tables_stay_short(rooms: Connection) -> None:
 def test_only_one_of_two_concurrent_events_with_one_id_is_stored(
     rooms: Connection, second_connection: Connection
 ) -> None:
-    """Rooms are locked one by one, so it is the table that notices; the other transaction goes on."""
+    """The events are in two rooms, so no room lock prevents the conflict. The unique index of the table does."""
     errors: list[BaseException] = []
 
     def second() -> None:
@@ -219,7 +219,8 @@ def test_only_one_of_two_concurrent_events_with_one_id_is_stored(
 
 
 def test_memberships_and_invalidations_follow_the_current_state(rooms: Connection) -> None:
-    """A reserved name for what depends on the room; members one by one, or all of them where they are many."""
+    """A change of memberships invalidates the caches of the room, and the joined rooms of each member, or of all
+    members if many change. Another change invalidates only the state."""
     ada, bob = a_member("ada", "@ada"), a_member("bob", "@bob", a_member("ada", "@ada"))
     for event in (ada, bob, an_event("topic", bob, key=""), an_event("hello", an_event("topic", bob))):
         STORE.persist(rooms, event)
@@ -245,37 +246,40 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
 def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
     rooms: Connection, order: tuple[int, ...]
 ) -> None:
-    """A <- soft-failed <- regular, again and again: one forward extremity, in whichever order they arrive; and the
-    state at a position before the last event came is that of what was an extremity then."""
+    """A soft-failed and a rejected event between regular events, twenty times, in any order of arrival: the only
+    forward extremity is the last regular event. The state at an earlier position is the state at that time."""
     last = ROOT
     STORE.persist(rooms, last)
     for number in range(20):
-        between = replace(an_event(f"s{number}", last), held_as=EventKind.SOFT_FAILED)
-        further = replace(an_event(f"t{number}", between), held_as=EventKind.REJECTED)
-        upon = an_event(f"u{number}", further, key=f"k{number % 3}")
+        first_bad = replace(an_event(f"s{number}", last), held_as=EventKind.SOFT_FAILED)
+        second_bad = replace(an_event(f"t{number}", first_bad), held_as=EventKind.REJECTED)
+        regular = an_event(f"u{number}", second_bad, key=f"k{number % 3}")
         before = state_at(rooms, ROOM, VectorPosition(1000))
-        given = [entry.id for entry in before.values()]
-        ids = [STORE.persist(rooms, (between, further, upon)[place], state_ids_before=given) for place in order]
+        state_ids = [entry.id for entry in before.values()]
+        ids = [
+            STORE.persist(rooms, (first_bad, second_bad, regular)[place], state_ids_before=state_ids) for place in order
+        ]
         assert state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
-        last = upon
+        last = regular
     assert [*tables.forward_extremities(rooms, ROOM)] == ["u19"]
 
 
 def test_an_event_with_a_wrong_depth_loses_its_edge(rooms: Connection) -> None:
-    """Its genuine prev event is taken, whenever it comes, and the liar's edge to it is gone."""
+    """The event `shallow` arrives before the prev event that it names, whose depth is not lower. The prev event is
+    stored, and `shallow` does not follow it."""
     first = an_event("first", ROOT)
     genuine = an_event("genuine", first)
     for event in (ROOT, first):
         STORE.persist(rooms, event)
-    STORE.persist(rooms, replace(an_event("liar", genuine), depth=3), state_ids_before=[])
+    STORE.persist(rooms, replace(an_event("shallow", genuine), depth=3), state_ids_before=[])
     assert tables.backward_extremities(rooms, ROOM) == ["genuine"]
     assert STORE.persist(rooms, genuine)
     assert tables.backward_extremities(rooms, ROOM) == []
-    assert {*tables.forward_extremities(rooms, ROOM)} == {"liar", "genuine"}
+    assert {*tables.forward_extremities(rooms, ROOM)} == {"shallow", "genuine"}
 
 
 def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
-    """One event of depth 2^63 - 1 does not end it: its state changes, and what follows replaces what it follows."""
+    """After an event of depth 2^63 - 1, each new event still replaces the forward extremity and changes the state."""
     STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH), state_ids_before=[])
     for id in ("z", "y", "x"):
         prevs, depth = next_prevs_and_depth(rooms, ROOM)

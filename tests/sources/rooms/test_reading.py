@@ -1,4 +1,4 @@
-"""Sync, messages and initial sync, on tables that these tests fill by hand where positions are what matters."""
+"""Sync, messages and initial sync. Tests of positions insert rows of the timeline without `RoomStore`."""
 
 from dataclasses import replace
 from random import Random
@@ -18,7 +18,7 @@ WRITERS = ("first", "second", "third")
 def insert_event(
     connection: Connection, id: int, room: str = ROOM, depth: int = 1, writer: str = "first"
 ) -> TimelineRow:
-    """A row of a timeline, of an event that is in nothing else."""
+    """Insert a row of the timeline, with an event that has no edges and no state."""
     event = f"{room}{id}"
     connection.execute("insert into rooms.rooms (room) values (%s) on conflict do nothing", [room])
     connection.execute(
@@ -39,19 +39,19 @@ def ids(rows: list[TimelineRow] | tuple[TimelineRow, ...]) -> list[int]:
 
 
 def test_an_event_of_a_slow_writer_is_returned_when_the_position_covers_it(rooms: Connection) -> None:
-    """The slow writer's ID is below what was read of the others: the line waits for it, the vector goes on without."""
+    """The slow writer's ID is lower than another writer's. The linear position waits for the ID; the vector does not."""
     insert_event(rooms, 2, writer="second")
-    line, vector = VectorPosition(0), VectorPosition(0, {"second": 2})
-    assert not sync(rooms, "@ada", VectorPosition(0), line, rooms=[ROOM]).events
+    linear, vector = VectorPosition(0), VectorPosition(0, {"second": 2})
+    assert not sync(rooms, "@ada", VectorPosition(0), linear, rooms=[ROOM]).events
     result = sync(rooms, "@ada", VectorPosition(0), vector, rooms=[ROOM])
     assert ids([*result.events]) == [2]
     insert_event(rooms, 1)
     assert ids([*sync(rooms, "@ada", result.until, VectorPosition(2), rooms=[ROOM]).events]) == [1]
-    assert ids([*sync(rooms, "@ada", line, VectorPosition(2), rooms=[ROOM]).events]) == [1, 2]
+    assert ids([*sync(rooms, "@ada", linear, VectorPosition(2), rooms=[ROOM]).events]) == [1, 2]
 
 
 def test_each_event_is_returned_once_however_the_positions_move(rooms: Connection) -> None:
-    """Random writers, positions and limits: nothing is missed or repeated, each answer is in order of arrival."""
+    """Random writers, positions and limits: no event is missed or repeated, and each answer is in order of arrival."""
     for seed in range(10):
         truncate_tables(rooms)
         random = Random(seed)
@@ -82,7 +82,7 @@ def test_each_event_is_returned_once_however_the_positions_move(rooms: Connectio
 
 
 def test_pages_omit_and_repeat_nothing_while_events_arrive(rooms: Connection) -> None:
-    """By depth and arrival: all that was there at the first page, once; live events of later are left to sync."""
+    """The pages have the events that exist when the first page is read, each once, and no later live events."""
     for seed in range(5):
         truncate_tables(rooms)
         random = Random(seed)
@@ -103,7 +103,7 @@ def test_pages_omit_and_repeat_nothing_while_events_arrive(rooms: Connection) ->
 
 
 def test_initial_sync_is_consistent_with_its_token(rooms: Connection, second_connection: Connection) -> None:
-    """Timeline and state are those of the position, whatever came after it: held against the definitions."""
+    """At each position, the events and the state are as the definitions say, although later events are stored."""
     for seed in range(3):
         truncate_tables(rooms)
         random = Random(seed)
@@ -130,7 +130,7 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, second_con
 
 
 def test_an_out_of_band_membership_is_returned_only_to_its_user(rooms: Connection) -> None:
-    """An invite to a room that the server does not know, its rejection, a knock; and to nobody a second time."""
+    """An invite to an unknown room, its rejection and a knock are returned once."""
     invite = a_member("invite", "@bob", replace(an_event("unknown"), depth=8), membership="invite")
     STORE.persist(rooms, replace(invite, held_as=EventKind.OUT_OF_BAND))
     result = sync(rooms, "@bob", VectorPosition(0), VectorPosition(1))
@@ -147,7 +147,7 @@ def test_an_out_of_band_membership_is_returned_only_to_its_user(rooms: Connectio
 
 
 def test_sync_reads_the_rooms_that_the_member_has_joined(rooms: Connection) -> None:
-    """And no longer those that it has left."""
+    """A room that the member has left is not in `rooms`."""
     for room in ("!one", "!two"):
         STORE.persist(rooms, RoomEvent(f"join{room}", room, MEMBER, "@ada", (), 1, "@ada", {"membership": "join"}))
     prevs, depth = next_prevs_and_depth(rooms, "!two")

@@ -1,4 +1,4 @@
-"""The rules of the room DAG: random rooms in any order of arrival against their definitions, and what is refused."""
+"""The rules of the room DAG: random rooms in any order of arrival match the definitions, and bad events are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,20 +37,20 @@ from tidemark.sources.rooms.rules import (
 def test_any_events_in_any_order_match_the_definitions(
     case: tuple[list[RoomEvent], list[RoomEvent]],
 ) -> None:
-    """Forward and backward extremities, the state at each event and the room's, after each arrival: forks, merges,
-    missing events, outliers that become regular, soft-failed and rejected events, false depths, the deepest depth. Only
-    what lies is refused, and nothing is refused for what another event said."""
+    """After each arrival the extremities, the state after the event and the current state are as defined. The rooms
+    have forks, merges, missing events, outliers that become regular, soft-failed and rejected events, wrong depths, and
+    depths near the maximum. Only events with a wrong depth are refused."""
     everything, order = case
-    rooms, placed = MemoryRooms(), []
+    rooms, stored = MemoryRooms(), []
     for event in order:
         try:
             receive_event(rooms, event, ExpectedRoom(everything, {}))
         except BadEvent:
             assert has_wrong_depth(event, everything)
             continue
-        placed.append(event)
-        turns = {other.id: turn for turn, other in enumerate(placed)}
-        expected = ExpectedRoom(everything, {id: held.held_as for id, held in rooms.events.items()}, turns)
+        stored.append(event)
+        turns = {other.id: turn for turn, other in enumerate(stored)}
+        expected = ExpectedRoom(everything, {id: other.held_as for id, other in rooms.events.items()}, turns)
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == expected.forward_extremities
         assert room.backward_extremities == expected.backward_extremities
@@ -58,7 +58,7 @@ def test_any_events_in_any_order_match_the_definitions(
         assert (room.group is None) == (not expected.forward_extremities)
         assert room.group is None or room.groups.state(room.group) == expected.current_state
     assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.recipients] == [
-        event.id for event in placed
+        event.id for event in stored
     ]
 
 
@@ -67,38 +67,38 @@ def test_any_events_in_any_order_match_the_definitions(
 def test_members_receive_the_events_of_their_stays(
     case: tuple[list[RoomEvent], list[RoomEvent]],
 ) -> None:
-    """And once more that it is over, with the event that ended it, be it held as an outlier only; whatever forks,
-    merges, late events and gaps make of who has joined."""
+    """A member receives the events of each stay, and again the event that ended the stay, even if that event is stored
+    only as an outlier. The rooms have forks, merges, late events and missing events."""
     everything, order = case
     rooms, expected = MemoryRooms(), ExpectedRoom(everything, {})
     for event in order:
         receive_event(rooms, event, expected)
-    placed = [event.id for event in order]
+    ids = [event.id for event in order]
     for member in MEMBER_NAMES:
         received = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.received_ids(member)]
-        assert received == expected_deliveries(expected, placed, member)
-    held = ExpectedRoom(everything, {event.id: event.held_as for event in order})
-    stays = held.stays((id, turn) for turn, id in enumerate(placed))
+        assert received == expected_deliveries(expected, ids, member)
+    expected_at_end = ExpectedRoom(everything, {event.id: event.held_as for event in order})
+    stays = expected_at_end.stays((id, turn) for turn, id in enumerate(ids))
     lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
-    kept = [(member, stay) for member, of in rooms.stays.items() for stay in of]
-    over = {
-        (member, other.began, other.ended, rooms.live[other.left_by - 1]) for member, other in kept if other.left_by
+    ended = [(member, stay) for member, stays_of_member in rooms.stays.items() for stay in stays_of_member]
+    ended_stays = {
+        (member, stay.began, stay.ended, rooms.live[stay.left_by - 1]) for member, stay in ended if stay.left_by
     }
-    assert over == {stay for stay in stays if stay[2] is not None}
+    assert ended_stays == {stay for stay in stays if stay[2] is not None}
 
 
 def test_only_joined_members_receive_an_event() -> None:
-    """A kick, a leave and a ban alike; who comes back is told from there on, and not what was said meanwhile."""
+    """A kick, an invite and a ban end a stay. A member who rejoins does not receive the events between the stays."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
 
     def send(id: str, member: str | None = None, membership: str = "") -> None:
         prevs = rooms.extremities(ROOM)
         kind = "m" if member is None else MEMBER
-        names = tuple(other.id for other in prevs)
+        prev_ids = tuple(prev.id for prev in prevs)
         content = {"membership": membership}
-        rooms.persist(RoomEvent(id, ROOM, kind, "@op", names, depth_after(prevs), member, content))
+        rooms.persist(RoomEvent(id, ROOM, kind, "@op", prev_ids, depth_after(prevs), member, content))
 
     def received(member: str) -> list[str]:
         return [rooms.live[id - 1] + "!" * (id in rooms.recipients) for id in rooms.received_ids(member)]
@@ -131,7 +131,7 @@ def test_only_joined_members_receive_an_event() -> None:
 @settings(max_examples=examples(60))
 @given(dags(), st.randoms(use_true_random=False))
 def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent], random: object) -> None:
-    """From the last event alone: each round fetches what is missing, as history, until nothing is."""
+    """The room begins with its last event. Each round fetches the missing events as history, until none is missing."""
     rooms, expected = MemoryRooms(), ExpectedRoom(events, {})
     receive_event(rooms, events[-1], expected)
     while missing := sorted(rooms.rooms[ROOM].backward_extremities):
@@ -149,12 +149,12 @@ def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent],
 @settings(max_examples=examples(60))
 @given(dags(), st.data())
 def test_a_refused_event_changes_nothing(events: list[RoomEvent], data: st.DataObject) -> None:
-    """Any event bent into a bad one: the room is as it was, to the last edge."""
+    """Any event of the room is changed into a bad one and persisted: the content of the rooms does not change."""
     rooms = MemoryRooms()
     for event in events:
         rooms.persist(event)
     before = repr(rooms.__dict__)
-    bent = data.draw(st.sampled_from(events)), data.draw(st.sampled_from(events))
+    two_events = data.draw(st.sampled_from(events)), data.draw(st.sampled_from(events))
     bad: list[Callable[[RoomEvent, RoomEvent], RoomEvent]] = [
         lambda one, _: one,
         lambda one, _: replace(one, content={"other": 1}),
@@ -167,7 +167,7 @@ def test_a_refused_event_changes_nothing(events: list[RoomEvent], data: st.DataO
         lambda one, _: replace(one, id="new\0"),
     ]
     with pytest.raises(BadEvent):
-        rooms.persist(data.draw(st.sampled_from(bad))(*bent))
+        rooms.persist(data.draw(st.sampled_from(bad))(*two_events))
     assert repr(rooms.__dict__) == before
 
 
@@ -190,7 +190,7 @@ ROOT = an_event("root")
         (replace(ROOT, id="zero", depth=0), "its depth 0 is not"),
         (replace(ROOT, id="whole", depth=True), "its depth True is not"),
         (
-            replace(an_event("lies", ROOT), depth=7),
+            replace(an_event("deep", ROOT), depth=7),
             "its depth is 7, and an event after these prev events has 2",
         ),
         (replace(an_event("twice", ROOT), prevs=("root", "root")), "names a prev event twice"),
@@ -208,14 +208,15 @@ ROOT = an_event("root")
     ],
 )
 def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, message: str) -> None:
-    """It says what is wrong, by the event's ID."""
+    """The error says what is wrong with the event."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     require_refused(rooms, event, message)
 
 
 def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
-    """Of two that name each other. Of three none is made: the one that lied of its depth gives way."""
+    """Of two events that name each other, the second is refused. Of three events in a cycle none is refused: the event
+    with the wrong depth loses its edge."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
@@ -229,32 +230,33 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
 
 
 def test_an_event_with_a_wrong_depth_loses_its_edge() -> None:
-    """As with events of another room: the liar misses what it named, for good, and follows nothing of it."""
+    """The event `shallow` arrives before the prev event that it names, whose depth is not lower. The prev event is stored,
+    and `shallow` does not follow it."""
     rooms = MemoryRooms()
     first = an_event("first", ROOT)
     genuine = an_event("genuine", first)
-    liar = replace(an_event("liar", genuine), depth=3)
+    shallow = replace(an_event("shallow", genuine), depth=3)
     for event in (ROOT, first):
         rooms.persist(event)
-    rooms.persist(liar, state_ids_before=[])
+    rooms.persist(shallow, state_ids_before=[])
     assert rooms.rooms[ROOM].backward_extremities == {"genuine"}
     rooms.persist(genuine)
-    assert {*rooms.rooms[ROOM].forward_extremities} == {"liar", "genuine"}
+    assert {*rooms.rooms[ROOM].forward_extremities} == {"shallow", "genuine"}
     assert rooms.rooms[ROOM].backward_extremities == set()
-    require_refused(rooms, replace(liar, id="again"), "its depth is 3, and an event after these prev events has 4")
-    rooms.persist(an_event("both", liar, genuine))
+    require_refused(rooms, replace(shallow, id="again"), "its depth is 3, and an event after these prev events has 4")
+    rooms.persist(an_event("both", shallow, genuine))
     assert {*rooms.rooms[ROOM].forward_extremities} == {"both"}
 
 
 def test_a_room_continues_at_the_maximum_depth() -> None:
-    """2^63 - 1 is the depth of all that follows an event of that depth; state and extremities go on by arrival."""
+    """All events after an event of depth 2^63 - 1 have this depth. State and extremities follow the order of arrival."""
     rooms = MemoryRooms()
     last = replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH)
     rooms.persist(last, state_ids_before=[])
     for id in ("z", "y", "x"):
         prevs = rooms.extremities(ROOM)
         assert depth_after(prevs) == MAX_DEPTH
-        rooms.persist(an_event(id, *(rooms.events[other.id] for other in prevs), key="a"))
+        rooms.persist(an_event(id, *(rooms.events[prev.id] for prev in prevs), key="a"))
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == {id}
         assert room.group is not None
@@ -267,22 +269,23 @@ def test_a_room_continues_at_the_maximum_depth() -> None:
 def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
     order: tuple[str, ...], held_as: EventKind
 ) -> None:
-    """A <- soft-failed <- regular, a hundred times: one forward extremity, in whichever order the three arrive."""
+    """Soft-failed or rejected events between regular events, a hundred times, in any order of arrival: the only forward
+    extremity is the last regular event."""
     rooms = MemoryRooms()
     last = ROOT
     rooms.persist(last)
     for number in range(100):
-        between = replace(an_event(f"s{number}", last), held_as=held_as)
-        further = replace(an_event(f"t{number}", between), held_as=held_as)
-        upon = an_event(f"u{number}", further)
+        first_bad = replace(an_event(f"s{number}", last), held_as=held_as)
+        second_bad = replace(an_event(f"t{number}", first_bad), held_as=held_as)
+        regular = an_event(f"u{number}", second_bad)
         for name in order:
-            rooms.persist({"a": between, "b": further, "c": upon}[name], state_ids_before=[])
-        last = upon
+            rooms.persist({"a": first_bad, "b": second_bad, "c": regular}[name], state_ids_before=[])
+        last = regular
     assert {*rooms.rooms[ROOM].forward_extremities} == {"u99"}
 
 
 def test_a_received_state_must_consist_of_stored_state_events() -> None:
-    """Events of the room, of different keys, less deep than the event, and not rejected."""
+    """The events of the state must belong to the room, have different keys, and be less deep than the new event."""
     rooms = MemoryRooms()
     topic, plain = an_event("topic", key="a"), an_event("plain")
     for event in (topic, plain, an_event("far", key="a", room="!other"), an_event("again", topic, key="a")):
@@ -297,7 +300,7 @@ def test_a_received_state_must_consist_of_stored_state_events() -> None:
 
 
 def test_an_outlier_has_no_edges_and_no_state_until_it_is_regular() -> None:
-    """No edges, no extremities, no state group, no timeline; then all of them, once."""
+    """An outlier is in no timeline either. It becomes regular once; then it is a duplicate."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     outlier = replace(an_event("late", ROOT, key="a"), held_as=EventKind.OUTLIER)
@@ -310,19 +313,19 @@ def test_an_outlier_has_no_edges_and_no_state_until_it_is_regular() -> None:
 
 
 def test_an_out_of_band_membership_is_published_again_as_a_regular_event() -> None:
-    """An invite is sent to its user although the room is not known; later it is in the room's timeline."""
+    """An invite to an unknown room is published for its user; later it is published for the room."""
     rooms = MemoryRooms()
     invite = RoomEvent(
         "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, EventKind.OUT_OF_BAND
     )
-    rooms.persist(invite, "backfill")  # wherever it was found: its user reads what arrives
+    rooms.persist(invite, "backfill")  # published live all the same
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities, rooms.rooms[ROOM].group) == (["invite"], set(), None)
     rooms.persist(replace(invite, held_as=EventKind.REGULAR), state_ids_before=[])
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities) == (["invite", "invite"], {"unknown"})
 
 
 def test_a_new_event_follows_the_ten_deepest_extremities() -> None:
-    """A room with many forks heals: what is left is taken by the next event."""
+    """Of 25 forks, each new event merges at most ten. After three events one forward extremity is left."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     for number in range(25):
@@ -333,15 +336,15 @@ def test_a_new_event_follows_the_ten_deepest_extremities() -> None:
         prevs = rooms.extremities(ROOM)
         assert len(prevs) <= MAX_NEW_PREV_EVENTS
         rooms.persist(
-            RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(other.id for other in prevs), depth_after(prevs))
+            RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(prev.id for prev in prevs), depth_after(prevs))
         )
     assert {*rooms.rooms[ROOM].forward_extremities} == {"heal2"}
 
 
 @pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
 def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: EventKind) -> None:
-    """New events are built on what was there before it, until a regular one is built on itself. Of its state key
-    they know it where it is soft-failed, and nobody where it is rejected."""
+    """New events follow the event before it, until a regular event follows it. A soft-failed event sets its state key
+    in that state; a rejected event does not."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     bad = replace(an_event("bad", ROOT, key="a"), held_as=held_as)
@@ -350,7 +353,7 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     assert {*room.forward_extremities} == {"root"}
     assert room.group is not None
     assert not room.groups.state(room.group)
-    rooms.persist(an_event("upon", bad))
-    assert {*room.forward_extremities} == {"upon"}
+    rooms.persist(an_event("after", bad))
+    assert {*room.forward_extremities} == {"after"}
     state = room.groups.state(room.group)
     assert [entry.id for entry in state.values()] == ["bad"] * (held_as is EventKind.SOFT_FAILED)

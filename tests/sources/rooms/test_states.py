@@ -1,4 +1,4 @@
-"""Resolution, and state groups: equal states share a group, chains are bounded, compaction changes no state."""
+"""State resolution and state groups: equal states share a group, chains are bounded, compaction changes no state."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,13 +26,13 @@ states = st.dictionaries(
 @settings(max_examples=examples(60))
 @given(states, states, states)
 def test_the_order_of_resolution_does_not_matter(one: State, two: State, three: State) -> None:
-    """Nor how often a state is resolved."""
+    """The number of resolutions does not matter either."""
     assert resolve_states([one, two]) == resolve_states([two, one]) == resolve_states([one, two, one])
     assert resolve_states([resolve_states([one, two]), three]) == resolve_states([one, resolve_states([two, three])])
 
 
 def test_a_group_is_new_only_if_the_state_changes() -> None:
-    """Messages share the group of what they follow; so does one that merges forks of which one has changed nothing."""
+    """A message has the group of its prev event. So has a merge of two forks if one fork has not changed the state."""
     rooms = MemoryRooms()
     root = an_event("root", key="a")
     left, right = an_event("left", root), an_event("right", root, key="b")
@@ -45,7 +45,7 @@ def test_a_group_is_new_only_if_the_state_changes() -> None:
 
 
 def test_chains_stay_short_and_need_few_rows() -> None:
-    """A thousand changes of ten keys: no chain is too long, and there is less than one whole state for each hundred."""
+    """After 1,000 changes of 300 keys no chain is too long, and at most 9 groups store a whole state."""
     rooms = MemoryRooms()
     event = an_event("e0", key="k0")
     for number in range(1, 1001):
@@ -59,7 +59,7 @@ def test_chains_stay_short_and_need_few_rows() -> None:
 @settings(max_examples=examples(60))
 @given(dags(40), st.randoms(use_true_random=False), st.integers(0, 100))
 def test_compaction_changes_no_state(events: list[RoomEvent], random: object, share: int) -> None:
-    """Of any groups that are used: they have the states that they had, in no more rows, on no longer chains."""
+    """Any set of groups is used. The remaining groups keep their states, need no more rows, and have no longer chains."""
     rooms = MemoryRooms()
     for event in events:
         rooms.persist(event)
@@ -76,7 +76,7 @@ def test_compaction_changes_no_state(events: list[RoomEvent], random: object, sh
 
 
 def test_compaction_keeps_a_group_that_is_the_base_of_several() -> None:
-    """Nobody uses 2, whose rows would be written twice without it; 5 goes into the one group that stands on it."""
+    """Group 2 is unused, but is the base of 3 and 4, which would both store its rows. Group 5 is merged into 6."""
     keys = {("topic", str(number)): StateEntry(1, "e") for number in range(20)}
     own = {number: {("topic", "x"): StateEntry(number, "e")} for number in range(1, 7)}
     chains = {
@@ -91,7 +91,7 @@ def test_compaction_keeps_a_group_that_is_the_base_of_several() -> None:
 
 
 def test_compaction_cuts_chains_that_are_too_long() -> None:
-    """As another version may have stored them."""
+    """A chain of 299 groups is cut into chains of at most `MAX_CHAIN_LENGTH`."""
     long = {
         number: StateGroup(number - 1 or None, {("topic", str(number % 7)): StateEntry(number, "e")}, number)
         for number in range(1, 3 * MAX_CHAIN_LENGTH)

@@ -1,4 +1,4 @@
-"""What members are told by sync of rooms that they join, leave and are thrown out of, against the definitions."""
+"""The events that `sync` returns to members who join, leave and are banned, compared with the definitions."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,13 @@ from tidemark.sources.rooms.rules import EventKind, RoomEvent
 
 @dataclass
 class Writers:
-    """A writer in quick transactions, and one that has reserved an ID before, in a transaction that stays open."""
+    """Two writers: `web` writes in short transactions; `service` reserves an ID long before it writes.
+
+    Attributes:
+        quick: the connection of `web`.
+        slow: the connection of `service`.
+        reserved_id: the ID that `service` has reserved; None if it has no open transaction.
+    """
 
     quick: Connection
     slow: Connection
@@ -46,7 +52,7 @@ class Writers:
             self.reserved_id = None
 
     def position(self, *, is_linear: bool) -> VectorPosition:
-        """As Tidemark would publish it."""
+        """The position that Tidemark would publish."""
         ((last,),) = self.quick.execute("select coalesce(max(stream_ordering), 0) from rooms.timeline").fetchall()
         if self.reserved_id is None:
             return VectorPosition(last)
@@ -57,7 +63,15 @@ class Writers:
 
 @dataclass
 class SyncingMember:
-    """`told`: events, and (True) those that ended a stay, in the order in which they came."""
+    """A member who syncs by linear positions or by vectors.
+
+    Attributes:
+        name: the member.
+        is_linear: whether it uses linear positions.
+        since: the position of the last answer.
+        received: the events in order of receipt, each as (ID, whether it is the end of a stay).
+        rooms: the rooms of the last answer.
+    """
 
     name: str
     is_linear: bool
@@ -73,7 +87,7 @@ class SyncingMember:
         return len(result.events) >= limit
 
     def require_correct(self, expected_rows: list[tuple[str, bool]]) -> None:
-        """Everything once, and nothing of a stay behind its end."""
+        """Each event was received once, and no event of a stay after the end of the stay."""
         assert sorted(self.received) == sorted(expected_rows)
         ends = [
             [place for place, (_, over) in enumerate(received) if over] for received in (self.received, expected_rows)
@@ -87,8 +101,8 @@ class SyncingMember:
 def test_a_member_receives_its_stays_and_their_ends_despite_slow_writers(
     rooms: Connection, second_connection: Connection, case: tuple[list[RoomEvent], list[RoomEvent]], data: st.DataObject
 ) -> None:
-    """Random rooms with members who join, leave and are banned; IDs that are reserved long before; readers by line and
-    by vector who ask at any time for any number of events."""
+    """Random rooms with members who join, leave and are banned, and IDs that are reserved long before. Members sync by
+    linear positions and by vectors, at any time and with any limit."""
     second_connection.execute("rollback")
     rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
     rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
@@ -107,14 +121,14 @@ def test_a_member_receives_its_stays_and_their_ends_despite_slow_writers(
             pass
         expected_rows = expected_deliveries(expected, [event.id for event in order], member.name)
         member.require_correct(expected_rows)
-        held = ExpectedRoom(everything, {event.id: event.held_as for event in order})
-        stays = held.stays((event.id, turn) for turn, event in enumerate(order))
+        expected_at_end = ExpectedRoom(everything, {event.id: event.held_as for event in order})
+        stays = expected_at_end.stays((event.id, turn) for turn, event in enumerate(order))
         assert member.rooms == [ROOM for name, _, ended, _ in stays if name == member.name and ended is None]
 
 
 @pytest.fixture
 def tea_room(rooms: Connection) -> Connection:
-    """A room that @ada (1) and @bob (2) have joined."""
+    """A database with a room that @ada (ID 1) and @bob (ID 2) have joined."""
     ada = a_member("ada", "@ada")
     for event in (ada, a_member("bob", "@bob", ada)):
         STORE.persist(rooms, event)
@@ -135,7 +149,7 @@ def change_membership(connection: Connection, id: str, membership: str) -> int |
 
 @pytest.mark.parametrize("membership", ["leave", "ban", "invite"])
 def test_the_end_of_a_stay_is_returned_once(tea_room: Connection, membership: str) -> None:
-    """A leave, a kick, a ban, whatever is no join: told once, and nothing of the room after it."""
+    """A leave, a ban or an invite ends the stay. The member receives no later events of the room."""
     since = sync(tea_room, "@bob", VectorPosition(0), VectorPosition(2)).until
     end = change_membership(tea_room, "end", membership)
     assert end == 3
@@ -152,7 +166,8 @@ def test_the_end_of_a_stay_is_returned_once(tea_room: Connection, membership: st
 def test_the_end_waits_for_a_slow_writers_event_of_the_stay(
     tea_room: Connection, second_connection: Connection
 ) -> None:
-    """By vector the leave itself comes at once; that it is over, when nothing of before can come any more."""
+    """By vector, the leave event is returned at once. The end of the stay is returned when the linear position has
+    passed it."""
     second_connection.execute("begin")
     slow = SqlAppender("service").reserve(second_connection, "events")
     assert send_message(second_connection, "slow", slow) == slow == 3
@@ -169,7 +184,7 @@ def test_the_end_waits_for_a_slow_writers_event_of_the_stay(
 def test_an_event_after_a_kick_is_not_returned_even_with_a_lower_id(
     tea_room: Connection, second_connection: Connection
 ) -> None:
-    """The ID was reserved before; the order in which the room was changed decides."""
+    """The ID was reserved before the kick. The order in which the events were persisted decides."""
     second_connection.execute("begin")
     slow = SqlAppender("service").reserve(second_connection, "events")
     assert change_membership(tea_room, "end", "leave") == 4
@@ -185,7 +200,7 @@ def test_an_event_after_a_kick_is_not_returned_even_with_a_lower_id(
 
 
 def test_a_member_who_rejoins_receives_events_from_the_join_on(tea_room: Connection) -> None:
-    """Not what was said meanwhile; the room is among those of the member, though its first stay is over."""
+    """The events between the stays are not returned. The answer has the end of the first stay, and lists the room."""
     for id, membership in (("end", "leave"), ("again", "join")):
         change_membership(tea_room, id, membership)
         send_message(tea_room, f"after-{id}")
@@ -196,7 +211,7 @@ def test_a_member_who_rejoins_receives_events_from_the_join_on(tea_room: Connect
 
 
 def test_a_leave_known_only_from_a_received_state_ends_the_stay(tea_room: Connection) -> None:
-    """Held as an outlier, it is in no timeline; the event whose state says so ends the stay."""
+    """The leave is an outlier, so it is in no timeline. The event whose state contains the leave ends the stay."""
     gone = replace(a_member("gone", "@bob", membership="leave"), prevs=("unknown",), depth=8)
     STORE.persist(tea_room, replace(gone, held_as=EventKind.OUTLIER))
     far = replace(gone, id="far", type="m", state_key=None, content={}, prevs=("bob", "gone"), depth=9)
