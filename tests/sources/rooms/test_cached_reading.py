@@ -1,4 +1,4 @@
-"""Readers with caches while writers write: a reader whose position covers an invalidation never serves an older value."""
+"""Readers with caches: a reader whose position covers an invalidation never serves an older value."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -52,7 +52,7 @@ def test_null_keys_clear_a_cache_and_a_group_name_clears_its_caches(
 
 @pytest.mark.parametrize("how", ["its key", "its group", "the cache", "all"])
 def test_a_value_that_was_being_loaded_is_not_served_after_its_invalidation(how: str) -> None:
-    """The invalidation comes after the load has read the old value, and before it returns. The value is loaded again."""
+    """The invalidation comes after the load has read the old value, before it returns. The value is loaded again."""
     loader = CountingLoader()
     invalidations = {
         "its key": lambda: loader.caches.invalidate("state", ["!tea"]),

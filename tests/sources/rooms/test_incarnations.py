@@ -70,7 +70,7 @@ def test_begin_anew_waits_for_transactions_that_have_reserved_an_id(
 
 @pytest.mark.parametrize("published", [1, 950])
 def test_positions_from_before_a_restore_stay_correct(rooms: Connection, published: int) -> None:
-    """At a position that was published before the restore, readers find only the events of the backup, now and later."""
+    """At a position that was published before the restore, readers always find only the events of the backup."""
     STORE.persist(rooms, ROOT)
     begin_anew(rooms, events=950)
     new = SQL_STORE.persist(rooms, an_event("new", ROOT))

@@ -39,7 +39,7 @@ def ids(rows: list[TimelineRow] | tuple[TimelineRow, ...]) -> list[int]:
 
 
 def test_an_event_of_a_slow_writer_is_returned_when_the_position_covers_it(rooms: Connection) -> None:
-    """The slow writer's ID is lower than another writer's. The linear position waits for the ID; the vector does not."""
+    """The slow writer has the lower ID. The linear position waits for this ID; the vector does not."""
     insert_event(rooms, 2, writer="second")
     linear, vector = VectorPosition(0), VectorPosition(0, {"second": 2})
     assert not sync(rooms, "@ada", VectorPosition(0), linear, rooms=[ROOM]).events

@@ -230,8 +230,8 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
 
 
 def test_an_event_with_a_wrong_depth_loses_its_edge() -> None:
-    """The event `shallow` arrives before the prev event that it names, whose depth is not lower. The prev event is stored,
-    and `shallow` does not follow it."""
+    """The event `shallow` arrives before the prev event that it names, whose depth is not lower. The prev event is
+    stored, and `shallow` does not follow it."""
     rooms = MemoryRooms()
     first = an_event("first", ROOT)
     genuine = an_event("genuine", first)
@@ -249,7 +249,8 @@ def test_an_event_with_a_wrong_depth_loses_its_edge() -> None:
 
 
 def test_a_room_continues_at_the_maximum_depth() -> None:
-    """All events after an event of depth 2^63 - 1 have this depth. State and extremities follow the order of arrival."""
+    """All events after an event of depth 2^63 - 1 have this depth. State and extremities follow the order in which
+    the events arrive."""
     rooms = MemoryRooms()
     last = replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH)
     rooms.persist(last, state_ids_before=[])

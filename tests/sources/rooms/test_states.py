@@ -59,7 +59,7 @@ def test_chains_stay_short_and_need_few_rows() -> None:
 @settings(max_examples=examples(60))
 @given(dags(40), st.randoms(use_true_random=False), st.integers(0, 100))
 def test_compaction_changes_no_state(events: list[RoomEvent], random: object, share: int) -> None:
-    """Any set of groups is used. The remaining groups keep their states, need no more rows, and have no longer chains."""
+    """The remaining groups keep their states, need no more rows, and have no longer chains."""
     rooms = MemoryRooms()
     for event in events:
         rooms.persist(event)
