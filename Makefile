@@ -74,7 +74,7 @@ torture: setup ## Inject every fault into a stack of its own for SECONDS (600), 
 	TORTURE_SECONDS=$(SECONDS) TORTURE_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k 'not rooms'
 
 .PHONY: rooms-torture
-rooms-torture: setup ## Let everything befall a chat server's rooms and their clients for ten minutes, and hold every answer against the tables
+rooms-torture: setup ## Run the rooms workload with all its faults for SECONDS (600), and compare every answer with the tables
 	TORTURE_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k rooms
 
 .PHONY: append-torture

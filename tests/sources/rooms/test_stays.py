@@ -188,13 +188,13 @@ def test_an_event_after_a_kick_is_not_returned_even_with_a_lower_id(
     second_connection.execute("begin")
     slow = SqlAppender("service").reserve(second_connection, "events")
     assert change_membership(tea_room, "end", "leave") == 4
-    send_message(second_connection, "behind-the-back", slow)
+    send_message(second_connection, "after-the-kick", slow)
     second_connection.execute("commit")
     assert [row.event for row in sync(tea_room, "@bob", VectorPosition(0), VectorPosition(5)).events] == ["bob", "end"]
     assert [row.event for row in sync(tea_room, "@ada", VectorPosition(0), VectorPosition(5)).events] == [
         "ada",
         "bob",
-        "behind-the-back",
+        "after-the-kick",
         "end",
     ]
 

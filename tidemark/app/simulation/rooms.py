@@ -312,12 +312,12 @@ class RoomsVerification(Verification):
         if not self._answers_stored:
             return []
         with self._lock:
-            now = self._compare()
+            newest = self._compare()
             totals: dict[str, RoomCount] = {}
-            for began, synced in self._sync_counts.items():
-                for count in [*synced, *self._other_counts[began].values()]:
+            for incarnation_number, synced in self._sync_counts.items():
+                for count in [*synced, *self._other_counts[incarnation_number].values()]:
                     # Unread events of another incarnation no longer exist.
-                    adjusted = count if began == now else replace(count, written=count.read)
+                    adjusted = count if incarnation_number == newest else replace(count, written=count.read)
                     totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + adjusted
         return [*totals.values()]
 
@@ -331,23 +331,23 @@ class RoomsVerification(Verification):
     def _compare(self) -> int:
         """Compare the answers of the newest incarnation. Returns its number."""
         with self._facts.use() as connection:
-            now = incarnation(connection)
+            newest = incarnation(connection)
         with self._effects.use() as connection:
             answers = connection.execute(
                 "select client, about, since, upto, answer from play.answers"
                 " where kind = 'sync' and incarnation = %s order by number",
-                [now],
+                [newest],
             ).fetchall()
             others = connection.execute(
                 "select number, client, about, upto, answer from play.answers"
                 " where kind <> 'sync' and incarnation = %s and number > %s order by number",
-                [now, max(self._compared, default=0) - MAX_REORDERED_ANSWERS],
+                [newest, max(self._compared, default=0) - MAX_REORDERED_ANSWERS],
             ).fetchall()
         with self._facts.use() as connection:  # read after the answers, so that it contains all of their events
             stored = _load_stored_rooms(connection)
-            self._sync_counts[now] = [*compare_syncs(answers, stored)]
+            self._sync_counts[newest] = [*compare_syncs(answers, stored)]
             self._answered_clients = {(client, member) for client, member, *_ in answers}
-            counts = self._other_counts[now]
+            counts = self._other_counts[newest]
             expected_rooms: dict[str, ExpectedRoom] = {}
             for number, client, about, upto, answer in (
                 answered for answered in others if answered[0] not in self._compared
@@ -362,7 +362,7 @@ class RoomsVerification(Verification):
                     )
                 counts[client] = counts.get(client, RoomCount(client)) + count
                 self._compared.add(number)
-        return now
+        return newest
 
     def compare_rooms(self) -> RoomCount:
         """Compare the extremities, states, members and timelines of all rooms with the definitions."""

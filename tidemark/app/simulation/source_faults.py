@@ -1,6 +1,6 @@
 """Faults of the sources of facts: tables and sequences of the services' database, the facts topic, the control topic.
 
-Most of these faults do not end by themselves. A thread plays the operator: it reads the logs of the relay and the
+Most of these faults do not end by themselves. A thread acts as the operator: it reads the logs of the relay and the
 readers, and runs the remedies that log messages name. If no message names the remedy of a fault, the stream stays
 blocked until the end of the simulation, and the verification fails.
 """
@@ -95,7 +95,7 @@ class SourceFaults:
     ) -> None:
         """
         Args:
-            settings: of the local stack.
+            settings: the settings of the local stack.
             databases: DSNs, and the folder of the logs.
             streams: the streams that get faults.
             writer: the writer of oversized facts, which the operator overrides name.
@@ -108,20 +108,20 @@ class SourceFaults:
         self._verification = verification
         self._logs = [_LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", *StreamsWorkload.readers)]
         self._planned: SimpleQueue[PlannedFault] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
+        self._injected: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
         self._jobs: list[_Job] = []
         self._job_numbers = count()
-        self._lasts_until: dict[str, float] = {}
-        """By table, sequence, or `topic`: the earliest time at which its fault may end."""
+        self._earliest_ends: dict[str, float] = {}
+        """By table, sequence, or `topic`: the earliest time by `time.monotonic` at which its fault may end."""
         self._remedies: dict[str, tuple[str, str]] = {}
         """By stream or table: the name of the sequence or table, and the SQL statement to run."""
         self._place_remedies: dict[tuple[str, str], Callable[[psycopg.Connection, str, SqlPlace], bool]] = {}
         """By stream and place of a reader in SQL: the remedy that a message named."""
         self._needed_topic_bytes = 0
         self._overrides = 0
-        self._remedied_at = 0.0
-        self._ending = threading.Event()
-        self._closing = threading.Event()
+        self._remedies_run_at = 0.0
+        self._end_requested = threading.Event()
+        self._close_requested = threading.Event()
         self._failure: BaseException | None = None
         self.pending = 0
         """Number of faults that have begun and are not injected yet."""
@@ -132,7 +132,7 @@ class SourceFaults:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closing.set()
+        self._close_requested.set()
         self._thread.join(4 * KAFKA_SECONDS)
 
     @property
@@ -152,34 +152,35 @@ class SourceFaults:
             raise self._failure
         while True:
             try:
-                yield self._done.get_nowait()
+                yield self._injected.get_nowait()
             except Empty:
                 return
 
     def end(self) -> None:
         """Inject no more faults. Each fault now ends as soon as a message names its remedy."""
-        self._ending.set()
+        self._end_requested.set()
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(TICK_SECONDS):
+            while not self._close_requested.wait(TICK_SECONDS):
                 self._step()
         except BaseException as error:
             self._failure = error
             raise
 
     def _step(self) -> None:
+        """Run the jobs that are due, and once in `REMEDY_SECONDS` the remedies."""
         now = time.monotonic()
-        if self._ending.is_set():
+        if self._end_requested.is_set():
             self._jobs.clear()
-            self._lasts_until.clear()
+            self._earliest_ends.clear()
             self.pending = 0
         else:
             self._take_planned(now)
-        while self._jobs and self._jobs[0].due <= time.monotonic() and not self._ending.is_set():
+        while self._jobs and self._jobs[0].due <= time.monotonic() and not self._end_requested.is_set():
             self._run_job(heapq.heappop(self._jobs))
-        if now - self._remedied_at >= REMEDY_SECONDS:
-            self._remedied_at = now
+        if now - self._remedies_run_at >= REMEDY_SECONDS:
+            self._remedies_run_at = now
             self._run_remedies(now)
 
     def _take_planned(self, now: float) -> None:
@@ -206,7 +207,7 @@ class SourceFaults:
             heapq.heappush(self._jobs, target)
         else:
             self.pending -= 1
-            self._done.put((job.fault, target))
+            self._injected.put((job.fault, target))
 
     def _inject(self, planned: PlannedFault) -> "str | _Job":
         names = [*self._streams]
@@ -240,13 +241,13 @@ class SourceFaults:
         """Enable row level security for a table: with probability 1/2 for the outbox, otherwise for another table.
         Returns the name of the table."""
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
-        chosen = planned.choice * 2
-        table = "tidemark.append_outbox" if chosen < 1 else others[int((chosen - 1) * len(others))]
+        scaled_choice = planned.choice * 2
+        table = "tidemark.append_outbox" if scaled_choice < 1 else others[int((scaled_choice - 1) * len(others))]
         with self._connect() as connection:
             connection.execute(
                 sql.SQL("alter table {} enable row level security").format(sql.Identifier(*table.split(".")))
             )
-        self._lasts_until[table.split(".")[1]] = time.monotonic() + planned.duration
+        self._earliest_ends[table.split(".")[1]] = time.monotonic() + planned.duration
         return table
 
     def _set_sequence_back(self, stream: str, by: int) -> str:
@@ -272,7 +273,7 @@ class SourceFaults:
         with self._connect() as connection:
             name, _ = _sequence_and_head(connection, stream)
             connection.execute(f"alter sequence {name} cache 20".encode())
-        self._lasts_until[name] = time.monotonic() + planned.duration
+        self._earliest_ends[name] = time.monotonic() + planned.duration
         return stream
 
     def _back_up_tables(self, planned: PlannedFault) -> _Job:
@@ -328,7 +329,7 @@ class SourceFaults:
                 ),
                 [id, self._writer],
             )
-        self._lasts_until["topic"] = time.monotonic() + planned.duration
+        self._earliest_ends["topic"] = time.monotonic() + planned.duration
         return f"{stream}, ID {id}, {size} bytes"
 
     def _set_topic_limit(self, limit: int) -> None:
@@ -363,12 +364,12 @@ class SourceFaults:
                 self._find_remedy(line)
         try:
             for subject, (named, statement) in [*self._remedies.items()]:
-                if now >= self._lasts_until.get(named, 0.0):
+                if now >= self._earliest_ends.get(named, 0.0):
                     self._run_remedy(subject, statement)
                     del self._remedies[subject]
             if self._place_remedies:  # one at a time: other remedies must not wait for all
                 self._run_place_remedy(*next(iter(self._place_remedies)))
-            if self._needed_topic_bytes and now >= self._lasts_until.get("topic", 0.0):
+            if self._needed_topic_bytes and now >= self._earliest_ends.get("topic", 0.0):
                 self._set_topic_limit(self._needed_topic_bytes)
                 log.info(
                     "The simulated operator raised max.message.bytes of the facts topic", bytes=self._needed_topic_bytes

@@ -276,7 +276,8 @@ class StreamsVerification(Verification):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause comparisons while the block runs. Only the thread in the block may call the next two methods."""
+        """Pause comparisons while the block runs. Only the thread in the block may call the methods `prepare_*` and
+        `note_sequence_set_back`."""
         with self._lock:
             yield
 

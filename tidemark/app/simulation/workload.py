@@ -204,7 +204,7 @@ class Verification(ABC):
     def __exit__(self, *error: object) -> None: ...
 
     def has_begun(self) -> bool:
-        """Whether every reader has read something, or the verification cannot tell."""
+        """Whether every reader has read something. True if the verification does not check it."""
         return True
 
     @abstractmethod
@@ -229,7 +229,7 @@ class Verification(ABC):
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
-        """Pause comparisons while the block runs. Only the thread in the block may call the next two methods."""
+        """Pause comparisons while the block runs. Only the thread in the block may call the methods `prepare_*`."""
 
     @abstractmethod
     def prepare_services_server(self, server: str, successor: Successor, /) -> None:
