@@ -7,7 +7,7 @@ import os
 
 import click
 
-from tests.app.simulation.test_simulate import require_befell, require_right, require_rooms_right
+from tests.app.simulation.test_simulate import require_injected, require_right, require_rooms_right
 from tests.fix_stack import Terminal
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import Fault
@@ -26,5 +26,5 @@ def test_rooms_are_correct(terminal: Terminal) -> None:
     """`make rooms-torture`: processes and servers are killed, restored and replaced repeatedly."""
     with terminal.up():
         output = require_rooms_right(terminal, SECONDS, RoomsWorkload.faults)
-        require_befell(output, RoomsWorkload.faults)
+        require_injected(output, RoomsWorkload.faults)
         click.echo(output)

@@ -61,7 +61,7 @@ def require_rooms_right(terminal: Terminal, seconds: int, faults: Set[Fault]) ->
     return output
 
 
-def require_befell(output: str, faults: Set[Fault]) -> None:
+def require_injected(output: str, faults: Set[Fault]) -> None:
     """Each of them, but for those that happen inside transactions."""
     counted = next(line for line in output.splitlines() if line.startswith("the simulation is over"))
     assert {fault for fault in faults - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in counted} == set()
@@ -78,7 +78,7 @@ def require_right(
     done = run("simulate", *words, patience=seconds + NO_PROGRESS_SECONDS)
     output = done.stdout.decode()
     assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
-    require_befell(output, faults)
+    require_injected(output, faults)
     for reader in READERS:
         found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", output, re.MULTILINE)
         assert found, output
