@@ -155,7 +155,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
     last: dict[str, tuple[int, dict[str, tuple[int, bool]], bool]] = {}
     for name, line, rows, behind, policy in moves:
         if policy is not None:
-            policies = Policies({policy: {"gap_seconds": 7 + len(policies.given)}, **policies.given})
+            policies = Policies({policy: {"gap_seconds": 7 + len(policies.by_name)}, **policies.by_name})
             board.set_policies(policies)
         board.update([moved(name, line, rows, behind=behind)])
         _, standing, _ = last.get(name, (0, {}, False))

@@ -75,7 +75,7 @@ def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
 ) -> None:
     """A query for light traffic has one stage. All records were read when its first shard was computed."""
     monkeypatch.setattr("tidemark.app.pipeline.tracing._stages", lambda _: iter(stages))
-    shards = [ShardEffects(number, 0, [], [], [], computed_from=computed_from + number) for number in (0, 9)]
+    shards = [ShardEffects(number, 0, [], [], [], computation_start=computed_from + number) for number in (0, 9)]
     with tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
         spans.computed(Mock(), shards)
     (found,) = collector.traces()

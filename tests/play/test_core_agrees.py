@@ -26,7 +26,7 @@ WILD = Habits(
     down_for=(0.5, 2.0),
     turnover_every=1.0,
 )
-NO_BOUNDS = Bounds(pending=10**6, completed=10**6, retired=10**6, retirement=10**12)
+NO_BOUNDS = Bounds(pending=10**6, completed=10**6, retired=10**6, retirement_ms=10**12)
 
 
 class Core:
@@ -58,7 +58,7 @@ class Core:
             self.linear[stream.stream] = stream.linear
             self.counts.update(stream.counts)
         for rejected in effects.rejected:
-            self.counts[rejected.reason] += rejected.records
+            self.counts[rejected.reason] += rejected.count
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,7 +11,7 @@ from tidemark.sinks.port import Batch
 from tidemark.sinks.redis.client import key
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.values.limits import RejectedRecords
 
 NOW = 1_790_000_000_000  # ms; some day in 2026
 
@@ -45,7 +45,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
 
 
 def shard(
-    *streams: StreamEffects, now: int = NOW, rejected: Sequence[Rejected] = (), offset: int = 0, number: int = 0
+    *streams: StreamEffects, now: int = NOW, rejected: Sequence[RejectedRecords] = (), offset: int = 0, number: int = 0
 ) -> ShardEffects:
     progress = [Progress("facts", 0, offset)] if offset else []
     return ShardEffects(number, now, list(streams), list(rejected), progress)
@@ -55,8 +55,10 @@ def batch(number: int, *streams: StreamEffects, token: int = 1, query: str = "qu
     return Batch(query, number, token, [shard(*streams, **more)])
 
 
-def rejected(topic: str, reason: str, offsets: Iterable[int], partition: int = 0, ids: Iterable[int] = ()) -> Rejected:
-    return Rejected(topic, partition, reason, *(np.array(list(it), "<i8").tobytes() for it in (offsets, ids)))
+def rejected(
+    topic: str, reason: str, offsets: Iterable[int], partition: int = 0, ids: Iterable[int] = ()
+) -> RejectedRecords:
+    return RejectedRecords(topic, partition, reason, *(np.array(list(it), "<i8").tobytes() for it in (offsets, ids)))
 
 
 def lines(path: Path) -> list[Any]:

@@ -8,7 +8,7 @@ from tests.streaming.small_world import WRITERS, Size, World
 from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import StreamEffects
-from tidemark.streaming.core.store import Fact, StreamInput
+from tidemark.streaming.core.store import AcceptedRecord, StreamInput
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import Bounds, Evidence
@@ -86,7 +86,7 @@ class Core:
     fed: dict[tuple[bytes, Record], bytes] = field(default_factory=dict)
     standings: dict[bytes, Standing] = field(default_factory=lambda: {b"": Standing.of(StreamState())})
     briefs: dict[bytes, int] = field(default_factory=lambda: {b"": 0})
-    facts: dict[tuple[Record, int], list[Fact]] = field(default_factory=dict)
+    facts: dict[tuple[Record, int], list[AcceptedRecord]] = field(default_factory=dict)
     _numbers: dict[tuple[int, ...], int] = field(default_factory=lambda: {(0, 0, 0): 0}, init=False)
 
     def batch(self, core: bytes, records: tuple[Record, ...]) -> Fed:
@@ -96,21 +96,21 @@ class Core:
             if record.control:
                 inbox.control.extend(((CONTROL, 0), it) for it in self._facts(record, offset) if isinstance(it, Marker))
             else:
-                inbox.facts[FACTS, 0].extend(self._facts(record, offset))
+                inbox.rows_and_markers[FACTS, 0].extend(self._facts(record, offset))
         batch.feed(inbox)
         for writer in batch.stream.writers.values():
-            writer.chain.empty = writer.chain.empty.above(writer.position)
-            writer.seen = 0  # for people: no position depends on it
+            writer.chain.empty_ranges = writer.chain.empty_ranges.above(writer.position)
+            writer.last_seen = 0  # for people: no position depends on it
         for held in batch.stream.unjoined.values():
-            held.seen = 0
-        effects = batch.effects()
+            held.last_seen = 0
+        effects = batch.finish()
         core = batch.encoded.whole
         if core not in self.standings:
             stands = self.standings[core] = Standing.of(batch.stream)
             self.briefs[core] = self._numbers.setdefault(stands.brief, len(self._numbers))
-        return Fed(core, effects, tuple(sorted(refusal.reason for _, _, refusal in batch.rejected)))
+        return Fed(core, effects, tuple(sorted(refusal.reason for _, _, refusal in batch.refusals)))
 
-    def _facts(self, record: Record, offset: int) -> list[Fact]:
+    def _facts(self, record: Record, offset: int) -> list[AcceptedRecord]:
         key = record, offset
         if (known := self.facts.get(key)) is None:
             (packet,) = packets(sent([record], offset))

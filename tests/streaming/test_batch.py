@@ -23,7 +23,7 @@ from tests.streaming.builders import (
     skip,
 )
 from tidemark.streaming.core import codec, effects
-from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.values.limits import RejectedRecords
 from tidemark.streaming.wire.records import Topic
 from tidemark.streaming.wire.runs import PackedRuns, Packet
 
@@ -99,7 +99,7 @@ def test_a_refused_record_settles_no_home() -> None:
     """After the partitions changed a zombie comes first, from where it does not matter: the JOIN says where to live."""
     shard = Shard()
     shard.feed(join("a", 3, epoch=2))
-    shard.states[STREAM] = codec.without_home(shard.states[STREAM]).whole
+    shard.states[STREAM] = codec.forget_home(shard.states[STREAM]).whole
     zombie = replace(rdata("a", 2, 1, epoch=1), partition=1)
     alone = shard.feed_packets(packets([Sent(10, zombie)]))
     assert (rejections(alone), shard.stream().home) == ({10: "zombie"}, None)
@@ -143,7 +143,7 @@ def test_a_batch_tells_how_far_each_partition_was_read() -> None:
 
 def test_rejections_of_decoding_and_of_state_go_out_together() -> None:
     """By topic, partition and reason, each with its offsets in order."""
-    bad = Rejected(FACTS, 0, "not_json", np.array([8, 9], np.int64).tobytes())
+    bad = RejectedRecords(FACTS, 0, "not_json", np.array([8, 9], np.int64).tobytes())
     log = packets(sent([join("a", 5), join("a", 6), join("a", 7)]))
     done = Shard().feed_packets([*log, Packet(FACTS, 0, Topic.FACTS, 10, PackedRuns(), [], [], [bad])])
     assert [(it.reason, np.frombuffer(it.offsets, np.int64).tolist()) for it in done.rejected] == [

@@ -89,16 +89,16 @@ def standing(stream: StreamState) -> object:
             (
                 name,
                 it.epoch,
-                it.retired is None,
+                it.retired_at is None,
                 it.position,
-                it.chain.refused,
-                list(it.late),
+                it.chain.uncertain_up_to,
+                list(it.late_ranges),
                 [(span.prev, span.id, span.evidence, span.edges) for span in it.chain.pending],
             )
             for name, it in sorted(stream.writers.items())
         ],
         [
-            (key, it.retire, it.chain.refused, [(span.prev, span.id) for span in it.chain.pending])
+            (key, it.retire_id, it.chain.uncertain_up_to, [(span.prev, span.id) for span in it.chain.pending])
             for key, it in sorted(stream.unjoined.items())
         ],
     )

@@ -77,11 +77,11 @@ def test_a_gap_that_is_closed_and_opened_again_in_a_batch_is_told_as_both() -> N
 def test_a_cut_divides_a_span_and_closes_only_gaps_that_were() -> None:
     """The lower part keeps its gap; counts cannot be divided, so each part carries at most its width."""
     chain = settled(Chain(), (4, 5), (5, 6), (6, 9), (12, 13))
-    chain.take()
+    chain.take_changes()
     gone = chain.cut_above(5)
     assert [(it.prev, it.id, it.evidence.facts) for it in gone] == [(5, 9, 3), (12, 13, 1)]
     assert [(it.prev, it.id, it.evidence.facts) for it in chain.pending] == [(4, 5, 1)]
-    assert chain.take().closed == {12: "joined"}
+    assert chain.take_changes().closed_gaps == {12: "joined"}
 
 
 def test_nothing_joins_a_chain_that_never_began() -> None:
@@ -107,9 +107,9 @@ def test_a_chain_is_the_set_of_what_was_settled(edges: list[tuple[int, int]]) ->
     ids: set[int] = set()
     for prev, width in edges:
         wanted = set(range(prev + 1, prev + width + 1))
-        missing = chain.missing(prev, prev + width)
+        missing = chain.open_ranges(prev, prev + width)
         assert {at for low, high in missing for at in range(low + 1, high + 1)} == wanted - ids
-        covered = chain.covered(prev, prev + width)
+        covered = chain.settled_ranges(prev, prev + width)
         assert {at for low, high in covered for at in range(low + 1, high + 1)} & wanted == wanted & ids
         settled(chain, *missing)
         ids |= wanted

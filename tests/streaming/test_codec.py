@@ -58,10 +58,10 @@ def test_a_state_comes_back_as_it_went() -> None:
     stored = shard.states[STREAM]
     once = codec.decode(stored)
     assert codec.encode(once) == stored
-    assert [*once.writers["a"].late] == [(2, 4)]
-    assert once.writers["a"].chain.refused == 8
-    assert once.unjoined["b", 2].retire == 3
-    assert once.writers["d"].retired == 1000
+    assert [*once.writers["a"].late_ranges] == [(2, 4)]
+    assert once.writers["a"].chain.uncertain_up_to == 8
+    assert once.unjoined["b", 2].retire_id == 3
+    assert once.writers["d"].retired_at == 1000
 
 
 @pytest.mark.parametrize("more", [[], [["something", "new"]]])
@@ -111,7 +111,7 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     assert shard.states[STREAM] == done.state[:-1] + done.retired
     assert [*codec.decode(done.state).writers] == ["a"]
     assert shard.feed(rdata("a", 1, epoch=1)).retired is None
-    for parts in (codec.without_home(shard.states[STREAM]), codec.marked_uncertain(shard.states[STREAM])):
+    for parts in (codec.forget_home(shard.states[STREAM]), codec.mark_uncertain(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
 
@@ -126,5 +126,5 @@ def test_what_was_put_off_comes_back_as_it_went() -> None:
         assert codec.encode(once) == stored
         assert (summarize(once).deferred, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
         assert once.writers["a"].chain.deferred == [DeferredRange(3, 3, 4), DeferredRange(5, 5, 6)]
-        recalls = [*codec.deferred(stored)]
+        recalls = [*codec.deferred_ranges(stored)]
         assert recalls == [RequeuedRange(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

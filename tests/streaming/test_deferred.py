@@ -223,7 +223,7 @@ def test_late_completions_without_room_come_again() -> None:
 
 def test_a_stream_whose_offsets_mean_nothing_any_more_waits_for_the_join() -> None:
     """It may live in another partition, or records may be gone: nothing is recalled, and nothing stepped over."""
-    for changed in (codec.without_home, codec.marked_uncertain):
+    for changed in (codec.forget_home, codec.mark_uncertain):
         topic = overfull(rdata("b", 4, 3, epoch=3))
         parts = changed(topic.shard.states[STREAM])
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
@@ -242,7 +242,7 @@ def test_a_writer_with_nothing_pending_is_still_named_for_what_was_put_off() -> 
         topic.feed(rdata("a", 1, epoch=1), rdata("a", 2, epoch=1))
         assert topic.recalls == [RequeuedRange("a", 1, 0, 2, 2)]
         assert summarize(topic.shard.stream()).deferred == ["a/1"]
-        moved = codec.decode(codec.without_home(topic.shard.states[STREAM]).whole)
+        moved = codec.decode(codec.forget_home(topic.shard.states[STREAM]).whole)
         assert not moved.writers["a"].chain.deferred
 
 

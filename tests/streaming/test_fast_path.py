@@ -33,7 +33,7 @@ from tests.streaming.test_batch_cuts import WRITERS, anything, cut, cuts
 from tidemark.streaming.core import batch as batches
 from tidemark.streaming.core import codec, effects, writer_table
 from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
-from tidemark.streaming.core.fast_path import advance_in_order, caught_up
+from tidemark.streaming.core.fast_path import advance_in_order, read_if_caught_up
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import MAX_ID
 
@@ -64,12 +64,12 @@ class Twins:
         for stored in self.shard.states.values():
             stream = codec.decode(stored)
             signed, summary = stream.direction.signed, effects.summarize(stream)
-            positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
+            positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired_at is None}
             if summary == effects.Summary(0, 0, None, [], 0, None, sources=summary.sources):
                 at_rest = (signed(stream.linear.position), positions, summary.sources)
-                assert caught_up(stored) in (None, at_rest)
+                assert read_if_caught_up(stored) in (None, at_rest)
             else:
-                assert caught_up(stored) is None
+                assert read_if_caught_up(stored) is None
 
     def send(self, *records: Record) -> int:
         """One batch; gives how many streams were plain in it."""
@@ -170,7 +170,7 @@ logs = st.one_of(calm(), disturbed(), disturbed(), anything())
 @settings(max_examples=examples(200))
 def test_a_plain_stream_is_like_any_other(log: list[Record], where: list[int], few: int, *, runs: bool) -> None:
     """Rule 5, rule 10: whatever comes, and wherever it is cut."""
-    twins = Twins(Bounds(retired=1, retirement=4000))
+    twins = Twins(Bounds(retired=1, retirement_ms=4000))
     with packing(few):
         for batch in cut(log, where):
             twins.feed(batch, runs=runs)
@@ -202,7 +202,7 @@ def test_many_voids_are_remembered_as_far_as_any() -> None:
     for id in range(5, 140, 3):
         assert twins.send(void("a", id - 2, id, 1), rdata("a", id + 1, id, 1), rdata("b", id + 2, id - 1, 1))
     for name in ("a", "b"):
-        assert len(twins.shard.stream().writers[name].chain.empty) == EMPTY_RANGES_MAX
+        assert len(twins.shard.stream().writers[name].chain.empty_ranges) == EMPTY_RANGES_MAX
 
 
 def test_of_many_edges_in_one_batch_the_newest_are_remembered() -> None:
@@ -210,7 +210,7 @@ def test_of_many_edges_in_one_batch_the_newest_are_remembered() -> None:
     twins = two_writers()
     edges = [rdata(name, id, id - 2, 1) for id in range(5, 205, 2) for name, id in (("a", id), ("b", id + 1))]
     assert twins.send(*edges)
-    kept = twins.shard.stream().writers["a"].chain.empty
+    kept = twins.shard.stream().writers["a"].chain.empty_ranges
     assert [*kept][-1] == (201, 202)
     assert len(kept) == EMPTY_RANGES_MAX
     assert twins.send(*(rdata(name, id, id - 2, 1) for name, id in (("a", 205), ("b", 206))))
@@ -247,13 +247,13 @@ def test_what_a_writer_says_of_its_transactions_stays() -> None:
 def test_a_stream_at_rest_is_read_without_its_objects() -> None:
     """With the retired ones among its writers; a gap, or an idle writer behind it, is more to be told."""
     twins = two_writers()
-    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4}, [])
+    assert read_if_caught_up(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4}, [])
     twins.send(retire("b", 4))
-    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3}, [])
+    assert read_if_caught_up(twins.shard.states[STREAM]) == (4, {"a": 3}, [])
     twins.send(position("a", 3, 9, 1))
-    assert caught_up(twins.shard.states[STREAM]) == (9, {"a": 9}, [])
+    assert read_if_caught_up(twins.shard.states[STREAM]) == (9, {"a": 9}, [])
     twins.send(rdata("a", 11, 10, 1))
-    assert caught_up(twins.shard.states[STREAM]) is None
+    assert read_if_caught_up(twins.shard.states[STREAM]) is None
 
 
 def test_ids_of_any_size_are_told_apart() -> None:
@@ -335,7 +335,7 @@ def test_what_stands_in_the_way(few: int, why: str, standing: list[Record], reco
     with packing(few):
         twins.send(*standing)
         for shard in (twins.shard, twins.slow) if not standing else ():
-            shard.states = {name: codec.without_home(stored).whole for name, stored in shard.states.items()}
+            shard.states = {name: codec.forget_home(stored).whole for name, stored in shard.states.items()}
         assert twins.send(*(records or [rdata("a", 5, 3, 1)])) == 0, why
 
 
@@ -357,7 +357,7 @@ def test_writers_that_are_to_be_packed_are_left_to_the_state_machine() -> None:
 
 def test_retired_writers_are_passed_by_until_one_is_to_be_forgotten() -> None:
     """Also its IDs count as given out."""
-    twins = Twins(Bounds(retired=2, retirement=5000))
+    twins = Twins(Bounds(retired=2, retirement_ms=5000))
     twins.send(join("a", 0), join("b", 0))
     twins.send(rdata("b", 1, 0, 1), retire("b", 1), rdata("a", 2, 0, 1))
     assert [twins.send(rdata("a", id, id - 1, 1)) for id in range(3, 9)] == [1, 1, 1, 1, 0, 1]

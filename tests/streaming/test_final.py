@@ -88,10 +88,10 @@ def test_what_was_declared_empty_is_kept_within_a_bound() -> None:
     """Rule 8: the newest ranges of each writer; neighbours are one range."""
     shard = Shard()
     shard.feed(join("a", 0), position("a", 0, 3, epoch=1), position("a", 3, 7, epoch=1))
-    assert list(shard.stream().writers["a"].chain.empty) == [(0, 7)]
+    assert list(shard.stream().writers["a"].chain.empty_ranges) == [(0, 7)]
     for at in range(8, 8 + 4 * EMPTY_RANGES_MAX, 4):  # by announcements, and by what lies inside facts' edges
         said = position("a", at, at + 3, epoch=1) if at % 8 else rdata("a", at + 4, at, epoch=1)
         shard.feed(rdata("a", at, at - 1, epoch=1), said)
-    kept = shard.stream().writers["a"].chain.empty
+    kept = shard.stream().writers["a"].chain.empty_ranges
     assert len(kept) == EMPTY_RANGES_MAX
     assert next(iter(kept)) == (8, 11)

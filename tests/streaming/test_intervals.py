@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.values.intervals import EMPTY, Ascending, Intervals, extended, last_of
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals, PackedSteps, append_steps, last_bound
 from tidemark.streaming.wire.records import MAX_ID
 
 Pairs = list[tuple[int, int]]
@@ -49,7 +49,7 @@ def test_a_cut_keeps_what_lies_on_its_side(raw: Pairs, low: int, high: int) -> N
     inside = set(range(low + 1, high + 1))
     for found, expected in [
         (made.above(low), {at for at in held if at > low}),
-        (made.upto(high), {at for at in held if at <= high}),
+        (made.up_to(high), {at for at in held if at <= high}),
         (made.within(low, high), held & inside),
         (made.missing(low, high), inside - held),
     ]:
@@ -63,12 +63,17 @@ def test_reach_goes_as_far_as_the_set_is_unbroken(raw: Pairs, position: int) -> 
     made, at = Intervals.of(raw), position
     while at + 1 in ids(made):
         at += 1
-    assert made.reach(position) == at
+    assert made.contiguous_end(position) == at
 
 
 def test_the_empty_set_holds_nothing() -> None:
     """No interval, no width, nothing to reach."""
-    assert (len(EMPTY), EMPTY.width(), EMPTY.reach(3), [*EMPTY.union(EMPTY)]) == (0, 0, 3, [])
+    assert (
+        len(NO_INTERVALS),
+        NO_INTERVALS.width(),
+        NO_INTERVALS.contiguous_end(3),
+        [*NO_INTERVALS.union(NO_INTERVALS)],
+    ) == (0, 0, 3, [])
 
 
 def test_the_lowest_are_kept() -> None:
@@ -111,9 +116,9 @@ def test_packed_intervals_are_extended_as_sets_are(
     wanted = Intervals.of(known).highest(most).union(Intervals.of(more)).highest(most)
     firsts = np.array([0, len(newest)])
     twice = [np.concatenate([it, it]) for it in (newest.lows, newest.highs)]
-    for added in Ascending.all_of(twice[0], twice[1], firsts) if len(newest) else [None]:
-        assert extended(packed, added, most) == wanted.pack()
-    assert last_of(wanted.pack()) == max([0, *sum(wanted, ())])
+    for added in PackedSteps.split(twice[0], twice[1], firsts) if len(newest) else [None]:
+        assert append_steps(packed, added, most) == wanted.pack()
+    assert last_bound(wanted.pack()) == max([0, *sum(wanted, ())])
 
 
 def test_packed_intervals_are_small() -> None:

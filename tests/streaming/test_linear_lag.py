@@ -29,7 +29,7 @@ def test_a_dead_writer_is_named_without_a_gap(few: int) -> None:
         assert done.summary.linear_lag is not None
         (holder,) = done.summary.linear_lag.blockers
         assert (done.summary.linear_lag.ids, done.summary.linear_lag.since) == (13, 3000)
-        assert (holder.epoch, holder.position, holder.seen) == (1, 7, 1000)
+        assert (holder.epoch, holder.position, holder.last_seen) == (1, 7, 1000)
         assert summarize(shard.stream()) == done.summary
 
 
@@ -43,7 +43,7 @@ def test_a_line_that_follows_is_behind_since_what_it_waits_for_now() -> None:
     done = shard.feed(rdata("slow", 45, 25, epoch=1))
     assert done.summary.linear_lag is not None
     assert (shard.linear, done.summary.linear_lag.ids, done.summary.linear_lag.since) == (45, 5, 6000)
-    assert [it.seen for it in done.summary.linear_lag.blockers] == [8000]
+    assert [it.last_seen for it in done.summary.linear_lag.blockers] == [8000]
     assert shard.feed(position("slow", 45, 50, epoch=1)).summary.linear_lag is None
 
 
@@ -66,7 +66,7 @@ def test_an_unknown_writer_is_named_before_those_that_wait_with_it() -> None:
     done = shard.feed(rdata("new", 7, 6, epoch=4))
     assert held(done.summary) == [("new", "unknown", 2000), ("a", "silent", 2000)]
     assert done.summary.linear_lag is not None
-    assert [it.seen for it in done.summary.linear_lag.blockers] == [2000, 1000]
+    assert [it.last_seen for it in done.summary.linear_lag.blockers] == [2000, 1000]
     assert held(shard.feed(position("a", 5, 7, epoch=1)).summary) == [("new", "unknown", 2000)]
 
 
@@ -85,7 +85,7 @@ def test_an_operators_word_is_no_sign_of_life() -> None:
     shard.feed(position("b", 0, 4, epoch=1))
     behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [(it.writer, it.seen) for it in behind.blockers] == [("a", 0)]
+    assert [(it.writer, it.last_seen) for it in behind.blockers] == [("a", 0)]
 
 
 def test_records_that_change_nothing_are_a_sign_of_life() -> None:
@@ -95,7 +95,7 @@ def test_records_that_change_nothing_are_a_sign_of_life() -> None:
     shard.feed(join("a", 0))
     behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [(it.writer, it.seen, it.since) for it in behind.blockers] == [("a", 2000, 1000)]
+    assert [(it.writer, it.last_seen, it.since) for it in behind.blockers] == [("a", 2000, 1000)]
 
 
 @pytest.mark.parametrize("time", [0, 820_000, 10**6, 10**10])
@@ -107,7 +107,7 @@ def test_the_clock_of_a_writer_proves_nothing_of_its_life(time: int) -> None:
     shard.feed(rdata("a", 2, 0, epoch=1))
     behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [it.seen for it in behind.blockers] == [1_001_000]
+    assert [it.last_seen for it in behind.blockers] == [1_001_000]
     assert [it.verdict for it in open_ranges.find_open_ranges(shard.states, 1030.0)] == ["alive"]
 
 
@@ -134,25 +134,25 @@ def test_since_when_it_is_behind_stays_short_and_never_becomes_younger() -> None
     """Rule 8: of a thousand batches a few are remembered; what lies between two of them counts from the earlier."""
     line = LinearPosition()
     for batch in range(1, 1001):
-        line.follow((batch - 1) * 10, batch * 10, batch)
+        line.update_heads((batch - 1) * 10, batch * 10, batch)
         assert len(line.heads) <= writers.HEADS_MAX
     for id in range(0, 10_000, 7):
-        line.settle(id)
-        line.follow(10_000, 10_000, 2000)
+        line.advance(id)
+        line.update_heads(10_000, 10_000, 2000)
         (position, since), *_ = line.heads
         assert position == id
         assert since <= id // 10 + 1
-    line.settle(10_000)
-    line.follow(10_000, 10_000, 3000)
+    line.advance(10_000)
+    line.update_heads(10_000, 10_000, 3000)
     assert line.heads == []
 
 
 def test_a_database_that_goes_back_takes_its_ids_with_it() -> None:
     """What was given out beyond is none any more."""
     line = LinearPosition(5)
-    line.follow(5, 10, 1000)
-    line.follow(10, 20, 2000)
-    line.follow(20, 8, 3000)
+    line.update_heads(5, 10, 1000)
+    line.update_heads(10, 20, 2000)
+    line.update_heads(20, 8, 3000)
     assert line.heads == [(5, 1000)]
 
 

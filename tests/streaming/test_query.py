@@ -62,7 +62,7 @@ def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch
         began = time.time_ns() // 1_000_000
         (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), line=line)
         done = effects.decode(frame["effects"][0])
-        assert began <= done.computed_from <= time.time() * 1000
+        assert began <= done.computation_start <= time.time() * 1000
         (stream,) = done.streams
         assert stream.stream == STREAM
         assert len(state.kept) == 1

@@ -118,7 +118,7 @@ def test_a_key_that_is_no_name_makes_no_stream() -> None:
 
 def test_nonsense_under_many_keys_makes_a_bounded_number_of_streams() -> None:
     """Past the bound each stream that begins in the shard is marked as uncertain: its name may have been among them."""
-    shard = Shard(bounds=Bounds(unread=2))
+    shard = Shard(bounds=Bounds(unreadable=2))
     feed(shard, *(replace(unread(), key=b"k%d" % number) for number in range(5)))
     assert sorted(shard.states) == ["k0", "k1"]
     assert evidence(feed(shard, join("a", 2))) == [("a", 0, 2, 0, 2)]

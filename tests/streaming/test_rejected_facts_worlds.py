@@ -60,7 +60,7 @@ class World:
 
     def __init__(self, sign: int) -> None:
         self.database = Database(sign, WRITERS)
-        self.shard = Shard(bounds=Bounds(pending=2, unjoined=1, retired=0, unread=1))
+        self.shard = Shard(bounds=Bounds(pending=2, unjoined=1, retired=0, unreadable=1))
         self.topic: list[Produced] = []
         self.kept: dict[int, Produced] = {}  # what was read from the facts topic, by offset
         self.linear = 0
@@ -184,14 +184,14 @@ odd_records = st.tuples(PLACES, KEYS, ODD | st.binary(max_size=9))
 def test_a_hostile_producer_breaks_no_rule(batches: list[list[tuple[tuple[Topic, int], bytes | None, bytes]]]) -> None:
     """Rules 2 and 5: whatever it sends, under whatever key and to whatever topic, each record has one outcome, and no
     line goes back."""
-    shard = Shard(bounds=Bounds(pending=2, unjoined=2, retired=1, unread=2))
+    shard = Shard(bounds=Bounds(pending=2, unjoined=2, retired=1, unreadable=2))
     linear: dict[str, int] = {}
     for batch in batches:
         taken = [(at, at, place, key, value) for at, (place, key, value) in enumerate(batch, shard.next_offset)]
         shard.next_offset += len(batch)
         done = shard.feed_packets(packed(taken))
         outcomes = [count for it in done.streams for what, count in it.counts.items() if what != "forgotten"]
-        assert sum(outcomes) + sum(it.records for it in done.rejected) == len(batch)
+        assert sum(outcomes) + sum(it.count for it in done.rejected) == len(batch)
         for it in done.streams:
             assert abs(it.linear) >= linear.get(it.stream, 0)
             linear[it.stream] = abs(it.linear)

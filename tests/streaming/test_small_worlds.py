@@ -21,7 +21,7 @@ from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.classify import BatchOutcome
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import LinearPosition, WriterState
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.values.limits import Evidence
 from tidemark.streaming.wire.runs import Marker, Run
 
@@ -136,7 +136,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """The line goes to the highest position, not to the lowest."""
 
     def settle(self: StreamState) -> None:
-        self.linear.settle(max(writer.chain.position for writer in self.writers.values()))
+        self.linear.advance(max(writer.chain.position for writer in self.writers.values()))
 
     patch.setattr(StreamState, "advance_linear", settle)
 
@@ -155,20 +155,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(PLAIN, "a timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A JOIN below another writer's position begins a timeline."""
-    rule = StreamState._begin
+    rule = StreamState._begin_epoch
 
     def begin(self: StreamState, marker: Marker, changes: BatchOutcome) -> Any:
         if any(marker.id < writer.position for writer in self.writers.values()):
             self.database = "another"
         return rule(self, marker, changes)
 
-    patch.setattr(StreamState, "_begin", begin)
+    patch.setattr(StreamState, "_begin_epoch", begin)
 
 
 @bent(PLAIN, "has completed all up to")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A JOIN settles nothing of what was left open."""
-    patch.setattr(writers, "settle", lambda *_: EMPTY)
+    patch.setattr(writers, "settle_by_marker", lambda *_: NO_INTERVALS)
 
 
 @bent(PLAIN, "was Evidence")
@@ -186,7 +186,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(OPERATED, "a timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A JOIN below what an operator alone settled begins a timeline."""
-    patch.setattr(WriterState, "reach", property(lambda writer: writer.chain.reach))
+    patch.setattr(WriterState, "highest_settled_by_writer", property(lambda writer: writer.chain.highest_settled))
 
 
 @bent(OPERATED, "has completed all up to")
@@ -204,19 +204,19 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "no timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""
-    rule = writers.rollback_signal
+    rule = writers.detect_rollback
 
     def without_database(known: Any, held: Any, marker: Marker, timeline: int, _: Any) -> Any:
         return rule(known, held, marker, timeline, None)
 
     for module in (stream, writers):
-        patch.setattr(module, "rollback_signal", without_database)
+        patch.setattr(module, "detect_rollback", without_database)
 
 
 @bent(SAME_EPOCH, "a JOIN is not applied")
 def _(patch: pytest.MonkeyPatch) -> None:
     """Every further JOIN of an epoch counts as a repetition."""
-    patch.setattr(stream, "is_repetition", lambda writer, marker, *_: marker.epoch == writer.epoch)
+    patch.setattr(stream, "is_repeated_join", lambda writer, marker, *_: marker.epoch == writer.epoch)
 
 
 @bent(BACK, "the line passes")
@@ -228,7 +228,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "late is not")
 def _(patch: pytest.MonkeyPatch) -> None:
     """Only the writer that joins goes back with its database."""
-    rule = WriterState.go_back
+    rule = WriterState.roll_back
     joins: list[str] = []
     begin = writers.begin_epoch
 
@@ -243,14 +243,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
         finally:
             joins.clear()
 
-    patch.setattr(WriterState, "go_back", go_back)
+    patch.setattr(WriterState, "roll_back", go_back)
     patch.setattr(stream, "begin_epoch", joining)
 
 
 @bent(BACK, "the line passes")
 def _(patch: pytest.MonkeyPatch) -> None:
     """What was under way in the lost history counts as completed in the new one."""
-    patch.setattr(StreamState, "_of_this_timeline", lambda _, run: np.ones(len(run), np.bool_))
+    patch.setattr(StreamState, "_current_timeline_mask", lambda _, run: np.ones(len(run), np.bool_))
 
 
 @bent(BACK, "is not late")
@@ -266,8 +266,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "is not late")
 def _(patch: pytest.MonkeyPatch) -> None:
     """What the line has passed, and comes again of another writer, counts as any completion."""
-    rule = LinearPosition.complete
-    patch.setattr(LinearPosition, "complete", lambda *given: np.zeros_like(rule(*given)))
+    rule = LinearPosition.add_completed
+    patch.setattr(LinearPosition, "add_completed", lambda *given: np.zeros_like(rule(*given)))
 
 
 @bent(BACK, "late is not")
@@ -283,7 +283,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def begin(*args: Any) -> Any:
         writer, retire = rule(*args)
-        writer.late = EMPTY
+        writer.late_ranges = NO_INTERVALS
         return writer, retire
 
     patch.setattr(stream, "begin_epoch", begin)
@@ -299,20 +299,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     """When all have retired the line goes to what was published, also of a history that is lost."""
 
-    patch.setattr(StreamState, "passed", lambda _, writer: writer.position)
+    patch.setattr(StreamState, "position_in_timeline", lambda _, writer: writer.position)
 
 
 @bent(Size(ids=1), "one batch gives")
 def _(patch: pytest.MonkeyPatch) -> None:
     """In a batch the JOINs come last."""
 
-    def in_order(items: list[store.Fact]) -> Iterator[tuple[list[store.Fact], Marker | None]]:
+    def in_order(items: list[store.AcceptedRecord]) -> Iterator[tuple[list[store.AcceptedRecord], Marker | None]]:
         yield [item for item in items if not isinstance(item, Marker)], None
         for item in items:
             if isinstance(item, Marker):
                 yield [], item
 
-    patch.setattr(batch, "segments", in_order)
+    patch.setattr(batch, "split_segments", in_order)
 
 
 @pytest.mark.parametrize("rule", BENT)

@@ -11,12 +11,12 @@ from tests.streaming.test_batch_cuts import cut, cuts
 from tests.streaming.test_fast_path import logs
 from tidemark.streaming.core import effects, store
 from tidemark.streaming.core.batch import advance
-from tidemark.streaming.core.store import NONE, UNREADABLE, PackedStates, States
+from tidemark.streaming.core.store import NO_STATES, UNREADABLE_STATE, PackedStates, States
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds
 
 names = st.text(max_size=3) | st.sampled_from(["a", "ab", "é", "\U0001f600", "￿"])
-dictionaries = st.dictionaries(names, st.sampled_from([UNREADABLE, b"1", b"22", b"333"]), max_size=12)
+dictionaries = st.dictionaries(names, st.sampled_from([UNREADABLE_STATE, b"1", b"22", b"333"]), max_size=12)
 
 
 @given(dictionaries, names, st.integers(0, 2))
@@ -26,7 +26,7 @@ def test_packed_states_are_found_by_name(given_: dict[str, bytes], other: str, e
     assert {name: packed.get(name) for name in [*given_, other]} == {**dict.fromkeys([other]), **given_}
     assert dict(packed.items()) == given_
     assert packed.data == PackedStates.of(dict(reversed(given_.items()))).data
-    assert packed.unread == [*given_.values()].count(UNREADABLE)
+    assert packed.unreadable_count == [*given_.values()].count(UNREADABLE_STATE)
 
 
 @given(dictionaries, dictionaries, dictionaries, names)
@@ -37,12 +37,12 @@ def test_the_newest_state_of_a_stream_counts(
     together = seed | packed | recent
     below = PackedStates.of(seed)
     layered = States(dict(recent), PackedStates.of(packed), below)
-    with patch.object(store, "_RECENT_MAX", 0):
+    with patch.object(store, "_RECENT_BYTES_MAX", 0):
         packed_anew = States.unpack(States(dict(recent), PackedStates.of(packed), below).pack(), below)
     for found in (layered, States.unpack(layered.pack(), below), packed_anew):
         assert {name: found.get(name) for name in together} == together
         assert (other in found) == (other in together)
-        assert found.unreadable_count() == [*together.values()].count(UNREADABLE)
+        assert found.unreadable_count() == [*together.values()].count(UNREADABLE_STATE)
 
 
 @settings(max_examples=examples(100))
@@ -52,8 +52,8 @@ def test_a_batch_is_the_same_wherever_its_states_lie(
 ) -> None:
     """Effects are equal byte for byte, and so is each state, with a new line of batches begun anywhere."""
     shard = Shard()
-    seed, data = NONE, None
-    with patch.object(store, "_RECENT_MAX", few):
+    seed, data = NO_STATES, None
+    with patch.object(store, "_RECENT_BYTES_MAX", few):
         for number, batch in enumerate(cut(log, where)):
             if number == reseeded:
                 seed, data = PackedStates.of(shard.states), None
@@ -81,8 +81,8 @@ def test_what_a_batch_does_not_touch_is_neither_kept_nor_passed_on() -> None:
 
 def test_streams_of_which_nothing_can_be_read_are_counted_in_the_seed() -> None:
     """Past the bound of them a new stream is marked as uncertain, as it was before the line of batches began anew."""
-    seed = PackedStates.of({f"k{number}": UNREADABLE for number in range(3)})
+    seed = PackedStates.of({f"k{number}": UNREADABLE_STATE for number in range(3)})
     for most, doubted in ((3, True), (4, False)):
         found = States.unpack(None, seed)
-        done = advance(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unread=most))
+        done = advance(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unreadable=most))
         assert [move.unseen > 0 for it in done.streams for move in it.advances] == [doubted]

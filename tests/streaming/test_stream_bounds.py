@@ -48,7 +48,7 @@ def test_unknown_writers_past_their_bound_are_rejected() -> None:
 
 def test_retired_writers_leave_after_their_retention() -> None:
     """Once the line has passed them they are only told as dropped; their positions live on in Postgres."""
-    shard = Shard(bounds=Bounds(retirement=10_000))
+    shard = Shard(bounds=Bounds(retirement_ms=10_000))
     shard.feed(join("a", 0), join("b", 0), retire("b", 0))
     shard.now += 9_000
     done = shard.feed(rdata("a", 1, epoch=1))
@@ -67,7 +67,7 @@ def test_the_longest_retired_leave_past_their_bound() -> None:
 
 def test_a_retired_writer_above_the_line_stays() -> None:
     """Where no writer is left the line goes to the highest position, so that must not be forgotten."""
-    shard = Shard(bounds=Bounds(retired=0, retirement=0))
+    shard = Shard(bounds=Bounds(retired=0, retirement_ms=0))
     shard.feed(join("a", 0), join("b", 0), retire("b", 9))
     assert shard.feed(row("a", 1)).dropped == []
     assert shard.feed(retire("a", 4)).dropped == ["b"]

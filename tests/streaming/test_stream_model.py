@@ -216,7 +216,7 @@ class Compared(RuleBasedStateMachine):
         assert stored.direction == effects.direction == model.direction
         for name, writer in stored.writers.items():
             twin = model.writers[name]
-            assert (writer.epoch, writer.retired is not None) == (twin.epoch, twin.retired)
+            assert (writer.epoch, writer.retired_at is not None) == (twin.epoch, twin.retired)
             assert [(low, top) for low, top, _ in writer.chain.gaps()] == twin.gaps()
         assert {key: [(it.prev, it.id) for it in held.chain.pending] for key, held in stored.unjoined.items()} == {
             key: held.ranges() for key, held in model.unjoined.items()

@@ -123,7 +123,7 @@ def test_late_ranges_have_the_bound_of_pending_spans() -> None:
     shard = Shard(bounds=Bounds(pending=3))
     shard.feed(join("a", 0), skip("a", 0, 100, beyond=True))
     shard.feed(*(rdata("a", id, epoch=1) for id in range(2, 40, 2)))
-    assert [*shard.stream().writers["a"].late] == [(0, 1), (2, 3), (4, 100)]
+    assert [*shard.stream().writers["a"].late_ranges] == [(0, 1), (2, 3), (4, 100)]
     shard.feed(forced(join("a", 0, epoch=CURRENT_EPOCH)))
     assert [*shard.stream().writers["a"].chain.gaps()] == [(0, 1, shard.now), (2, 3, shard.now)]
 

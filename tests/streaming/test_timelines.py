@@ -416,7 +416,7 @@ def test_the_same_join_again_is_a_duplicate() -> None:
     before = shard.states["events"]
     done = shard.feed(first, join("w", 0, 7, timeline=DB1, published=4))
     assert (done.counts, begun(done)) == ({"duplicate": 2}, [])
-    assert shard.stream().writers["w"].joined == codec.decode(before).writers["w"].joined
+    assert shard.stream().writers["w"].join_crc == codec.decode(before).writers["w"].join_crc
     done = shard.feed(join("v", 5, 7, timeline=Timeline("db2", "v1")), first)
     assert (done.counts["duplicate"], begun(done)) == (1, [("v", 5, 2, "database")])
 

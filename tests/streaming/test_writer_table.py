@@ -17,7 +17,7 @@ from tidemark.streaming.core.effects import blockers
 from tidemark.streaming.core.store import States, group_by_stream
 from tidemark.streaming.core.writer_table import PackedTable, StoredWriter, Straggler, Writers
 from tidemark.streaming.core.writers import WriterState
-from tidemark.streaming.values.limits import NOTHING, Bounds
+from tidemark.streaming.values.limits import NO_EVIDENCE, Bounds
 from tidemark.streaming.wire.runs import UNBOUNDED, RunColumns
 
 Tracer = Callable[[FrameType, str, Any], Any]
@@ -44,7 +44,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
             elif act == "mark_uncertain":
                 writers.mark_uncertain()
                 for writer in plain.values():
-                    writer.chain.note_refused(UNBOUNDED)
+                    writer.chain.mark_uncertain_up_to(UNBOUNDED)
             elif act == "add" and name not in plain:
                 plain[name], writers[name] = WriterState(number, Chain(number)), WriterState(number, Chain(number))
             elif name in plain:
@@ -53,7 +53,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
                 else:
                     change(plain[name], act, number, now)
                     change(writers[name], act, number, now)
-                    writers.follow(name)
+                    writers.refresh_floor(name)
             assert_like(writers, plain, line=number, before=now - number)
         again = packed_again(writers)
         assert {name: StoredWriter.of(name, it) for name, it in again.items()} == {
@@ -62,7 +62,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
 
 
 def packed_again(writers: Writers) -> Writers:
-    opened, active, retired, waiting = writers.packed()
+    opened, active, retired, waiting = writers.pack()
     active, retired = (PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired))
     return Writers(opened, active, retired, waiting)
 
@@ -70,28 +70,28 @@ def packed_again(writers: Writers) -> Writers:
 def change(writer: WriterState, act: str, number: int, now: int) -> None:
     chain = writer.chain
     if act == "advance":
-        chain.settle(chain.position, chain.position + number, NOTHING, 0, "completed", now)
+        chain.settle(chain.position, chain.position + number, NO_EVIDENCE, 0, "completed", now)
     elif act == "wait" and not chain.pending:
-        chain.settle(chain.position + number, chain.position + number + 1, NOTHING, 1, "completed", now)
+        chain.settle(chain.position + number, chain.position + number + 1, NO_EVIDENCE, 1, "completed", now)
     elif act == "retire":
-        writer.retired = writer.retired or now + 1
+        writer.retired_at = writer.retired_at or now + 1
     elif act == "return":
-        writer.retired = None
+        writer.retired_at = None
     elif act == "fall back" and not chain.pending:
-        writer.published = max(writer.published, chain.position)
+        writer.published_position = max(writer.published_position, chain.position)
         chain.restart_at(max(0, chain.position - number))
 
 
 def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, before: int) -> None:
-    active = {name: it.chain.position for name, it in plain.items() if it.retired is None}
+    active = {name: it.chain.position for name, it in plain.items() if it.retired_at is None}
     assert len(writers) == len(plain)
     assert writers.floor() == min(active.values(), default=None)
-    assert writers.reach() == max((it.chain.reach for it in plain.values()), default=0)
+    assert writers.highest_settled() == max((it.chain.highest_settled for it in plain.values()), default=0)
     standing = sorted(Straggler.of(name, plain[name]) for name in active if active[name] <= line)
     assert writers.stragglers(line, 2) == (standing[:2], len(standing))
-    passed = sorted((it.retired, name) for name, it in plain.items() if it.retired and it.position <= line)
+    passed = sorted((it.retired_at, name) for name, it in plain.items() if it.retired_at and it.position <= line)
     expected = [name for at, (since, name) in enumerate(passed) if at < len(passed) - 2 or since <= before]
-    assert writers.expired(line, 2, before, ()) == expected
+    assert writers.find_expired(line, 2, before, ()) == expected
 
 
 def crowd(joining: int, retiring: int) -> Shard:
@@ -107,7 +107,7 @@ def opened(shard: Shard, *records: Record) -> int:
     brought = packets([Sent(99_000 + at, it) for at, it in enumerate(records)])
     inputs = group_by_stream(brought, RunColumns.of([it.runs for it in brought]), States(shard.states), Bounds())
     batch.feed(inputs[STREAM])
-    return batch.stream.writers.opened
+    return batch.stream.writers.decode_count
 
 
 def test_one_record_opens_no_retired_writer() -> None:

@@ -23,7 +23,7 @@ from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.positions import PendingRequeue
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.values.limits import Reason, Rejected, printable
+from tidemark.streaming.values.limits import Reason, RejectedRecords, replace_unprintable
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Topic, read
 
@@ -200,7 +200,7 @@ class DeadLetters:
         """Close the connections and drop unsent records. The next call opens new ones."""
         self._kafka.close()
 
-    def send(self, rejected: Sequence[Rejected]) -> DeadLetterResult:
+    def send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
         """Produce every rejected record to the dead letters, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
@@ -223,7 +223,7 @@ class DeadLetters:
             self.close()
             raise
 
-    def _send(self, rejected: Sequence[Rejected]) -> DeadLetterResult:
+    def _send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
         self._kafka.errors.forget()
         by_partition: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
         for item in rejected:
@@ -424,7 +424,7 @@ def _header(headers: list[tuple[str, Any]], name: str) -> str:
 
 def _printable_text(data: bytes) -> str:
     """Printable text without control characters, because the producer of the record is not trusted."""
-    return printable(data.decode(errors="replace"))
+    return replace_unprintable(data.decode(errors="replace"))
 
 
 def _parse_number(text: str | None) -> int:

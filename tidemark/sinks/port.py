@@ -11,7 +11,7 @@ from types import EllipsisType
 from typing import Protocol
 
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects, WriterAdvance
-from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.values.limits import RejectedRecords
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Batch:
     def streams(self) -> Iterator[tuple[ShardEffects, StreamEffects]]:
         return ((shard, stream) for shard in self.effects for stream in shard.streams)
 
-    def rejected(self) -> list[Rejected]:
+    def rejected(self) -> list[RejectedRecords]:
         return [item for shard in self.effects for item in shard.rejected]
 
     def offsets(self) -> dict[str, dict[int, int]]:

@@ -26,7 +26,7 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import LinearPosition, WriterState
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import EMPTY
+from tidemark.streaming.values.intervals import NO_INTERVALS
 from tidemark.streaming.values.limits import Evidence
 
 
@@ -92,7 +92,7 @@ class At:
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     """What a batch did to the stream, with the state that it left."""
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
-    left = StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), Writers(known))
+    left = StreamState(Direction.FORWARD, 0, LinearPosition(linear, NO_INTERVALS), Writers(known))
     left.transactions = {writer: [*at.transactions] for writer, at in writers.items() if at.transactions}
     encoded = codec.encode(left)
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]

@@ -19,8 +19,8 @@ from tests.app.sidecar.test_page_past import open_row
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
 from tidemark.sinks.reader.checkpoint import SCHEMA_TEXT
-from tidemark.streaming.core.effects import Gap, GapClosed, LateCompletion, StreamEffects
-from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.core.effects import ClosedGap, Gap, LateCompletion, StreamEffects
+from tidemark.streaming.values.limits import RejectedRecords
 
 __all__ = ["browser"]
 
@@ -52,7 +52,7 @@ class Moving:
 
     def settle(self) -> StreamEffects:
         assert self.owed is not None
-        closed = [GapClosed("writer-3", self.owed[1], "completed")]
+        closed = [ClosedGap("writer-3", self.owed[1], "completed")]
         low, self.owed, self.is_new = self.owed[0], None, False
         before, self.position = self.position, self.position + self.speed
         writers = {"writer-1": At(before - 1, self.position - 1), "writer-2": At(before - 2, self.position - 2)}
@@ -77,7 +77,7 @@ def test_the_calm_and_the_troubled_page_are_taken(
     """For people to look at; what the page says has tests of its own."""
     streams = {name: Moving(name, 3 + number % 7, 1000 * (number + 3)) for number, name in enumerate(NAMES)}
 
-    def publish(*more: StreamEffects, at: int | None = None, letters: list[Rejected] | None = None) -> None:
+    def publish(*more: StreamEffects, at: int | None = None, letters: list[RejectedRecords] | None = None) -> None:
         settled = {effects.stream for effects in more}
         moves = [stream.moves() for name, stream in streams.items() if name not in settled]
         pipeline.number += 1

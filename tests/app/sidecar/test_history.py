@@ -16,7 +16,7 @@ from tests.sinks.reader.service import ReadingService
 from tidemark.app.read_side import stream_history
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lag_history import LagHistory
-from tidemark.streaming.core.effects import Gap, GapClosed, StreamEffects
+from tidemark.streaming.core.effects import ClosedGap, Gap, StreamEffects
 
 __all__ = ["brisk", "service"]
 
@@ -40,7 +40,7 @@ def blocked(pipeline: Pipeline) -> None:
     gap = Gap("w", 1, 3, 4, int((time.time() - 1800) * 1000))
     publish(pipeline, 2400, moved("s", 3, v=At(0, 2), w=At(0, 3)))
     publish(pipeline, 1800, replace(moved("s", 3, v=At(2, 6), w=At(3, 3, pending=5, since=gap.since)), gaps=[gap]))
-    closed = [GapClosed("w", 4, "completed")]
+    closed = [ClosedGap("w", 4, "completed")]
     publish(pipeline, 600, replace(moved("s", 6, v=At(6, 6), w=At(3, 5)), closed=closed))
 
 

@@ -26,7 +26,7 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import LinearPosition, WriterState
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import EMPTY
+from tidemark.streaming.values.intervals import NO_INTERVALS
 
 BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
 
@@ -98,7 +98,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
     line = max(after.values())
     writers = {name: WriterState(1, Chain(id)) for name, id in after.items()}
-    encoded = codec.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), Writers(writers)))
+    encoded = codec.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, NO_INTERVALS), Writers(writers)))
     advances = [
         WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
         for name, id in after.items()

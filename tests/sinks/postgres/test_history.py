@@ -23,7 +23,7 @@ from tidemark.sinks.postgres.history import PageBounds, StoredPage
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.core.effects import Gap, GapClosed, LateCompletion, OperatorOverride, WriterAdvance
+from tidemark.streaming.core.effects import ClosedGap, Gap, LateCompletion, OperatorOverride, WriterAdvance
 from tidemark.streaming.values.limits import Evidence
 
 LARGEST = 2**63 - 1
@@ -283,7 +283,7 @@ def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection,
     with Postgres(PostgresConfig(dsn, Retention(history=2))) as store:
         for policy, days in (("*", 1), ("a*", 3), ("ab", 2)):
             store.policies.change(policy, {"history_days": days}, "ada", "audit")
-        gap, end = Gap("w", 1, 20, 30, NOW), GapClosed("w", 30, "joined")
+        gap, end = Gap("w", 1, 20, 30, NOW), ClosedGap("w", 30, "joined")
         names = ("a", "ab", "b")
         streams = [stream(it, advance("w", 0, 9), gaps=[gap]) for it in names]
         store.apply(batch(1, *streams, token=lease.token))
@@ -313,7 +313,7 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
     with Postgres(PostgresConfig(dsn, Retention(history=2, audit=5))) as store:
         held = stream("s", advance("w", 0, 9), late=late, overrides=forced, gaps=gaps)
         store.apply(batch(1, held, stream("t", advance("gone", 0, 5)), token=lease.token))
-        closed = stream("s", closed=[GapClosed("w", 30, "joined")])
+        closed = stream("s", closed=[ClosedGap("w", 30, "joined")])
         store.apply(batch(2, closed, stream("t", dropped=["gone"]), token=lease.token, query="old"))
         store.apply(batch(3, token=lease.token))
         sql.execute("update tidemark.applied_batches set applied_at = %s", (TODAY,))

@@ -16,8 +16,8 @@ from tidemark.common.errors import ChainBroken, LeaseLost
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import (
+    ClosedGap,
     Gap,
-    GapClosed,
     LateCompletion,
     OperatorOverride,
     Progress,
@@ -25,7 +25,7 @@ from tidemark.streaming.core.effects import (
     WriterAdvance,
     WriterRow,
 )
-from tidemark.streaming.values.limits import Encoded
+from tidemark.streaming.values.limits import EncodedState
 
 LARGEST = 2**63 - 1
 
@@ -72,7 +72,7 @@ def test_retired_writers_are_written_when_they_change(store: Postgres, sql: psyc
     store.apply(batch(2, stream("s", state=b"two\xc0", retired=b"many"), token=token))
     store.apply(batch(3, stream("s", state=b"three\xc0"), token=token))
     assert store.states() == {"s": b"threemany", "t": b"whole"}
-    store.replace_states({"s": Encoded(b"", b"four\xc0", b"few")})
+    store.replace_states({"s": EncodedState(b"", b"four\xc0", b"few")})
     assert store.states(["s"]) == {"s": b"fourfew"}
     assert store.states(["t"]) == {"t": b"whole"}
 
@@ -266,10 +266,10 @@ def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, to
     store.apply(batch(2, stream("s", gaps=[Gap("w", 1, 6, 9, NOW + 500)]), token=token, now=NOW + 1000))
     columns = "select low, top, extract(epoch from opened_at) * 1000, closed_by from tidemark.stream_gaps"
     assert rows(sql, columns) == [(6, 9, NOW, None)]
-    store.apply(batch(3, stream("s", closed=[GapClosed("w", 9, "joined")]), token=token, now=NOW + 2000))
+    store.apply(batch(3, stream("s", closed=[ClosedGap("w", 9, "joined")]), token=token, now=NOW + 2000))
     assert rows(sql, columns) == [(6, 9, NOW, "joined")]
     store.apply(batch(4, stream("s", gaps=[gap]), token=token))
-    again = stream("s", gaps=[Gap("w", 2, 5, 9, NOW + 4000)], closed=[GapClosed("w", 9, "joined")])
+    again = stream("s", gaps=[Gap("w", 2, 5, 9, NOW + 4000)], closed=[ClosedGap("w", 9, "joined")])
     store.apply(batch(5, again, token=token, now=NOW + 4000))
     assert rows(sql, columns + " order by opened_at, low") == [
         (4, 9, NOW, "joined"),

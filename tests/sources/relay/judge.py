@@ -91,5 +91,5 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
             announced.setdefault(record.stream, set()).add(record.id)
     rejected: dict[str, int] = {}
     for bad in done.rejected:
-        rejected[bad.reason] = rejected.get(bad.reason, 0) + bad.records
+        rejected[bad.reason] = rejected.get(bad.reason, 0) + bad.count
     return Verdict(records, {stream.stream: stream for stream in done.streams}, states, rejected, announced)

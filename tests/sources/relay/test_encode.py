@@ -14,7 +14,7 @@ from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.evidence import EmptyRange
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
 
 
@@ -68,7 +68,9 @@ def test_records_of_many_facts_say_what_records_of_one_do(decided: Decision, mos
 
 def runs(facts: Sequence[AppendedFact]) -> list[int]:
     """How many facts each record has."""
-    return [len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decision(of(), facts, EMPTY), MAX_RUN_FACTS)]
+    return [
+        len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decision(of(), facts, NO_INTERVALS), MAX_RUN_FACTS)
+    ]
 
 
 def test_a_backlog_shares_records_up_to_their_bounds() -> None:
@@ -82,5 +84,5 @@ def test_a_backlog_shares_records_up_to_their_bounds() -> None:
 def test_a_fact_alone_is_told_as_ever() -> None:
     """So that a log without backlog stays as readable as it was; neighbours of other writers share nothing."""
     facts = [fact(4, "{}"), fact(5, "{}", writer="till"), fact(7, "{}")]
-    records = sent(Decision(of(), facts, EMPTY, [EmptyRange("till", 5, 8)]), MAX_RUN_FACTS)
+    records = sent(Decision(of(), facts, NO_INTERVALS, [EmptyRange("till", 5, 8)]), MAX_RUN_FACTS)
     assert [type(record) for record in records] == [Rdata, Rdata, Rdata, Position]

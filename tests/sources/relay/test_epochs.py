@@ -11,7 +11,7 @@ from tidemark.sources.relay import epochs, queries
 from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.relay import OUTBOX
 from tidemark.sources.transactions import ServerHistory, server_history
-from tidemark.streaming.values.intervals import EMPTY
+from tidemark.streaming.values.intervals import NO_INTERVALS
 
 XID = "pg_current_xact_id()::xid"
 
@@ -95,7 +95,7 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
     for upto in (1, 3, 5, 8):
         queries.record_upto(sql, {orders.stream: upto})
     for old, new in ((0, 3), (3, 8)):
-        assert queries.raise_floor(sql, orders.stream, orders.version, old, new, EMPTY)
+        assert queries.raise_floor(sql, orders.stream, orders.version, old, new, NO_INTERVALS)
     rows = sql.execute("select upto from tidemark.append_sent where number = %s", [orders.stream.number]).fetchall()
     assert rows == [(8,)]
 

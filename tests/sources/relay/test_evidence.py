@@ -63,7 +63,7 @@ class Looking:
             inside = sorted(id for id in facts if asked.within(id - 1, id))
             upto = inside[size - 1] if len(inside) > size else int(asked.highs[-1])
             found = [id for id in inside if id <= upto]
-            new = {*ids_of(evidence.note_rows(asked.upto(upto), found))}
+            new = {*ids_of(evidence.note_rows(asked.up_to(upto), found))}
             assert not (self.voids | self.told) & new
             assert not (self.voids | self.told) & {*found}
             self.voids.update(new)
@@ -161,7 +161,7 @@ def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
     evidence.observe(3, frozenset({7}))
     evidence.note_rows(evidence.unread_ranges(), [2, 3])
     beyond = Intervals.of([(2, 3)])
-    assert evidence.undecided_ids([1]).common(beyond) == beyond
+    assert evidence.undecided_ids([1]).intersection(beyond) == beyond
     evidence.observe(3, frozenset({7}), frozenset({retiring}))
     assert evidence.undecided_ids([1]) == Intervals.of([(0, 3)])
     assert evidence.undecided_ids([2]) == Intervals.of([])

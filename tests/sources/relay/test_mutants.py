@@ -16,7 +16,7 @@ from tidemark.sources.relay import epochs, queries, sequences
 from tidemark.sources.relay.decider import Decider, Decision, Steps, _StreamState
 from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains
 from tidemark.sources.relay.queries import AppendStream, Page
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ class Hasty(Decider):
             if each.chains is not None and not each.evidence.has_undecided:
                 each.chains.note_beat(each.evidence.head)
                 if announced := each.chains.announce(each.undecided_ids):
-                    decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
+                    decided.append(Decision(each.stream_epoch, [], NO_INTERVALS, announced))
         return decided
 
 

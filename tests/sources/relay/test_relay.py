@@ -170,13 +170,13 @@ def test_a_writer_that_is_retired_holds_nobody_back(
     def orders() -> StreamState:
         return codec.decode(judge.verdict().states["orders"])
 
-    eventually(lambda: orders().writers["pod-1"].retired is not None)
+    eventually(lambda: orders().writers["pod-1"].retired_at is not None)
     assert retire() == "no stream has an active writer pod-1\n"
     facts = append(sql)
     eventually(lambda: settled(sql))
     assert orders().linear.position >= max(facts)
     sql.execute("select tidemark.append_as('pod-1', 'orders', '1')")
-    eventually(lambda: orders().writers["pod-1"].retired is None)
+    eventually(lambda: orders().writers["pod-1"].retired_at is None)
     eventually(lambda: settled(sql))
     assert judge.verdict().rejected == {}
     assert judge.verdict().effects["orders"].late == []

@@ -458,7 +458,7 @@ class Core:
         self._next += len(values)
         done = advance(0, States(self._states), packets, 0, Bounds())
         for bad in done.rejected:
-            self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.records
+            self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.count
         for stream in done.streams:
             self.late += len(stream.late)
             self.late_ids.update(id for it in stream.late for id in range(it.prev + 1, it.id + 1))
@@ -467,7 +467,7 @@ class Core:
         state = decode(self._states[self._stream])
         self.line = state.linear.position
         self.positions = {name: state.writers[name].position for name in state.writers}
-        self.retired = {name for name in state.writers if state.writers[name].retired is not None}
+        self.retired = {name for name in state.writers if state.writers[name].retired_at is not None}
         return [*done.streams]
 
 

@@ -164,7 +164,7 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
             reason=blocker.reason,
             position=None if blocker.reason == "unknown" else blocker.position,
             since=None if blocker.since is None else moment(blocker.since),
-            last_seen=last_seen(blocker.seen),
+            last_seen=last_seen(blocker.last_seen),
         )
         for blocker in lag.blockers
     ]
@@ -276,19 +276,21 @@ def _of_stream(
     name: str, stream: StreamState, now: float, silent: float, reading: ReadStatus | None
 ) -> Iterator[OpenRange]:
     lag = linear_lag(stream)
-    stream.writers.open_waiting()
+    stream.writers.decode_waiting()
     for (writer, epoch), unjoined in stream.unjoined.items():
         yield _unknown(name, stream, writer, epoch, unjoined)
-    with_gaps = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
+    with_gaps = {writer: known for writer, known in stream.writers.decoded.items() if known.chain.pending}
     for writer, known in with_gaps.items():
-        yield from _gaps(name, stream, writer, known, writer_verdict(stream, writer, known.seen, now, silent, reading))
+        yield from _gaps(
+            name, stream, writer, known, writer_verdict(stream, writer, known.last_seen, now, silent, reading)
+        )
     for blocker in lag.blockers if lag else ():
         if blocker.reason == "unknown" or blocker.writer in with_gaps or is_brief(blocker.since, now):
             continue
         transactions = stream.transactions.get(blocker.writer, [])
-        since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.seen)
+        since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.last_seen)
         # A record from before the linear position was blocked does not show that the writer is alive.
-        seen_since_blocked = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
+        seen_since_blocked = blocker.last_seen if blocker.since is None or blocker.last_seen > blocker.since else 0
         state = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent, reading)
         yield OpenRange(
             name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, state
@@ -300,9 +302,9 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
     with the same start.
     """
     known = stream.writers.get(writer)
-    start = None if known is None else known.start
+    start = None if known is None else known.start_token
     for source in sources(stream):
-        if source.writer == writer or (start is not None and start == stream.writers[source.writer].start):
+        if source.writer == writer or (start is not None and start == stream.writers[source.writer].start_token):
             return source
     return None
 
@@ -356,10 +358,10 @@ def _sources(
             writer.epoch,
             stream.direction.signed(writer.position),
             None,
-            moment(source.seen if is_silent else source.report.since),
+            moment(source.last_seen if is_silent else source.report.since),
             0,
             0,
-            last_seen(source.seen),
+            last_seen(source.last_seen),
             stream.transactions.get(source.writer, []),
             "no heartbeat" if is_silent else "blocked",
         )
@@ -369,16 +371,16 @@ def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
     """The open ranges of writers with a reported transaction and no gap: a bridge sends nothing beyond them."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
-            low, seen = stream.direction.signed(known.position), last_seen(known.seen)
+            low, seen = stream.direction.signed(known.position), last_seen(known.last_seen)
             yield OpenRange(name, writer, known.epoch, low, None, None, 0, 0, seen, transactions, "open transaction")
 
 
 def _with_remedy(span: OpenRange, stream: StreamState, *, bridged: bool) -> OpenRange:
     known = stream.writers.get(span.writer) if span.low is not None else None
     if known is not None:
-        id = stream.direction.signed(known.chain.reach) if span.top is not None else span.low
+        id = stream.direction.signed(known.chain.highest_settled) if span.top is not None else span.low
     else:
-        id = stream.direction.signed(max(stream.unjoined[span.writer, span.epoch].chain.reach, 0))
+        id = stream.direction.signed(max(stream.unjoined[span.writer, span.epoch].chain.highest_settled, 0))
     proposed = remedy(
         span.verdict,
         span.stream,
@@ -386,7 +388,7 @@ def _with_remedy(span: OpenRange, stream: StreamState, *, bridged: bool) -> Open
         id=id or 0,
         epoch=span.epoch,
         transactions=span.transactions,
-        relayed=known is not None and known.start is not None,
+        relayed=known is not None and known.start_token is not None,
         bridged=bridged,
         cause="" if (source := source_of(stream, span.writer)) is None else source.report.blocked,
     )
@@ -399,8 +401,8 @@ def _fenced(span: OpenRange) -> OpenRange:
 
 def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, state: Verdict) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
-    seen = last_seen(known.seen)
-    waiting = known.chain.waiting
+    seen = last_seen(known.last_seen)
+    waiting = known.chain.pending_edges
     facts = sum(span.evidence.facts for span in known.chain.pending)
     for (low, top, since), span in zip(known.chain.gaps(), known.chain.pending, strict=True):
         yield OpenRange(
@@ -421,9 +423,9 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, state
 
 def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: UnjoinedWriter) -> OpenRange:
     chain = unjoined.chain
-    waiting = chain.waiting
+    waiting = chain.pending_edges
     facts = sum(span.evidence.facts for span in chain.pending)
-    since, seen = moment(unjoined.since), last_seen(unjoined.seen)
+    since, seen = moment(unjoined.since), last_seen(unjoined.last_seen)
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown")
 
 
@@ -449,7 +451,7 @@ def writer_verdict(
     if source.report.blocked:
         return "blocked"
     if source.report.heartbeat:
-        seen = max(seen, source.seen)
+        seen = max(seen, source.last_seen)
     return verdict(last_seen(seen), transactions, now, max(silent, source.heartbeat_timeout))
 
 

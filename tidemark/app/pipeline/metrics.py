@@ -383,6 +383,6 @@ def count_batch(effects: Iterable[ShardEffects], published: PublishResult, secon
         oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)
         _observe_latency(oldest, published.published_at)
         for rejected in shard.rejected:
-            DEAD_LETTERS.labels(rejected.reason).inc(rejected.records)
+            DEAD_LETTERS.labels(rejected.reason).inc(rejected.count)
     for outcome, count in outcomes.items():
         RECORDS.labels(outcome).inc(count)

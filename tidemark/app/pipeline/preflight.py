@@ -133,15 +133,15 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 def _record_acceptance(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
-        deferred = [(name, item) for name, stored in postgres.states().items() for item in codec.deferred(stored)]
+        deferred = [
+            (name, item) for name, stored in postgres.states().items() for item in codec.deferred_ranges(stored)
+        ]
         postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
         # A stream may be in another partition now. Its next record determines the partition.
-        postgres.replace_states({stream: codec.without_home(stored) for stream, stored in postgres.states().items()})
+        postgres.replace_states({stream: codec.forget_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
         # The lost records may have been facts, so the next ranges that writers settle must not count as empty
         # (docs/design.md, rule 1).
-        postgres.replace_states(
-            {stream: codec.marked_uncertain(stored) for stream, stored in postgres.states().items()}
-        )
+        postgres.replace_states({stream: codec.mark_uncertain(stored) for stream, stored in postgres.states().items()})
         postgres.set_offsets(offsets)

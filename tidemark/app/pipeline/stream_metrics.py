@@ -33,7 +33,7 @@ from tidemark.streaming.core.effects import (
     Summary,
     summarize,
 )
-from tidemark.streaming.core.fast_path import caught_up
+from tidemark.streaming.core.fast_path import read_if_caught_up
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.limits import Policies
 
@@ -60,11 +60,11 @@ class StreamEntry:
     @classmethod
     def of_state(cls, stored: bytes) -> "StreamEntry":
         """The metrics of an encoded stream state."""
-        if (quiet := caught_up(stored)) is not None:
+        if (quiet := read_if_caught_up(stored)) is not None:
             return cls(quiet.linear, quiet.linear, quiet.positions, QUIET, quiet.sources)
         stream = codec.decode(stored)
         signed = stream.direction.signed
-        positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
+        positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired_at is None}
         linear, allocated = signed(stream.linear.position), signed(stream.allocated)
         return cls(linear, allocated, positions, *_split_sources(summarize(stream)))
 
@@ -296,7 +296,7 @@ class StreamCollector(Collector):
     def set_policies(self, policies: Policies) -> None:
         with self._lock:
             self._policies, self._bounds = policies, policies.bounds()
-            self._entries.prefer(policies.given)
+            self._entries.prefer(policies.by_name)
 
     @contextmanager
     def showing_sinks(self, sinks: Sequence[Sink]) -> Iterator[None]:
@@ -320,7 +320,7 @@ class StreamCollector(Collector):
     def _begin(self, entries: StreamEntries) -> None:
         with self._lock:
             self._reading_since = self._now()
-            entries.prefer(self._policies.given)
+            entries.prefer(self._policies.by_name)
             self._entries, self._sums_by_sink, self._min_thresholds = entries, {}, None
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
@@ -404,7 +404,7 @@ class StreamCollector(Collector):
             family.add_metric([OTHER_STREAMS, bound], used)
 
     def _used(self, stream: str, summary: Summary) -> dict[str, float]:
-        bounds = self._bounds.of(stream)
+        bounds = self._bounds.for_stream(stream)
         used = {
             "pending": summary.spans / bounds.pending,
             "completed": summary.completed / bounds.completed,
@@ -422,7 +422,7 @@ class StreamCollector(Collector):
 
     def _min_threshold_of_others(self, setting: str) -> int | None:
         """The lowest threshold of the streams without their own series."""
-        if not any(setting in given for given in self._policies.given.values()):
+        if not any(setting in given for given in self._policies.by_name.values()):
             return self._policies.value("*", setting)
         entries, policies = self._entries, self._policies
         if self._min_thresholds is None or self._min_thresholds[:2] != (entries.version, policies):
@@ -473,8 +473,8 @@ class StreamCollector(Collector):
         for age, stream, blocker in blockers[: self._streams]:
             labels = [stream, blocker.writer, blocker.reason]
             family.add_metric(labels, age)
-            if blocker.seen:
-                last_seen.add_metric(labels, now - blocker.seen / 1000)
+            if blocker.last_seen:
+                last_seen.add_metric(labels, now - blocker.last_seen / 1000)
         if rest := blockers[self._streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed

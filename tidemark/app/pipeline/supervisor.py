@@ -94,9 +94,11 @@ class PolicyWatch(LeasedThread):
             self._is_failing = True
             return POLICY_CHECK_SECONDS
         self._is_failing = False
-        if given != self._policies.given:
-            before, self._policies = self._policies, replace(self._policies, given=given)
-            changed = [name for name in sorted({*given, *before.given}) if given.get(name) != before.given.get(name)]
+        if given != self._policies.by_name:
+            before, self._policies = self._policies, replace(self._policies, by_name=given)
+            changed = [
+                name for name in sorted({*given, *before.by_name}) if given.get(name) != before.by_name.get(name)
+            ]
             log.info("Policies changed", changed=changed[:MAX_LOGGED_NAMES], count=len(changed))
             self._on_change(self._policies)
             if self._policies.bounds() != before.bounds():

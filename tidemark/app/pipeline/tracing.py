@@ -133,7 +133,7 @@ class _BatchSpans:
                 "tidemark.streams": len(streams),
                 "tidemark.advances": sum(len(stream.advances) for stream in streams),
                 "tidemark.records": sum(count for stream in streams for count in stream.counts.values()),
-                "tidemark.rejected": sum(bad.records for shard in effects for bad in shard.rejected),
+                "tidemark.rejected": sum(bad.count for shard in effects for bad in shard.rejected),
             }
         )
 
@@ -153,7 +153,7 @@ class _BatchSpans:
 def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
     """Split the stage of a query for light traffic, which reads all records first, into `read` and `state`."""
     began, ended = stage
-    state_began = min((shard.computed_from for shard in effects), default=ended)
+    state_began = min((shard.computation_start for shard in effects), default=ended)
     state_began = max(began, min(state_began, ended))
     return [(began, state_began), (state_began, ended)]
 

@@ -21,7 +21,7 @@ from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, LinearLag, blockers, summarize
-from tidemark.streaming.core.fast_path import CaughtUpStream, caught_up
+from tidemark.streaming.core.fast_path import CaughtUpStream, read_if_caught_up
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Policies
 
@@ -210,7 +210,7 @@ def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
     """The open ranges of all streams. Queries policies only if there may be open ranges."""
-    quiet = {name: caught_up(stored) for name, stored in states.items()}
+    quiet = {name: read_if_caught_up(stored) for name, stored in states.items()}
     has_sources = any(stream is not None and stream.sources for stream in quiet.values())
     reading, now = postgres.conditions.reading_status() if has_sources else None, time.time()
     busy = {name: states[name] for name, stream in quiet.items() if _may_be_blocked(stream, now, reading)}
@@ -236,18 +236,18 @@ def _stream_details(
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
-        retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
+        retired=frozenset(writer for writer, known in stream.writers.items() if known.retired_at is not None),
         pending=summary.pending,
         gaps=blockers(stream),
-        highest_settled={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
-        pending_by_writer={writer: known.chain.waiting for writer, known in stream.writers.items()},
+        highest_settled={writer: signed(known.chain.highest_settled) for writer, known in stream.writers.items()},
+        pending_by_writer={writer: known.chain.pending_edges for writer, known in stream.writers.items()},
         regressed=frozenset(
-            writer for writer, known in stream.writers.items() if known.chain.position < known.published
+            writer for writer, known in stream.writers.items() if known.chain.position < known.published_position
         ),
         late=late,
         transactions=stream.transactions,
         linear_lag=summary.linear_lag,
-        last_seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
+        last_seen={writer: known.last_seen for writer, known in stream.writers.items() if known.last_seen},
         deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
         requeues=requeues,
         bridged=bridged,

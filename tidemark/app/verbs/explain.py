@@ -118,8 +118,8 @@ def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
     return {
         name: time
         for name, known in now.writers.items()
-        if known.retired is not None and known.position <= abs(stay.linear)
-        if stay.since < (time := moment_of(known.retired)) and (stay.until is None or time <= stay.until)
+        if known.retired_at is not None and known.position <= abs(stay.linear)
+        if stay.since < (time := moment_of(known.retired_at)) and (stay.until is None or time <= stay.until)
     }
 
 
@@ -190,9 +190,9 @@ def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps
     known = now.writers.get(writer.writer)
     if (
         known is not None
-        and known.retired is not None
+        and known.retired_at is not None
         and writer.next_advance is None
-        and known.retired <= moment.timestamp() * 1000
+        and known.retired_at <= moment.timestamp() * 1000
     ):
         return False
     return not writer.is_first or writer.writer in gaps

@@ -117,11 +117,11 @@ class Trial:
                 verdict = open_ranges.verdict(blocker.last_seen, [], self.now, self.silent_seconds)
             yield blocker.writer, verdict, blocker.last_seen
         known = self.before.writers.get(self.record.writer)
-        if not self.open_ranges and known is not None and known.retired is None:
+        if not self.open_ranges and known is not None and known.retired_at is None:
             verdict = open_ranges.writer_verdict(
-                self.before, self.record.writer, known.seen, self.now, self.silent_seconds
+                self.before, self.record.writer, known.last_seen, self.now, self.silent_seconds
             )
-            yield self.record.writer, verdict, last_seen(known.seen)
+            yield self.record.writer, verdict, last_seen(known.last_seen)
 
     def dangers(self) -> Iterator[str]:
         """The reasons why the epoch must not be ended by an operator, even with --force."""
@@ -130,7 +130,7 @@ class Trial:
             return
         if self.effects.timelines:
             yield f"{name} has completed IDs beyond that ID: a new timeline would begin for all writers of the stream"
-        if known.start is not None:
+        if known.start_token is not None:
             yield (
                 f"a relay sends the records of {name} in epoch {known.epoch}, and its next records would be rejected"
             )
@@ -167,7 +167,7 @@ class Trial:
         if was is None or now is None:
             return []
         signed = self.after.direction.signed
-        ranges = now.chain.settled().difference(was.chain.settled())
+        ranges = now.chain.settled_intervals().difference(was.chain.settled_intervals())
         return [(signed(max(low, 0)), signed(high)) for low, high in ranges if high > 0]
 
     def warnings(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class Trial:
         override, reopened = self.override, False
         yield f"{override.kind} of {override.writer} (epoch {override.epoch}), by {override.by}: {override.why}"
         was, now = (state.writers.get(override.writer) for state in (before, after))
-        if was is not None and now is not None and now.chain.reach < was.chain.reach:
+        if was is not None and now is not None and now.chain.highest_settled < was.chain.highest_settled:
             reopened = True
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
             then = f"; completions up to {position} are late" if position != low else ""
@@ -277,16 +277,16 @@ def _retire_conflict(record: records.Marker, before: StreamState, now: float, si
     if not isinstance(record, records.Retire):
         return None
     if (unjoined := before.unjoined.get((record.writer, record.epoch))) is not None:
-        reach = before.direction.signed(max(unjoined.chain.reach, 0))
+        reach = before.direction.signed(max(unjoined.chain.highest_settled, 0))
         problem = f"{record.writer} never joined in epoch {record.epoch} and has completed IDs up to {reach}"
         return f"{problem}: --id={reach} settles these IDs"
     if known is None:
         return None
-    signed, seen = before.direction.signed, last_seen(known.seen)
-    if known.retired is not None:
+    signed, seen = before.direction.signed, last_seen(known.last_seen)
+    if known.retired_at is not None:
         return f"{record.writer} has already retired, at position {signed(known.position)}"
-    settles = f"--id={signed(known.chain.reach)} settles its open IDs"
-    if open_ranges.writer_verdict(before, record.writer, known.seen, now, silent_seconds) == "silent":
+    settles = f"--id={signed(known.chain.highest_settled)} settles its open IDs"
+    if open_ranges.writer_verdict(before, record.writer, known.last_seen, now, silent_seconds) == "silent":
         return settles
     return f"{record.writer} is alive, {_last_record(seen, now)}: stop the writer first; then {settles}"
 
@@ -308,12 +308,12 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     """
     now = codec.decode(stored)
     known = now.writers.get(writer)
-    if known is None or known.retired is not None:
+    if known is None or known.retired_at is not None:
         raise BadRecord(Reason.UNKNOWN_WRITER, "the writer has no open epoch: `tidemark status` shows its writers")
     epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
     if epoch <= known.epoch:
         raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} is open: give a higher epoch")
-    reach = now.direction.signed(max(known.reach, known.chain.position))
+    reach = now.direction.signed(max(known.highest_settled_by_writer, known.chain.position))
     return {**fields, "epoch": epoch, "id": reach if fields["id"] is None else fields["id"]}
 
 

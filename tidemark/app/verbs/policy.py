@@ -9,7 +9,7 @@ import click
 from tidemark.app.commands import CommandFailed, CommandGroup, change_options, confirmed, echo_result, loaded
 from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, fitting
+from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, policy_names
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
@@ -45,7 +45,7 @@ def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> d
     values: dict[str, int] = {}
     for word in words:
         setting, _equals, text = word.partition("=")
-        maximum = POLICY_SETTINGS[_known_setting(setting)].most
+        maximum = POLICY_SETTINGS[_known_setting(setting)].maximum
         if setting in values:
             raise click.BadParameter(f"{setting} is given twice", param=param)
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(maximum)) and 1 <= int(text) <= maximum):
@@ -83,7 +83,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
     """Show the settings of STREAM and the policy that each comes from. The stream need not exist yet."""
     with _database() as (settings, postgres):
         policies = Policies(postgres.policies.read(), settings.policy_defaults)
-    sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
+    sources = {setting: policies.policy_name(stream, setting) for setting in POLICY_SETTINGS}
     values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
     if as_json:
         effective = {setting: {"value": values[setting], "policy": sources[setting]} for setting in POLICY_SETTINGS}
@@ -144,7 +144,7 @@ def _change(
         ]
         if missing or not changes:
             raise CommandFailed(f"the policy {name} has no {', '.join(missing) or 'settings'}")
-        streams = [stream for stream in postgres.streams() if name in fitting(stream)]
+        streams = [stream for stream in postgres.streams() if name in policy_names(stream)]
         for line in _effects(name, changes, streams, given):
             click.echo(line, err=as_json)
         number, text = None, ""

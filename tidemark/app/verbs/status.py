@@ -119,10 +119,10 @@ def _status(
             writer,
             known.epoch,
             signed(known.position),
-            known.retired is not None,
-            known.chain.waiting,
+            known.retired_at is not None,
+            known.chain.pending_edges,
             [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],
-            last_seen(known.seen),
+            last_seen(known.last_seen),
         )
         for writer, known in sorted(stream.writers.items())
     ]
@@ -177,7 +177,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             {
                 "writer": source.writer,
                 "heartbeat_seconds": source.report.heartbeat or None,
-                "last_seen": last_seen(source.seen),
+                "last_seen": last_seen(source.last_seen),
                 "blocked": source.report.blocked or None,
                 "problem": _problem(stream, source, now) or None,
             }
@@ -267,8 +267,8 @@ def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
 
 def waiting_for(cause: LinearBlocker, now: float) -> str:
     """The writer that blocks a stream, and the reason, as text."""
-    age = duration(now - cause.seen / 1000)
-    seen = f"last record {age} ago" if cause.seen else "no record was ever read"
+    age = duration(now - cause.last_seen / 1000)
+    seen = f"last record {age} ago" if cause.last_seen else "no record was ever read"
     match cause.reason:
         case "unknown":
             return f"waiting for {cause.writer} (epoch {cause.epoch}): it has not joined; {seen}"
@@ -276,7 +276,7 @@ def waiting_for(cause: LinearBlocker, now: float) -> str:
             return f"waiting for {cause.writer}: IDs beyond {cause.position} are open; {seen}"
         case "transaction":
             return f"waiting for {cause.writer}: a transaction is open beyond ID {cause.position}; {seen}"
-    silence = f"no record for {age}" if cause.seen else seen
+    silence = f"no record for {age}" if cause.last_seen else seen
     return f"waiting for {cause.writer}: {silence} (last position {cause.position})"
 
 

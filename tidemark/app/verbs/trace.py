@@ -177,12 +177,12 @@ def _writers_below(now: StreamState, id: int) -> Iterator[WriterAtId]:
     for (name, epoch), buffered in sorted(now.unjoined.items()):
         yield WriterAtId(name, epoch, "unknown", since=moment(buffered.since))
     for name, known in sorted(now.writers.items()):
-        if known.retired is not None or known.position >= at:
+        if known.retired_at is not None or known.position >= at:
             continue
         chain = known.chain
         gap = next(((low, top, since) for low, top, since in reversed([*chain.gaps()]) if low < at), None)
-        if gap is None or chain.reach < at:
-            yield WriterAtId(name, known.epoch, "silent", signed(max(chain.reach, 0)))
+        if gap is None or chain.highest_settled < at:
+            yield WriterAtId(name, known.epoch, "silent", signed(max(chain.highest_settled, 0)))
             continue
         low, top, since = gap
         yield WriterAtId(

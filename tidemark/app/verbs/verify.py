@@ -347,7 +347,7 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
         return Difference(STATE, stream, writer, name, decoded, stored, "differs")
 
     stored = codec.decode(rows.state)
-    stored.writers.open_waiting()
+    stored.writers.decode_waiting()
     signed = stored.direction.signed
     if signed(stored.linear.position) != rows.linear:
         yield differs(None, "linear", signed(stored.linear.position), rows.linear)
@@ -366,11 +366,11 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
             yield differs(name, "position", position, row.position)
         if known.epoch > row.epoch:
             yield differs(name, "epoch", known.epoch, row.epoch)
-        elif known.epoch == row.epoch and (known.retired is not None) != row.retired:
+        elif known.epoch == row.epoch and (known.retired_at is not None) != row.retired:
             yield differs(
                 name,
                 "status",
-                *("retired" if is_retired else "active" for is_retired in (known.retired is not None, row.retired)),
+                *("retired" if is_retired else "active" for is_retired in (known.retired_at is not None, row.retired)),
             )
     yield from (
         differs(name, "position", None, at) for name, at in rows.positions.items() if name not in stored.writers

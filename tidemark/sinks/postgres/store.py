@@ -39,7 +39,7 @@ from tidemark.sinks.postgres.retention import Retention, RetentionClock
 from tidemark.sinks.postgres.status import STATES, ConditionReader, note_faults, note_lagging_partitions
 from tidemark.sinks.postgres.transaction import BatchWait, UnsentDeadLetters, apply
 from tidemark.streaming.core.effects import RequeuedRange
-from tidemark.streaming.values.limits import Bounds, Encoded
+from tidemark.streaming.values.limits import Bounds, EncodedState
 
 log = get_logger(__name__)
 
@@ -191,7 +191,7 @@ class Postgres:
         names = None if streams is None else list(streams)
         return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
 
-    def replace_states(self, states: Mapping[str, Encoded]) -> None:
+    def replace_states(self, states: Mapping[str, EncodedState]) -> None:
         """Replace states outside a batch: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             execute(
@@ -318,7 +318,7 @@ class Postgres:
             tidied = retention.drop_before(connection, oldest)
         with self._reads.use() as connection:
             retention.delete_expired(connection, today, self._config.retention)
-            forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement))
+            forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement_ms))
         if tidied.dropped:
             log.info("Dropped history that is past its retention", partitions=tidied.dropped)
         if tidied.in_use:

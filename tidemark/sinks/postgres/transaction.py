@@ -28,9 +28,9 @@ from tidemark.sinks.port import Batch, CommitResult
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.positions import add_requeues, corrected_advances, higher_positions, write_positions
-from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.values.limits import RejectedRecords
 
-_decoder = msgspec.msgpack.Decoder(list[Rejected])
+_decoder = msgspec.msgpack.Decoder(list[RejectedRecords])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class UnsentDeadLetters:
 
     query: str
     batch: int
-    rejected: list[Rejected]
+    rejected: list[RejectedRecords]
 
 
 def store_unsent_dead_letters(connection: Connection, batch: Batch) -> None:
@@ -282,7 +282,7 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
         on conflict (reason) do update set records = old.records + excluded.records,
             newest_at = greatest(old.newest_at, excluded.newest_at)
         """,
-        ((rejected.reason, rejected.records, shard.now) for shard in batch.effects for rejected in shard.rejected),
+        ((rejected.reason, rejected.count, shard.now) for shard in batch.effects for rejected in shard.rejected),
     )
 
 

@@ -184,7 +184,7 @@ def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: Dire
 
     Writers are sorted; empty sets are left out.
     """
-    signed = Direction.named(direction).signed
+    signed = Direction.from_name(direction).signed
     spans = {
         writer: [_format_span(signed(low + 1), signed(high)) for low, high in ids]
         for writer, ids in sorted(sets.items())

@@ -18,7 +18,7 @@ from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.evidence import EmptyRange, StreamEvidence, WriterChains, ranges_by_writer
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream, Page
 from tidemark.sources.relay.sequences import MisplacedRowQuery, MisplacedRows, StreamSnapshot
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 Steps = Generator[str, None, "list[Decision]"]
 """Yields the name of each step before the step runs, so that tests can run other processes between steps."""
@@ -77,7 +77,7 @@ class Decision:
     facts: Sequence[AppendedFact]
     voids: Intervals
     announced: Sequence[EmptyRange] = ()
-    previously_published: Intervals = EMPTY
+    previously_published: Intervals = NO_INTERVALS
 
     def without_rows(self) -> "Decision":
         """A copy without the rows of its facts."""
@@ -111,8 +111,8 @@ class _StreamState:
     stream_epoch: StreamEpoch
     evidence: StreamEvidence
     chains: WriterChains | None
-    acknowledged: Intervals = field(default=EMPTY)
-    rows_sent: Intervals = field(default=EMPTY)
+    acknowledged: Intervals = field(default=NO_INTERVALS)
+    rows_sent: Intervals = field(default=NO_INTERVALS)
     problem: UnsuitableSequence | None = None
     epoch_ends: dict[str, int] = field(default_factory=dict)
 
@@ -217,7 +217,7 @@ class Decider:
                 self._last_read_stream = state.stream_epoch.stream.number
                 decisions += self._decide(state, ranges, page)
             if state.chains is not None and (announced := state.chains.announce(state.undecided_ids)):
-                decisions.append(Decision(state.stream_epoch, [], EMPTY, announced))
+                decisions.append(Decision(state.stream_epoch, [], NO_INTERVALS, announced))
         if decisions:
             yield "durable"
             streams = {decision.stream_epoch.stream for decision in decisions}
@@ -264,11 +264,11 @@ class Decider:
             self.unknown_writers.setdefault(state.stream_epoch.stream.number, {}).update(missing)
             self.is_outdated = True
             return []
-        empty = state.evidence.note_rows(ranges.upto(page.upto), [fact.id for fact in page.facts])
+        empty = state.evidence.note_rows(ranges.up_to(page.upto), [fact.id for fact in page.facts])
         if not (page.facts or empty):
             return []
         published = state.stream_epoch.published
-        decision = Decision(state.stream_epoch, page.facts, empty.above(published), (), empty.upto(published))
+        decision = Decision(state.stream_epoch, page.facts, empty.above(published), (), empty.up_to(published))
         if state.chains is not None:
             for writer, ids in decision.edge_ids().items():
                 state.chains.note_sent(writer, ids)
@@ -311,14 +311,14 @@ class Decider:
             if raised == max_streams:
                 break
             floor = state.evidence.floor
-            reached = state.acknowledged.reach(floor)
+            reached = state.acknowledged.contiguous_end(floor)
             if state.chains is not None:
                 reached = state.chains.max_floor(reached)
             if reached > floor:
                 raised += 1
                 self._last_raised_stream = state.stream_epoch.stream.number
                 yield "raise floor"
-                rows, version = state.rows_sent.upto(reached), state.stream_epoch.version
+                rows, version = state.rows_sent.up_to(reached), state.stream_epoch.version
                 if not queries.raise_floor(self._connection, state.stream_epoch.stream, version, floor, reached, rows):
                     self.is_outdated = True
                     continue

@@ -16,7 +16,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.evidence import EmptyRange, ids_of
 from tidemark.sources.relay.queries import AppendedFact
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
@@ -167,7 +167,7 @@ def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> In
 def split_decision(decision: Decision) -> Iterator[Decision]:
     """Split a decision into parts that need little memory, because a range of voids becomes one record for each ID."""
     if decision.facts or decision.announced or decision.previously_published:
-        yield Decision(decision.stream_epoch, decision.facts, EMPTY, decision.announced, decision.previously_published)
+        yield Decision(decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published)
     for low, high in decision.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decision(decision.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 
 class LockHolder(NamedTuple):
@@ -58,7 +58,7 @@ class _UndecidedGroup:
 
     owners: frozenset[LockHolder]
     unread: Intervals
-    absent: Intervals = EMPTY
+    absent: Intervals = NO_INTERVALS
 
     def without_ended(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_UndecidedGroup":
         """A copy whose owners are only the transactions that still run and hold a lock."""
@@ -158,7 +158,7 @@ class StreamEvidence:
 
     def unread_ranges(self) -> Intervals:
         """The ID ranges of the outbox to read next, in ascending order."""
-        ids = EMPTY
+        ids = NO_INTERVALS
         for group in self._groups:
             ids = ids.union(group.unread)
         return ids.lowest(RANGES_AT_ONCE)
@@ -173,7 +173,7 @@ class StreamEvidence:
             writers: the second halves of the keys of the writer's locks; None for the writer of the database, to which
                 any ID may belong.
         """
-        undecided, end = EMPTY, self.head
+        undecided, end = NO_INTERVALS, self.head
         for group in self._groups:
             owners = [lock for lock in group.owners if writers is None or lock.writer is None or lock.writer in writers]
             ids = group.unread.union(group.absent) if owners else group.unread
@@ -202,9 +202,9 @@ class StreamEvidence:
         present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
         if deleted_upto:
             present = present.union(Intervals.of([(0, deleted_upto)]))
-        voids, groups = EMPTY, list[_UndecidedGroup]()
+        voids, groups = NO_INTERVALS, list[_UndecidedGroup]()
         for group in self._groups:
-            covered = group.unread.common(ranges)
+            covered = group.unread.intersection(ranges)
             missing = covered.difference(present)
             absent = group.absent.above(deleted_upto)
             if group.owners:
@@ -241,8 +241,8 @@ class _WriterChain:
 
     def __init__(self, last: int) -> None:
         self.last = last
-        self.sent = EMPTY
-        self.acknowledged = EMPTY
+        self.sent = NO_INTERVALS
+        self.acknowledged = NO_INTERVALS
 
 
 class WriterChains:
@@ -280,7 +280,9 @@ class WriterChains:
 
     def needs_beat(self, head: int) -> bool:
         """Whether IDs lie beyond the last beat, up to `head`, and a chain ends below `head`."""
-        return head > self.last_beat and any(chain.sent.reach(chain.last) < head for chain in self._chains.values())
+        return head > self.last_beat and any(
+            chain.sent.contiguous_end(chain.last) < head for chain in self._chains.values()
+        )
 
     def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
         """The unsent ranges between neighbouring cuts in which the writer has no undecided ID. They count as sent now.
@@ -291,7 +293,7 @@ class WriterChains:
         for writer in sorted(self._writers_with_gaps):
             chain = self._chains[writer]
             gaps = self._gaps(chain)
-            undecided = undecided_ids(writer) if gaps else EMPTY
+            undecided = undecided_ids(writer) if gaps else NO_INTERVALS
             ready = [gap for gap in gaps if not undecided.within(*gap)]
             ranges += (EmptyRange(writer, *gap) for gap in ready)
             chain.sent = chain.sent.union(Intervals.of(ready))
@@ -321,8 +323,8 @@ class WriterChains:
         self._beats = [beat for beat in self._beats if beat > floor]
 
     def _floor_limit(self, chain: _WriterChain) -> int:
-        position = chain.acknowledged.reach(chain.last)
-        if chain.sent.reach(chain.last) > position:
+        position = chain.acknowledged.contiguous_end(chain.last)
+        if chain.sent.contiguous_end(chain.last) > position:
             return position
         above = chain.sent.above(position)
         cuts = [*above.lows[:1].tolist(), *(beat - 1 for beat in self._beats if beat > position)]

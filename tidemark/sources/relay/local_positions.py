@@ -186,7 +186,7 @@ class PositionDecider:
             return
         _, floor, ids = row
         if len(ids) == IDS_AT_ONCE:
-            ranges = ranges.upto(ids[-1])
+            ranges = ranges.up_to(ids[-1])
         state.evidence.note_rows(ranges, ids, deleted_upto=floor)
 
     def _load(self, numbers: Collection[int], snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import Raw
 
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
 
 MASTER = "master"
@@ -131,7 +131,7 @@ class SynapseWriter:
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
-    empty: Intervals = EMPTY
+    empty: Intervals = NO_INTERVALS
     """The ranges beyond its published position that the writer has announced to be empty."""
     moved: bool = False
     """Whether the table must be read, because the announced position has advanced."""
@@ -169,7 +169,7 @@ class SynapseWriter:
         if self.reported <= head:
             return False
         self.discarded, self.reported, self.moved = self.reported, self.sent_upto, False
-        self.is_uncertain, self.has_reported, self.empty = True, False, EMPTY
+        self.is_uncertain, self.has_reported, self.empty = True, False, NO_INTERVALS
         return True
 
     @property
@@ -470,7 +470,7 @@ class StreamDecider:
         if id <= prev:
             return
         facts = [fact for _, fact in sorted(known.items()) if prev < fact.id <= id and fact.writer == name]
-        unseen = bool(without_fact.upto(min(id, self.kept_above)).difference(writer.empty))
+        unseen = bool(without_fact.up_to(min(id, self.kept_above)).difference(writer.empty))
         writer.sent_upto = id
         writer.empty = writer.empty.above(id)
         yield ProvenAdvance(name, prev, id, facts, unseen)

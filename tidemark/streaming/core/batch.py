@@ -17,8 +17,8 @@ import numpy as np
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.classify import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.effects import (
+    ClosedGap,
     Gap,
-    GapClosed,
     LateCompletion,
     NewTimeline,
     OperatorOverride,
@@ -31,11 +31,19 @@ from tidemark.streaming.core.effects import (
     summarize,
 )
 from tidemark.streaming.core.fast_path import advance_in_order
-from tidemark.streaming.core.store import UNREADABLE, Fact, Partition, States, StreamInput, group_by_stream, segments
+from tidemark.streaming.core.store import (
+    UNREADABLE_STATE,
+    AcceptedRecord,
+    Partition,
+    States,
+    StreamInput,
+    group_by_stream,
+    split_segments,
+)
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected
+from tidemark.streaming.values.limits import Bounds, EncodedState, Reason, RejectedRecords
 from tidemark.streaming.wire.records import CURRENT_EPOCH
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, Run, RunColumns, TurnedAway
 
@@ -54,43 +62,45 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
     for packet in packets:
         for bad in packet.rejected:
             reason = Reason(bad.reason)
-            refusal = Refusal.whole(reason, np.frombuffer(bad.offsets, np.int64))
+            refusal = Refusal.of_records(reason, np.frombuffer(bad.offsets, np.int64))
             rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
     columns = RunColumns.of([packet.runs for packet in packets])
     inputs = group_by_stream(packets, columns, states, bounds)
     states.prepare_lookups(len(inputs))
     # At the bound of unreadable streams, records of any new stream may have been dropped before.
-    is_full = states.unreadable_count() >= bounds.unread and any(name not in states for name in inputs)
+    is_full = states.unreadable_count() >= bounds.unreadable and any(name not in states for name in inputs)
     in_order = advance_in_order(inputs, columns, states, now, bounds)
     for name, stream_input in sorted(inputs.items()):
         if (done := in_order.get(name)) is not None:
             streams.append(done.effects)
             states[name] = done.whole
             continue
-        batch = StreamBatch(name, states.get(name) or (UNREADABLE if is_full else None), now, bounds.of(name))
+        batch = StreamBatch(
+            name, states.get(name) or (UNREADABLE_STATE if is_full else None), now, bounds.for_stream(name)
+        )
         batch.feed(stream_input)
-        for topic, partition, refusal in batch.rejected:
+        for topic, partition, refusal in batch.refusals:
             rejected[topic, partition, refusal.reason].append(refusal)
-        streams.append(batch.effects())
+        streams.append(batch.finish())
         states[name] = batch.encoded.whole
     return ShardEffects(
         shard,
         now,
         streams,
-        [_rejected(*key, refusals) for key, refusals in sorted(rejected.items())],
+        [_merge_refusals(*key, refusals) for key, refusals in sorted(rejected.items())],
         _progress(packets),
         any(packet.cut for packet in packets),
     )
 
 
-def _rejected(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> Rejected:
+def _merge_refusals(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> RejectedRecords:
     """Merge refusals: each record once, with the lowest of its rejected IDs."""
     offsets, ids = (np.concatenate([getattr(refusal, name) for refusal in refusals]) for name in ("offsets", "ids"))
     order = np.lexsort((np.abs(ids), offsets))
     offsets, firsts = np.unique(offsets[order], return_index=True)
     ids = ids[order][firsts]
-    return Rejected(topic, partition, reason, offsets.tobytes(), ids.tobytes() if ids.any() else b"")
+    return RejectedRecords(topic, partition, reason, offsets.tobytes(), ids.tobytes() if ids.any() else b"")
 
 
 def _progress(packets: list[Packet]) -> list[Progress]:
@@ -117,10 +127,10 @@ class StreamBatch:
         self.name = name
         self.stream = StreamState() if stored is None else codec.decode(stored)
         self.outcome = BatchOutcome(now)
-        self.rejected: list[tuple[str, int, Refusal]] = []
+        self.refusals: list[tuple[str, int, Refusal]] = []
         self.overrides: list[tuple[Marker, str, str]] = []
         self.requeues: list[RequeuedRange] = []
-        self.encoded = Encoded(b"", b"", None)
+        self.encoded = EncodedState(b"", b"", None)
         self._bounds = bounds
         self._linear_before = self.stream.linear.position
         self._allocated_before = self.stream.allocated
@@ -144,7 +154,7 @@ class StreamBatch:
         self._feed_as_rejected(stream_input, [key for key in partitions if self.stream.home not in (None, key[1])])
         for (topic, number), marker in sorted(stream_input.control, key=lambda item: (item[0], item[1].offset)):
             self._apply_marker(topic, number, marker)
-        self.stream.keep_within(self._bounds, self.outcome)
+        self.stream.apply_bounds(self._bounds, self.outcome)
         if (home := self.stream.home) is not None:
             self.requeues = [
                 RequeuedRange(name, epoch, home, deferred.first, deferred.last)
@@ -156,15 +166,15 @@ class StreamBatch:
         topic.
         """
         refused = [
-            *stream_input.control_claims,
+            *stream_input.refused_control,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
         ]
         if refused:
-            self.outcome.elsewhere = True
+            self.outcome.has_unordered_rejections = True
             self.stream.apply_segment((), refused, self._bounds, self.outcome)
 
-    def _feed_facts(self, topic: str, partition: int, items: list[Fact | TurnedAway]) -> None:
-        for segment, marker in segments(items):
+    def _feed_facts(self, topic: str, partition: int, items: list[AcceptedRecord | TurnedAway]) -> None:
+        for segment, marker in split_segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [
                 PartialRows(item.writer, item.epoch, _offsets(item), item.first_offset)
@@ -178,14 +188,14 @@ class StreamBatch:
             if marker is not None:
                 self._apply_marker(topic, partition, marker)
         sign = self.stream.direction.signed(1)
-        for refusal in self.outcome.rejected:
-            self.rejected.append((topic, partition, Refusal(refusal.reason, refusal.offsets, sign * refusal.ids)))
-        self.outcome.rejected.clear()
+        for refusal in self.outcome.refusals:
+            self.refusals.append((topic, partition, Refusal(refusal.reason, refusal.offsets, sign * refusal.ids)))
+        self.outcome.refusals.clear()
         for item in items:
             if not isinstance(item, TurnedAway):
                 self._note_seen(item)
 
-    def _note_seen(self, item: Fact) -> None:
+    def _note_seen(self, item: AcceptedRecord) -> None:
         """Update when a record of the writer was last read, including rejected ones.
 
         The time is that of the batch: the timestamp of the record comes from the writer's clock, which may be wrong.
@@ -197,35 +207,35 @@ class StreamBatch:
             if joined is None or joined.epoch != item.epoch:
                 return
             writer = joined
-        writer.seen = max(writer.seen, self.outcome.now)
+        writer.last_seen = max(writer.last_seen, self.outcome.now)
 
-    def _reject(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
+    def _reject(self, topic: str, partition: int, items: Iterable[AcceptedRecord]) -> None:
         for item in items:
             offsets = np.array([item.offset]) if isinstance(item, Marker) else _offsets(item)
-            self.rejected.append((topic, partition, Refusal.whole(Reason.WRONG_PARTITION, offsets)))
+            self.refusals.append((topic, partition, Refusal.of_records(Reason.WRONG_PARTITION, offsets)))
 
     def _apply_marker(self, topic: str, partition: int, marker: Marker) -> None:
         if marker.epoch == CURRENT_EPOCH:
             marker = msgspec.structs.replace(marker, epoch=self.stream.current_epoch(marker.writer))
         reason = self.stream.apply_marker(marker, self._bounds, self.outcome)
         if reason is not None:
-            self.rejected.append((topic, partition, Refusal.whole(reason, np.array([marker.offset]))))
+            self.refusals.append((topic, partition, Refusal.of_records(reason, np.array([marker.offset]))))
         elif marker.by is not None and marker.why is not None:
             self.overrides.append((marker, marker.by, marker.why))
 
-    def effects(self) -> StreamEffects:
+    def finish(self) -> StreamEffects:
         """End the batch: encode the new state and return the effects."""
         stream, outcome = self.stream, self.outcome
         signed, allocated = stream.direction.signed, stream.allocated
-        stream.linear.follow(self._allocated_before, allocated, outcome.now)
+        stream.linear.update_heads(self._allocated_before, allocated, outcome.now)
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
-        closed: list[GapClosed] = []
+        closed: list[ClosedGap] = []
         for name, oldest in sorted(outcome.touched.items()):
             writer = stream.writers.get(name)
             if writer is None:
                 continue
-            moves = writer.take()
+            moves = writer.take_changes()
             if moves.prev != moves.id:
                 advances.append(
                     WriterAdvance(
@@ -237,8 +247,10 @@ class StreamBatch:
                         oldest,
                     )
                 )
-            gaps.extend(Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed)
-            closed.extend(GapClosed(name, signed(top), how) for top, how in sorted(moves.closed.items()))
+            gaps.extend(
+                Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed_gaps
+            )
+            closed.extend(ClosedGap(name, signed(top), how) for top, how in sorted(moves.closed_gaps.items()))
         self.encoded = codec.encode_parts(stream)
         moved = {move.writer for move in advances}
         return StreamEffects(
@@ -250,15 +262,16 @@ class StreamBatch:
             signed(allocated),
             advances,
             [
-                WriterRow(name, writer.epoch, signed(writer.position), writer.retired is not None)
-                for name, writer in sorted(stream.writers.open.items())
-                if name in moved or stream.writers.before.get(name) != (writer.epoch, writer.retired is not None)
+                WriterRow(name, writer.epoch, signed(writer.position), writer.retired_at is not None)
+                for name, writer in sorted(stream.writers.decoded.items())
+                if name in moved
+                or stream.writers.before_batch.get(name) != (writer.epoch, writer.retired_at is not None)
             ],
             gaps,
             closed,
             [
                 LateCompletion(late.writer, late.epoch, signed(late.prev), signed(late.id), late.facts, late.why)
-                for late in _merged(outcome.late)
+                for late in _merge_late_ranges(outcome.late_ranges)
             ],
             [
                 OperatorOverride(
@@ -272,7 +285,7 @@ class StreamBatch:
                 )
                 for start in outcome.timelines
             ],
-            outcome.dropped,
+            outcome.dropped_writers,
             {name: count for name, count in sorted(outcome.counts.items()) if count},
             summarize(stream),
             self.encoded.state,
@@ -281,7 +294,7 @@ class StreamBatch:
         )
 
 
-def _merged(ranges: list[LateRange]) -> list[LateRange]:
+def _merge_late_ranges(ranges: list[LateRange]) -> list[LateRange]:
     """Merge late ranges that touch or overlap, so that the effects do not depend on how edges were packed into runs."""
     merged: list[LateRange] = []
     for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):

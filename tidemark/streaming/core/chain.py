@@ -15,8 +15,8 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from tidemark.streaming.values.intervals import EMPTY, Intervals
-from tidemark.streaming.values.limits import NOTHING, Evidence
+from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
+from tidemark.streaming.values.limits import NO_EVIDENCE, Evidence
 
 NO_POSITION = -1
 """Position of a writer that never joined: no edge continues it, not even an edge from 0."""
@@ -31,7 +31,7 @@ DEFERRED_RANGES_MAX = 32
 are read again without need.
 """
 
-How = Literal["completed", "joined", "retired", "skipped"]
+SettledBy = Literal["completed", "joined", "retired", "skipped"]
 """What settled an ID: an edge of its writer, a JOIN, a RETIRE, or an operator's SKIP."""
 
 
@@ -91,7 +91,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Moves:
+class ChainChanges:
     """The changes of a chain since the last `Chain.take`.
 
     Attributes:
@@ -105,8 +105,8 @@ class Moves:
     prev: int
     id: int
     evidence: Evidence
-    changed: list[tuple[int, int, int]]
-    closed: dict[int, How]
+    changed_gaps: list[tuple[int, int, int]]
+    closed_gaps: dict[int, SettledBy]
 
 
 @dataclass(slots=True)
@@ -125,39 +125,39 @@ class Chain:
 
     position: int = 0
     pending: list[Span] = field(default_factory=list)
-    refused: int = 0
-    empty: Intervals = EMPTY
+    uncertain_up_to: int = 0
+    empty_ranges: Intervals = NO_INTERVALS
     deferred: list[DeferredRange] = field(default_factory=list)
-    _prev: int = field(default=NO_POSITION, init=False)
-    _evidence: Evidence = field(default=NOTHING, init=False)
-    _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)
+    _position_before: int = field(default=NO_POSITION, init=False)
+    _evidence: Evidence = field(default=NO_EVIDENCE, init=False)
+    _gaps_before: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)
     """Gaps before the first change since the last `take`, by `top`; None if nothing changed."""
-    _closed: dict[int, How] = field(default_factory=dict, init=False)
+    _closed_gaps: dict[int, SettledBy] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._prev = self.position
+        self._position_before = self.position
 
     @property
-    def reach(self) -> int:
+    def highest_settled(self) -> int:
         """The highest settled ID, above gaps too; 0 if nothing is settled."""
         return self.pending[-1].id if self.pending else max(self.position, 0)
 
     @property
-    def waiting(self) -> int:
+    def pending_edges(self) -> int:
         """Number of completed edges above the position."""
         return sum(span.edges for span in self.pending)
 
-    def pending_beyond(self, id: int) -> bool:
+    def has_pending_beyond(self, id: int) -> bool:
         """True if a span above the position reaches beyond `id`."""
         return bool(self.pending) and self.pending[-1].id > id
 
-    def covered(self, prev: int, id: int) -> list[tuple[int, int]]:
+    def settled_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
         """The settled ranges that overlap `(prev, id]`, not cut, ascending. The first may be `(0, position]`."""
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
         return ranges
 
-    def missing(self, prev: int, id: int) -> list[tuple[int, int]]:
+    def open_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
         """Open ranges inside `(prev, id]`, ascending."""
         low = max(prev, self.position)
         if not self.pending:
@@ -177,7 +177,7 @@ class Chain:
         above = self.pending[index].prev if index < len(self.pending) else None
         return prev == below or id == above
 
-    def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, since: int) -> None:
+    def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: SettledBy, since: int) -> None:
         """Settle `(prev, id]`, which must be completely open (`missing`).
 
         Args:
@@ -186,7 +186,7 @@ class Chain:
             how: how the gaps that the range fills are closed.
             since: time (ms) at which the range was first seen; the age of a new gap below it counts from this time.
         """
-        self._note_gaps()
+        self._save_gaps()
         if prev == self.position:
             self._advance(id, evidence)
             while self.pending and self.pending[0].prev == self.position:
@@ -218,11 +218,11 @@ class Chain:
             age = since if above is None else min(since, above.since)
             self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
-    def note_refused(self, reach: int) -> None:
+    def mark_uncertain_up_to(self, id: int) -> None:
         """Note that a rejected record may have contained a fact with an ID up to `reach`."""
-        self.refused = max(self.refused, reach)
+        self.uncertain_up_to = max(self.uncertain_up_to, id)
 
-    def defer(self, deferred: DeferredRange, reach: int) -> None:
+    def defer(self, deferred: DeferredRange, highest: int) -> None:
         """Remember records that exceed the bound of spans.
 
         If Kafka has removed the records before they are read again, they count as refused.
@@ -231,9 +231,9 @@ class Chain:
             reach: the highest ID in the records.
         """
         self.deferred = merge_ranges([*self.deferred, deferred])
-        self.note_refused(reach)
+        self.mark_uncertain_up_to(highest)
 
-    def pop_deferred(self, spans: int) -> DeferredRange | None:
+    def pop_deferred(self, spans_max: int) -> DeferredRange | None:
         """Remove and return the next deferred range to read again.
 
         A range that the position has reached needs no span, so it is returned at once. Other ranges wait until half of
@@ -245,7 +245,7 @@ class Chain:
         Returns:
             None if no range may be read again now.
         """
-        has_room = len(self.pending) <= spans // 2
+        has_room = len(self.pending) <= spans_max // 2
         index = next(
             (index for index, deferred in enumerate(self.deferred) if has_room or deferred.prev <= self.position), None
         )
@@ -253,7 +253,7 @@ class Chain:
 
     def declare_empty(self, ranges: Intervals) -> None:
         """Note that the writer declared `ranges` to hold no fact of its own."""
-        self.empty = self.empty.union(ranges).highest(EMPTY_RANGES_MAX)
+        self.empty_ranges = self.empty_ranges.union(ranges).highest(EMPTY_RANGES_MAX)
 
     def cut_above(self, limit: int) -> list[Span]:
         """Remove the spans, and the parts of spans, beyond `limit`.
@@ -263,11 +263,11 @@ class Chain:
         Returns:
             The removed spans, ascending.
         """
-        self._note_gaps()
+        self._save_gaps()
         index = self._index(limit)
         removed = self.pending[index:]
         del self.pending[index:]
-        self.empty = self.empty.upto(max(limit, self.position))
+        self.empty_ranges = self.empty_ranges.up_to(max(limit, self.position))
         for span in removed:
             self._close(span.prev, "joined")
         if index and self.pending[index - 1].id > limit:
@@ -279,11 +279,11 @@ class Chain:
     def restart_at(self, position: int) -> None:
         """Set the position back to `position`. The caller must have removed the spans beyond it (`cut_above`)."""
         self.position = position
-        self.empty = self.empty.upto(position)
+        self.empty_ranges = self.empty_ranges.up_to(position)
 
-    def settled(self) -> Intervals:
+    def settled_intervals(self) -> Intervals:
         """The set of settled IDs, up to `reach`."""
-        return Intervals.of([*self.covered(0, self.reach)])
+        return Intervals.of([*self.settled_ranges(0, self.highest_settled)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
         """Make settled `ranges` open again.
@@ -294,9 +294,9 @@ class Chain:
         Args:
             since: time (ms) from which the age of the new gaps counts.
         """
-        self._note_gaps()
+        self._save_gaps()
         tops = {span.prev for span in self.pending}
-        remaining = [Span(prev, id, NOTHING, 0, since) for prev, id in ranges.missing(0, max(self.position, 0))]
+        remaining = [Span(prev, id, NO_EVIDENCE, 0, since) for prev, id in ranges.missing(0, max(self.position, 0))]
         self.position = remaining.pop(0).id if remaining and remaining[0].prev == 0 else 0
         for span in self.pending:
             remaining.extend(_part(span, prev, id) for prev, id in ranges.missing(span.prev, span.id))
@@ -310,17 +310,17 @@ class Chain:
         Args:
             published: position that was published for the writer. Evidence up to it is not reported again.
         """
-        self.note_refused(other.refused)
-        self.declare_empty(other.empty)
+        self.mark_uncertain_up_to(other.uncertain_up_to)
+        self.declare_empty(other.empty_ranges)
         for span in other.pending:
-            for prev, id in self.missing(span.prev, span.id):
+            for prev, id in self.open_ranges(span.prev, span.id):
                 if prev < published:
-                    self.settle(prev, min(id, published), NOTHING, 0, "joined", span.since)
+                    self.settle(prev, min(id, published), NO_EVIDENCE, 0, "joined", span.since)
                 if id > published:
                     part = _part(span, max(prev, published), id)
                     self.settle(part.prev, id, part.evidence, part.edges, "joined", span.since)
 
-    def within(self, prev: int, id: int) -> Iterator[Span]:
+    def spans_within(self, prev: int, id: int) -> Iterator[Span]:
         """The parts of spans inside `(prev, id]`, ascending."""
         if prev < id:
             for span in self._overlapping(prev, id):
@@ -333,31 +333,38 @@ class Chain:
             yield low, span.prev, span.since
             low = span.id
 
-    def take(self) -> Moves:
+    def take_changes(self) -> ChainChanges:
         """Return the combined changes since the last `take`.
 
         A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
         `changed` and `closed`.
         """
-        before = self._gaps or {}
-        closed = {top: how for top, how in self._closed.items() if top in before}
+        before = self._gaps_before or {}
+        closed = {top: how for top, how in self._closed_gaps.items() if top in before}
         changed = (
-            [] if self._gaps is None else [gap for gap in self.gaps() if before.get(gap[1]) != gap or gap[1] in closed]
+            []
+            if self._gaps_before is None
+            else [gap for gap in self.gaps() if before.get(gap[1]) != gap or gap[1] in closed]
         )
-        moves = Moves(self._prev, self.position, self._evidence, changed, closed)
-        self._prev, self._evidence, self._gaps, self._closed = self.position, NOTHING, None, {}
+        moves = ChainChanges(self._position_before, self.position, self._evidence, changed, closed)
+        self._position_before, self._evidence, self._gaps_before, self._closed_gaps = (
+            self.position,
+            NO_EVIDENCE,
+            None,
+            {},
+        )
         return moves
 
     def _advance(self, id: int, evidence: Evidence) -> None:
         self.position = id
         self._evidence += evidence
 
-    def _close(self, top: int, how: How) -> None:
-        self._closed.setdefault(top, how)
+    def _close(self, top: int, how: SettledBy) -> None:
+        self._closed_gaps.setdefault(top, how)
 
-    def _note_gaps(self) -> None:
-        if self._gaps is None:
-            self._gaps = {gap[1]: gap for gap in self.gaps()}
+    def _save_gaps(self) -> None:
+        if self._gaps_before is None:
+            self._gaps_before = {gap[1]: gap for gap in self.gaps()}
 
     def _index(self, prev: int) -> int:
         """Index of the first span whose `prev` is not below `prev`."""

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.core.chain import Chain, DeferredRange
-from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.values.limits import NOTHING, Reason
+from tidemark.streaming.values.intervals import NO_INTERVALS, Ids, Intervals
+from tidemark.streaming.values.limits import NO_EVIDENCE, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
 
 Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
@@ -28,7 +28,7 @@ Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch
 that were dropped at the bound.
 """
 
-Why = Literal["skipped", "regressed", "final", "announced"]
+LateReason = Literal["skipped", "regressed", "final", "announced"]
 """Why a completion is late: an operator had settled the ID; the database was restored; the ID was final, because the
 linear position had passed it or another writer had completed it; or the writer had declared that it has no fact there.
 """
@@ -48,7 +48,7 @@ class LateRange:
     prev: int
     id: int
     facts: int
-    why: Why
+    why: LateReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Refusal:
     ids: Ids
 
     @classmethod
-    def whole(cls, reason: Reason, offsets: Ids) -> "Refusal":
+    def of_records(cls, reason: Reason, offsets: Ids) -> "Refusal":
         """Reject whole records."""
         return cls(reason, np.sort(offsets), np.zeros_like(offsets))
 
@@ -106,31 +106,31 @@ class BatchOutcome:
     """
 
     now: int
-    elsewhere: bool = False
+    has_unordered_rejections: bool = False
     counts: Counter[Outcome] = field(default_factory=Counter)
     touched: dict[str, int] = field(default_factory=dict)
-    rejected: list[Refusal] = field(default_factory=list)
-    late: list[LateRange] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    late_ranges: list[LateRange] = field(default_factory=list)
     timelines: list[TimelineStart] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+    dropped_writers: list[str] = field(default_factory=list)
 
-    def record_late(self, run: Run, why: Why) -> None:
+    def record_late(self, run: Run, why: LateReason) -> None:
         """Count all edges of `run` as late. Its range must contain no other edge of its writer."""
         self.counts["late"] += len(run)
-        self.late.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
+        self.late_ranges.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
     def record_contradiction(self, run: Run) -> None:
         """Count facts that their writer had declared not to exist as late. Their edges may overlap other edges."""
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):
-            self.late.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
+            self.late_ranges.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
 
     def touch(self, writer: str, time: int) -> None:
         """Note a record of `writer` with the Kafka time `time` (ms)."""
         self.touched[writer] = min(time, self.touched.get(writer, time))
 
 
-Completed = tuple[Run, Outcome]
+CompletedRun = tuple[Run, Outcome]
 """Edges that this batch settled or that are late, and the outcome that they were counted as."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
@@ -153,18 +153,18 @@ class Classifier:
     """
 
     chain: Chain
-    spans: int
+    spans_max: int
     batch: BatchOutcome
     outcome: Outcome
-    late: Intervals = EMPTY
-    published: int = 0
-    began: int = 0
+    late_ranges: Intervals = NO_INTERVALS
+    published_position: int = 0
+    timeline_start_id: int = 0
 
-    def run(self, run: Run) -> Iterator[Completed]:
+    def apply(self, run: Run) -> Iterator[CompletedRun]:
         """Settle the new edges of `run`. Yields the parts of the run that were accepted or are late."""
-        late = self.late.within(run.start, run.end)
+        late = self.late_ranges.within(run.start, run.end)
         if not len(late):
-            yield from self._apply(run)
+            yield from self._apply_outside_late(run)
             return
         prevs = run.prevs
         classes = np.full(len(run), _NOT_LATE)
@@ -175,15 +175,15 @@ class Classifier:
             inside = (prevs[first:stop] >= low) & (run.ids[first:stop] <= high)
             classes[first:stop] = np.where(inside, _LATE, _ACROSS_LATE)
         for part in run.parts(classes == _NOT_LATE):
-            yield from self._apply(part)
+            yield from self._apply_outside_late(part)
         for part in run.parts(classes == _LATE):
             yield from self._record_late(part)
         for index in np.flatnonzero(classes == _ACROSS_LATE).tolist():
             yield from self._apply_across_late(run.part(index, index + 1))
 
-    def _apply(self, run: Run) -> Iterator[Completed]:
+    def _apply_outside_late(self, run: Run) -> Iterator[CompletedRun]:
         """Apply edges that do not touch a late range."""
-        classes = self._classes(run)
+        classes = self._classify(run)
         if classes is None:
             yield from self._settle(run)
             return
@@ -195,9 +195,9 @@ class Classifier:
         if (classes == _CONFLICT).any():
             self._reject(run, classes == _CONFLICT, Reason.CONFLICT)
 
-    def _classes(self, run: Run) -> npt.NDArray[np.int64] | None:
+    def _classify(self, run: Run) -> npt.NDArray[np.int64] | None:
         """Compare each edge with the settled ranges. Returns None if all edges are new."""
-        covered = self.chain.covered(run.start, run.end)
+        covered = self.chain.settled_ranges(run.start, run.end)
         if not covered:
             return None
         prevs = run.prevs
@@ -208,12 +208,14 @@ class Classifier:
                 continue
             classes[first:stop] = np.maximum(classes[first:stop], _DUPLICATE)
             if prevs[first] < low:
-                classes[first] = max(classes[first], _ACROSS_TIMELINE if low < self.began else _CONFLICT)
+                classes[first] = max(classes[first], _ACROSS_TIMELINE if low < self.timeline_start_id else _CONFLICT)
             if run.ids[stop - 1] > high:
-                classes[stop - 1] = max(classes[stop - 1], _ACROSS_TIMELINE if high <= self.began else _CONFLICT)
+                classes[stop - 1] = max(
+                    classes[stop - 1], _ACROSS_TIMELINE if high <= self.timeline_start_id else _CONFLICT
+                )
         return classes
 
-    def _settle(self, run: Run) -> Iterator[Completed]:
+    def _settle(self, run: Run) -> Iterator[CompletedRun]:
         if not self._has_room(run.start, run.end):
             self._defer(run)
             self.batch.counts["deferred"] += len(run)
@@ -223,13 +225,13 @@ class Classifier:
         self.batch.counts[self.outcome] += len(run)
         yield run, self.outcome
 
-    def _apply_across_timeline(self, edge: Run) -> Iterator[Completed]:
+    def _apply_across_timeline(self, edge: Run) -> Iterator[CompletedRun]:
         """Apply one edge that crosses the end of a range that an earlier timeline settled.
 
         If the edge's ID is open, the open range right below the ID is settled with the evidence of the edge. If the ID
         is settled, the edge is a duplicate. The remaining open parts of the edge are settled without evidence.
         """
-        *_, (low, high) = self.chain.missing(edge.start, edge.end)
+        *_, (low, high) = self.chain.open_ranges(edge.start, edge.end)
         if high == edge.end:
             completed = [*self._settle(replace(edge, start=low))]
             yield from completed
@@ -240,31 +242,31 @@ class Classifier:
         self._settle_without_evidence(edge)
 
     def _has_room(self, prev: int, id: int) -> bool:
-        return len(self.chain.pending) < self.spans or self.chain.adjoins(prev, id)
+        return len(self.chain.pending) < self.spans_max or self.chain.adjoins(prev, id)
 
-    def _count_settled(self, run: Run, edges: Mask) -> Iterator[Completed]:
+    def _count_settled(self, run: Run, edges: Mask) -> Iterator[CompletedRun]:
         """Count edges whose range is settled: late if the writer had declared that there is no fact, else duplicate."""
-        denied = edges & (run.kinds == RDATA) & self.chain.empty.contains(run.ids)
+        denied = edges & (run.kinds == RDATA) & self.chain.empty_ranges.contains(run.ids)
         self.batch.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
         for part in run.parts(denied):
-            self.chain.empty = self.chain.empty.difference(Intervals.from_ids(part.ids))
+            self.chain.empty_ranges = self.chain.empty_ranges.difference(Intervals.from_ids(part.ids))
             self.batch.record_contradiction(part)
             yield part, "late"
 
     def _reject(self, run: Run, edges: Mask, reason: Reason) -> None:
         offsets, ids = run.offsets[edges], run.ids[edges]
         order = np.argsort(offsets, kind="stable")
-        self.batch.rejected.append(Refusal(reason, offsets[order], ids[order]))
-        self.chain.note_refused(int(run.ids[edges][-1]))
+        self.batch.refusals.append(Refusal(reason, offsets[order], ids[order]))
+        self.chain.mark_uncertain_up_to(int(run.ids[edges][-1]))
 
     def _defer(self, run: Run) -> None:
         self.chain.defer(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
 
-    def _record_late(self, run: Run) -> Iterator[Completed]:
+    def _record_late(self, run: Run) -> Iterator[CompletedRun]:
         """Apply edges inside a late range."""
-        completed, is_published = run.completes, run.ids <= self.published
+        completed, is_published = run.completes, run.ids <= self.published_position
         self.batch.counts["duplicate"] += int(np.count_nonzero(~completed))
-        reasons: list[tuple[Why, Mask]] = [
+        reasons: list[tuple[LateReason, Mask]] = [
             ("regressed", completed & is_published),
             ("skipped", completed & ~is_published),
         ]
@@ -280,25 +282,25 @@ class Classifier:
         If the number of late ranges would exceed the bound of spans, they are not changed. If a part exceeds that
         bound, the run is deferred; its records are counted as late again when they are read again.
         """
-        for prev, id in self.chain.missing(run.start, run.end):
+        for prev, id in self.chain.open_ranges(run.start, run.end):
             if self._has_room(prev, id):
-                self.chain.settle(prev, id, NOTHING, 0, "completed", self.batch.now)
+                self.chain.settle(prev, id, NO_EVIDENCE, 0, "completed", self.batch.now)
             else:
                 self._defer(run)
                 return
-        self.chain.declare_empty(run.empty().common(self.late))
-        if len(self.late) < self.spans:
-            self.late = self.late.without(run.start, run.end)
+        self.chain.declare_empty(run.empty().intersection(self.late_ranges))
+        if len(self.late_ranges) < self.spans_max:
+            self.late_ranges = self.late_ranges.without(run.start, run.end)
 
-    def _apply_across_late(self, edge: Run) -> Iterator[Completed]:
+    def _apply_across_late(self, edge: Run) -> Iterator[CompletedRun]:
         """Apply one edge that is partly in a late range.
 
         If the edge's ID is outside, the part of the edge right below the ID is applied like a separate edge. If the ID
         is inside, the completion is late. The remaining open parts of the edge are settled without evidence.
         """
-        *_, (low, high) = [(0, 0), *self.late.missing(edge.start, edge.end)]
+        *_, (low, high) = [(0, 0), *self.late_ranges.missing(edge.start, edge.end)]
         if high == edge.end:
-            completed = [*self._apply(replace(edge, start=low))]
+            completed = [*self._apply_outside_late(replace(edge, start=low))]
             yield from completed
             if any(outcome != "late" for _, outcome in completed):
                 self._settle_without_evidence(edge)

@@ -15,7 +15,7 @@ from tidemark.common.errors import StateTooNew
 from tidemark.streaming.core.effects import RequeuedRange, SourceReport
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import (
-    EMPTY,
+    EMPTY_TABLE,
     PackedTable,
     Pairs,
     StoredChain,
@@ -26,7 +26,7 @@ from tidemark.streaming.core.writer_table import (
 from tidemark.streaming.core.writers import LinearPosition, UnjoinedWriter, UnjoinedWriters
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
-from tidemark.streaming.values.limits import Encoded
+from tidemark.streaming.values.limits import EncodedState
 
 FORMAT = 1
 
@@ -36,8 +36,8 @@ class _StoredUnjoined(msgspec.Struct, array_like=True, frozen=True, gc=False):
     epoch: int
     chain: StoredChain
     since: int
-    retire: int | None
-    seen: int
+    retire_id: int | None
+    last_seen: int
 
 
 class StoredTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -66,10 +66,10 @@ class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
     unjoined: list[_StoredUnjoined]
     timeline: int
     database: str | None
-    ended: int
+    highest_retired_position: int
     active: StoredTable | None
-    refused: int
-    began: int
+    uncertain_up_to: int
+    timeline_start_id: int
     active_count: int
     transactions: dict[str, list[str]]
     reports: dict[str, SourceReport]
@@ -88,9 +88,9 @@ def encode(stream: StreamState) -> bytes:
     return encode_parts(stream).whole
 
 
-def encode_parts(stream: StreamState) -> Encoded:
+def encode_parts(stream: StreamState) -> EncodedState:
     """Encode a state with the table of retired writers as a separate part; None if the batch did not change it."""
-    writers, active, retired, waiting = stream.writers.packed()
+    writers, active, retired, waiting = stream.writers.pack()
     table = StoredTable.of(retired)
     encoded = encode_stored(
         StoredStream(
@@ -101,15 +101,17 @@ def encode_parts(stream: StreamState) -> Encoded:
             stream.linear.completed.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
-                _StoredUnjoined(name, epoch, StoredChain.of(writer.chain), writer.since, writer.retire, writer.seen)
+                _StoredUnjoined(
+                    name, epoch, StoredChain.of(writer.chain), writer.since, writer.retire_id, writer.last_seen
+                )
                 for (name, epoch), writer in sorted(stream.unjoined.items())
             ],
             stream.timeline,
             stream.database,
-            stream.ended,
+            stream.highest_retired_position,
             StoredTable.of(active),
-            stream.refused,
-            stream.began,
+            stream.uncertain_up_to,
+            stream.timeline_start_id,
             stream.active_count,
             dict(sorted(stream.transactions.items())),
             dict(sorted(stream.reports.items())),
@@ -118,10 +120,10 @@ def encode_parts(stream: StreamState) -> Encoded:
         ),
         table,
     )
-    return encoded if retired is stream.writers.stored else encoded._replace(retired=_encoder.encode(table))
+    return encoded if retired is stream.writers.stored_retired else encoded._replace(retired=_encoder.encode(table))
 
 
-def encode_stored(stored: StoredStream, retired: StoredTable | None) -> Encoded:
+def encode_stored(stored: StoredStream, retired: StoredTable | None) -> EncodedState:
     """Encode a state whose table of retired writers has not changed.
 
     Args:
@@ -129,7 +131,7 @@ def encode_stored(stored: StoredStream, retired: StoredTable | None) -> Encoded:
         retired: the table; None if it is empty.
     """
     state = _encoder.encode(stored)
-    return Encoded(state if retired is None else state[:-1] + _encoder.encode(retired), state, None)
+    return EncodedState(state if retired is None else state[:-1] + _encoder.encode(retired), state, None)
 
 
 def decode_stored(data: bytes) -> StoredStream:
@@ -156,35 +158,35 @@ def decode(data: bytes) -> StreamState:
         stored.home,
         LinearPosition(stored.linear, Intervals.unpack(stored.completed), stored.heads),
         Writers(
-            {writer.name: writer.writer() for writer in stored.writers},
-            _table(stored.active),
-            _table(stored.retired),
+            {writer.name: writer.decode() for writer in stored.writers},
+            _decode_table(stored.active),
+            _decode_table(stored.retired),
             stored.waiting,
         ),
         UnjoinedWriters(
             {
                 (writer.name, writer.epoch): UnjoinedWriter(
-                    writer.chain.chain(), writer.since, writer.retire, writer.seen
+                    writer.chain.decode(), writer.since, writer.retire_id, writer.last_seen
                 )
                 for writer in stored.unjoined
             }
         ),
         stored.timeline,
         stored.database,
-        stored.ended,
-        stored.refused,
-        stored.began,
+        stored.highest_retired_position,
+        stored.uncertain_up_to,
+        stored.timeline_start_id,
         stored.active_count,
         stored.transactions,
         stored.reports,
     )
 
 
-def _table(stored: StoredTable | None) -> PackedTable:
-    return PackedTable(stored.columns, stored.rows) if stored else EMPTY
+def _decode_table(stored: StoredTable | None) -> PackedTable:
+    return PackedTable(stored.columns, stored.rows) if stored else EMPTY_TABLE
 
 
-def without_home(data: bytes) -> Encoded:
+def forget_home(data: bytes) -> EncodedState:
     """Re-encode the state of a stream that may have moved to another Kafka partition, as one complete state."""
     stream = decode(data)
     stream.home = None
@@ -192,7 +194,7 @@ def without_home(data: bytes) -> Encoded:
     return _encode_all_parts(stream)
 
 
-def marked_uncertain(data: bytes) -> Encoded:
+def mark_uncertain(data: bytes) -> EncodedState:
     """Re-encode the state of a stream whose records may have been removed before they were read, as one complete
     state.
     """
@@ -202,17 +204,17 @@ def marked_uncertain(data: bytes) -> Encoded:
     return _encode_all_parts(stream)
 
 
-def deferred(data: bytes) -> Iterator[RequeuedRange]:
+def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
     """All deferred ranges of a state, which are read again once there is room."""
     stream = decode(data)
-    stream.writers.open_waiting()
-    chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.open.items()]
+    stream.writers.decode_waiting()
+    chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.decoded.items()]
     chains += [(name, epoch, writer.chain) for (name, epoch), writer in stream.unjoined.items()]
     for name, epoch, chain in chains:
         for deferred_range in chain.deferred:
             yield RequeuedRange(name, epoch, stream.home or 0, deferred_range.first, deferred_range.last)
 
 
-def _encode_all_parts(stream: StreamState) -> Encoded:
-    stream.writers.stored = None
+def _encode_all_parts(stream: StreamState) -> EncodedState:
+    stream.writers.stored_retired = None
     return encode_parts(stream)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.limits import Evidence, Rejected
+from tidemark.streaming.values.limits import Evidence, RejectedRecords
 
 if TYPE_CHECKING:
     from tidemark.streaming.core.stream import StreamState
@@ -50,7 +50,7 @@ class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reason: BlockReason
     position: int
     since: int | None
-    seen: int
+    last_seen: int
 
 
 class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -83,7 +83,7 @@ def linear_lag(stream: "StreamState") -> LinearLag | None:
     ids = stream.allocated - stream.linear.position
     if ids <= 0 and not stream.unjoined:
         return None
-    unknown = sorted((writer.since, name, epoch, writer.seen) for (name, epoch), writer in stream.unjoined.items())
+    unknown = sorted((writer.since, name, epoch, writer.last_seen) for (name, epoch), writer in stream.unjoined.items())
     lowest, count = stream.writers.stragglers(stream.linear.position, BLOCKERS_MAX)
     heads = stream.linear.heads
     sinces = (
@@ -104,7 +104,7 @@ def _blocker(stream: "StreamState", writer: "Straggler", since: int | None) -> L
     if writer.name in stream.transactions:
         reason = "transaction"
     position = stream.direction.signed(writer.position)
-    return LinearBlocker(writer.name, writer.epoch, reason, position, writer.open_since or since, writer.seen)
+    return LinearBlocker(writer.name, writer.epoch, reason, position, writer.open_since or since, writer.last_seen)
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -148,7 +148,7 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
     since: int
 
 
-class GapClosed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class ClosedGap(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The gap `top` of `writer` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
 
     writer: str
@@ -246,7 +246,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer that sends OPEN records. `seen`: time (ms) of the batch that read its newest record."""
 
     writer: str
-    seen: int
+    last_seen: int
     report: SourceReport
 
     @property
@@ -259,8 +259,8 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
         `reading_since`: the time (s) since when the pipeline has read without a break.
         """
-        silent = now - max(self.seen / 1000, reading_since)
-        return now - self.seen / 1000 if 0 < self.heartbeat_timeout < silent else None
+        silent = now - max(self.last_seen / 1000, reading_since)
+        return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
 
 
 MISSED_HEARTBEATS = 2
@@ -321,7 +321,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     advances: list[WriterAdvance]
     writers: list[WriterRow]
     gaps: list[Gap]
-    closed: list[GapClosed]
+    closed: list[ClosedGap]
     late: list[LateCompletion]
     overrides: list[OperatorOverride]
     timelines: list[NewTimeline]
@@ -355,10 +355,10 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     shard: int
     now: int
     streams: list[StreamEffects]
-    rejected: list[Rejected]
+    rejected: list[RejectedRecords]
     progress: list[Progress]
     cut: bool = False
-    computed_from: int = 0
+    computation_start: int = 0
 
 
 def encode(effects: ShardEffects) -> bytes:
@@ -374,7 +374,7 @@ def decode(data: bytes) -> ShardEffects:
 
 def blockers(stream: "StreamState") -> list[Blocker]:
     """Everything that blocks a position of `stream`, the oldest first, with signed IDs."""
-    stream.writers.open_waiting()
+    stream.writers.decode_waiting()
     return sorted(_blockers(stream), key=_age)
 
 
@@ -382,14 +382,14 @@ def summarize(stream: "StreamState") -> Summary:
     """Describe a stream's state. Does not decode writers that the batch did not touch."""
     blocked = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
-    chains = [writer.chain for writer in stream.writers.open.values()]
+    chains = [writer.chain for writer in stream.writers.decoded.values()]
     chains += [writer.chain for writer in stream.unjoined.values()]
     oldest = [
         Blocker(writer.name, writer.epoch, signed(writer.low), signed(writer.top), writer.since, unknown=False)
         for writer in waiting
     ]
     return Summary(
-        pending=sum(chain.waiting for chain in chains) + sum(writer.edges for writer in waiting),
+        pending=sum(chain.pending_edges for chain in chains) + sum(writer.pending_edges for writer in waiting),
         gaps=sum(not blocker.unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
         oldest=min([*blocked, *oldest], key=_age, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
@@ -397,9 +397,9 @@ def summarize(stream: "StreamState") -> Summary:
         linear_lag=linear_lag(stream),
         transactions=stream.transactions,
         deferred=sorted(
-            [f"{name}/{writer.epoch}" for name, writer in stream.writers.open.items() if writer.chain.deferred]
+            [f"{name}/{writer.epoch}" for name, writer in stream.writers.decoded.items() if writer.chain.deferred]
             + [f"{name}/{epoch}" for (name, epoch), writer in stream.unjoined.items() if writer.chain.deferred]
-            + [f"{writer.name}/{writer.epoch}" for writer in waiting if writer.deferred]
+            + [f"{writer.name}/{writer.epoch}" for writer in waiting if writer.has_deferred]
         ),
         spans=max([0, *(len(chain.pending) for chain in chains), *(writer.gaps for writer in waiting)]),
         sources=sources(stream),
@@ -409,7 +409,7 @@ def summarize(stream: "StreamState") -> Summary:
 def sources(stream: "StreamState") -> list[Source]:
     """The writers that send OPEN records, by name."""
     return [
-        Source(name, stream.writers[name].seen, report)
+        Source(name, stream.writers[name].last_seen, report)
         for name, report in sorted(stream.reports.items())
         if name in stream.writers
     ]
@@ -417,7 +417,7 @@ def sources(stream: "StreamState") -> list[Source]:
 
 def _blockers(stream: "StreamState") -> Iterator[Blocker]:
     signed = stream.direction.signed
-    for name, writer in stream.writers.open.items():
+    for name, writer in stream.writers.decoded.items():
         for low, top, since in writer.chain.gaps():
             yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
     for (name, epoch), unjoined in stream.unjoined.items():

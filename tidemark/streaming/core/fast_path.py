@@ -21,14 +21,14 @@ from tidemark.streaming.core.codec import FORMAT, StoredStream, StoredTable, dec
 from tidemark.streaming.core.effects import Source, SourceReport, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.core.writer_table import COLUMNS, StoredChain, StoredWriter
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import Ascending, Ids, are_different, extended, last_of
+from tidemark.streaming.values.intervals import Ids, PackedSteps, append_steps, are_distinct, last_bound
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.runs import POSITION, RDATA, Mask, RunColumns
 
 if TYPE_CHECKING:
     from tidemark.streaming.core.store import States, StreamInput
 
-_NONE: Ids = np.empty(0, np.int64)
+_NO_IDS: Ids = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -47,19 +47,19 @@ class EdgeColumns:
 
     ids: Ids
     kinds: npt.NDArray[np.uint8]
-    starts: Ids
-    firsts: Ids
-    begins: Ids
-    _others: Ids = field(init=False)
+    run_prevs: Ids
+    run_firsts: Ids
+    stream_firsts: Ids
+    _non_facts: Ids = field(init=False)
     """Indexes of the edges that are not facts."""
     _prevs: Ids = field(init=False)
     """`prev` of each edge."""
 
     def __post_init__(self) -> None:
-        self._others = np.flatnonzero(self.kinds != RDATA)
+        self._non_facts = np.flatnonzero(self.kinds != RDATA)
         self._prevs = np.empty_like(self.ids)
         self._prevs[1:] = self.ids[:-1]
-        self._prevs[self.firsts] = self.starts
+        self._prevs[self.run_firsts] = self.run_prevs
 
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
         """Test for each stream whether its linear position reaches its head.
@@ -72,21 +72,21 @@ class EdgeColumns:
             floors: for each stream the lowest position of its active writers after the batch.
             heads: for each stream the highest allocated ID after the batch.
         """
-        announced = self._others[self.kinds[self._others] == POSITION]
-        counts = np.diff(self.begins, append=len(self.ids))
+        announced = self._non_facts[self.kinds[self._non_facts] == POSITION]
+        counts = np.diff(self.stream_firsts, append=len(self.ids))
         above = self.ids > np.repeat(floors, counts)
         above[announced] = False
-        completed = np.bincount(self._streams(np.flatnonzero(above)), minlength=len(linears))
+        completed = np.bincount(self._streams_of(np.flatnonzero(above)), minlength=len(linears))
         reached: Mask = completed == heads - floors
-        if np.any(self.ids[self.firsts] <= linears[self._streams(self.firsts)]):
+        if np.any(self.ids[self.run_firsts] <= linears[self._streams_of(self.run_firsts)]):
             passed = self.ids <= np.repeat(linears, counts)
             passed[announced] = False
-            reached[self._streams(np.flatnonzero(passed))] = False
-        if len(self.firsts) > len(self.begins):
-            reached[self._with_repeated_ids(counts, announced, linears, heads)] = False
+            reached[self._streams_of(np.flatnonzero(passed))] = False
+        if len(self.run_firsts) > len(self.stream_firsts):
+            reached[self._streams_with_repeated_ids(counts, announced, linears, heads)] = False
         return reached
 
-    def _with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
+    def _streams_with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
         """The streams in which an ID is completed twice; all streams if their ID ranges together need more than 62
         bits.
         """
@@ -97,49 +97,49 @@ class EdgeColumns:
         numbers = self.ids + np.repeat(np.cumsum(widths) - widths - linears, counts)
         if len(announced):
             numbers = np.delete(numbers, announced)
-        if are_different(numbers):
-            return _NONE
-        streams = self._streams(np.delete(np.arange(len(self.ids)), announced))
+        if are_distinct(numbers):
+            return _NO_IDS
+        streams = self._streams_of(np.delete(np.arange(len(self.ids)), announced))
         order = np.argsort(numbers, kind="stable")
         repeated: Ids = streams[order[1:][numbers[order[1:]] == numbers[order[:-1]]]]
         return repeated
 
-    def counts(self) -> tuple[list[int], list[int]]:
+    def count_facts_and_empty(self) -> tuple[list[int], list[int]]:
         """For each link the number of facts, and the number of IDs that were declared empty."""
-        others, links = self._others, self._links(self._others)
-        facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(links, minlength=len(self.firsts))
+        others, runs = self._non_facts, self._runs_of(self._non_facts)
+        facts = np.diff(self.run_firsts, append=len(self.ids)) - np.bincount(runs, minlength=len(self.run_firsts))
         widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
-        empty = np.zeros(len(self.firsts), np.int64)
-        np.add.at(empty, links, widths)
+        empty = np.zeros(len(self.run_firsts), np.int64)
+        np.add.at(empty, runs, widths)
         return facts.tolist(), empty.tolist()
 
-    def declared_empty(self, most: int) -> list[tuple[int, Ascending]]:
-        """The ranges that writers declared empty (`Run.empty`): the links with such ranges, each with its highest
+    def empty_ranges(self, count_max: int) -> list[tuple[int, PackedSteps]]:
+        """The ranges that writers declared empty (`Run.empty`): the runs with such ranges, each with its highest
         `most`.
         """
         highs = self.ids - (self.kinds == RDATA)
         edges = np.flatnonzero(self._prevs < highs)
         if not len(edges):
             return []
-        links, lows, highs = self._links(edges), self._prevs[edges], highs[edges]
-        first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
-        last = np.append(first[1:], len(links)) - 1
-        links, lows, highs = links[first], lows[first], highs[last]  # merges touching ranges
-        newest = np.arange(len(links)) >= np.searchsorted(links, links, side="right") - most
-        links, lows, highs = links[newest], lows[newest], highs[newest]
-        firsts = np.flatnonzero(np.concatenate(([True], links[1:] != links[:-1])))
-        return list(zip(links[firsts].tolist(), Ascending.all_of(lows, highs, firsts), strict=True))
+        runs, lows, highs = self._runs_of(edges), self._prevs[edges], highs[edges]
+        first = np.flatnonzero(np.concatenate(([True], (runs[1:] != runs[:-1]) | (lows[1:] > highs[:-1]))))
+        last = np.append(first[1:], len(runs)) - 1
+        runs, lows, highs = runs[first], lows[first], highs[last]  # merges touching ranges
+        newest = np.arange(len(runs)) >= np.searchsorted(runs, runs, side="right") - count_max
+        runs, lows, highs = runs[newest], lows[newest], highs[newest]
+        firsts = np.flatnonzero(np.concatenate(([True], runs[1:] != runs[:-1])))
+        return list(zip(runs[firsts].tolist(), PackedSteps.split(lows, highs, firsts), strict=True))
 
-    def _links(self, edges: Ids) -> Ids:
-        """The links of these edges."""
-        return np.searchsorted(self.firsts, edges, side="right") - 1
+    def _runs_of(self, edges: Ids) -> Ids:
+        """The runs of these edges."""
+        return np.searchsorted(self.run_firsts, edges, side="right") - 1
 
-    def _streams(self, edges: Ids) -> Ids:
+    def _streams_of(self, edges: Ids) -> Ids:
         """The streams of these edges."""
-        return np.searchsorted(self.begins, edges, side="right") - 1
+        return np.searchsorted(self.stream_firsts, edges, side="right") - 1
 
 
-class Link(NamedTuple):
+class MergedRun(NamedTuple):
     """The edges of one writer in the batch.
 
     Attributes:
@@ -158,7 +158,7 @@ class Link(NamedTuple):
     empty: int
     oldest: int
     newest: int
-    declared: Ascending | None
+    empty_ranges: PackedSteps | None
 
 
 class Candidate(NamedTuple):
@@ -181,10 +181,10 @@ class InOrderStream(NamedTuple):
 
     candidate: Candidate
     direction: int
-    before: int
+    head_before: int
     head: int
     edges: int
-    links: list[Link]
+    runs: list[MergedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,9 @@ class CandidateRuns:
     columns: RunColumns
     runs: Ids
     writers: Ids
-    owners: Ids
+    run_candidates: Ids
     directions: Ids
-    befores: Ids
+    heads_before: Ids
     floors: Ids
     heads: Ids
 
@@ -222,87 +222,89 @@ class CandidateRuns:
         states = [candidate.stored for candidate in candidates]
         positions = np.array([writer.chain.position for stored in states for writer in stored.writers])
         firsts = np.array([candidate.first for candidate in candidates])
-        owners = np.searchsorted(firsts, writers, side="right") - 1
+        run_candidates = np.searchsorted(firsts, writers, side="right") - 1
         directions = np.array([stored.direction for stored in states])
-        unknown = directions[owners] == Direction.UNKNOWN
-        directions[owners[unknown]] = rows["direction"][unknown]
+        unknown = directions[run_candidates] == Direction.UNKNOWN
+        directions[run_candidates[unknown]] = rows["direction"][unknown]
         begins, offsets = np.concatenate(([0], ends[:-1])), rows["first_offset"]
-        is_first = _is_first(writers)
+        is_first = _differs_from_previous(writers)
         begins[is_first] = positions[writers[is_first]]
         epochs = np.array([writer.epoch for stored in states for writer in stored.writers])
         continues = (rows["start"] == begins) & (rows["epoch"] == epochs[writers])
-        continues &= rows["direction"] == directions[owners]
+        continues &= rows["direction"] == directions[run_candidates]
         continues &= is_first | (offsets >= np.concatenate(([0], offsets[:-1])))
-        befores = np.maximum(np.maximum.reduceat(positions, firsts), [_reach_of_inactive(stored) for stored in states])
+        heads_before = np.maximum(
+            np.maximum.reduceat(positions, firsts), [_highest_inactive_position(stored) for stored in states]
+        )
         positions[writers] = ends  # the last run of each writer wins
         floors = np.maximum(np.minimum.reduceat(positions, firsts), [stored.linear for stored in states])
-        heads = np.maximum(np.maximum.reduceat(positions, firsts), befores)
-        sorted_runs = cls(candidates, columns, runs, writers, owners, directions, befores, floors, heads)
-        return sorted_runs if continues.all() else sorted_runs._without({*owners[~continues].tolist()})
+        heads = np.maximum(np.maximum.reduceat(positions, firsts), heads_before)
+        sorted_runs = cls(candidates, columns, runs, writers, run_candidates, directions, heads_before, floors, heads)
+        return sorted_runs if continues.all() else sorted_runs._drop({*run_candidates[~continues].tolist()})
 
-    def in_order(self) -> Iterator[InOrderStream]:
+    def in_order_streams(self) -> Iterator[InOrderStream]:
         """The candidates that are in order."""
         if not self.candidates:
             return
         rows, begins = self.columns.rows[self.runs], self.columns.begins[self.runs]
         lengths = rows["stop"] - begins
-        first = np.flatnonzero(_is_first(self.writers))
+        first = np.flatnonzero(_differs_from_previous(self.writers))
         starts_at = np.cumsum(lengths) - lengths
-        owners = self.owners[first]
-        first_links = np.flatnonzero(_is_first(owners))
+        run_candidates = self.run_candidates[first]
+        first_merged = np.flatnonzero(_differs_from_previous(run_candidates))
         edges = EdgeColumns(
-            *_edges(self.columns, begins.tolist(), rows["stop"].tolist()),
+            *_join_edges(self.columns, begins.tolist(), rows["stop"].tolist()),
             rows["start"][first],
             starts_at[first],
-            starts_at[first][first_links],
+            starts_at[first][first_merged],
         )
         linears = np.array([candidate.stored.linear for candidate in self.candidates])
         reaches_head = edges.reaches_head(linears, self.floors, self.heads)
-        declared: list[Ascending | None] = [None] * len(first)
-        for link, ranges in edges.declared_empty(EMPTY_RANGES_MAX):
-            declared[link] = ranges
+        empty_ranges: list[PackedSteps | None] = [None] * len(first)
+        for number, ranges in edges.empty_ranges(EMPTY_RANGES_MAX):
+            empty_ranges[number] = ranges
         numbers = (
             self.writers[first],
             self.columns.ids[rows["stop"][np.append(first[1:], len(rows)) - 1] - 1],
-            *map(np.array, edges.counts()),
+            *map(np.array, edges.count_facts_and_empty()),
             np.minimum.reduceat(rows["oldest"], first),
             np.maximum.reduceat(rows["newest"], first),
         )
-        links = [*map(Link, *(column.tolist() for column in numbers), declared)]
-        for candidate, is_in_order, direction, before, head, count, begin, end in zip(
+        merged_runs = [*map(MergedRun, *(column.tolist() for column in numbers), empty_ranges)]
+        for candidate, is_in_order, direction, head_before, head, count, begin, end in zip(
             self.candidates,
             reaches_head.tolist(),
             self.directions.tolist(),
-            self.befores.tolist(),
+            self.heads_before.tolist(),
             self.heads.tolist(),
-            np.add.reduceat(lengths, first[first_links]).tolist(),
-            first_links.tolist(),
-            [*first_links[1:].tolist(), len(links)],
+            np.add.reduceat(lengths, first[first_merged]).tolist(),
+            first_merged.tolist(),
+            [*first_merged[1:].tolist(), len(merged_runs)],
             strict=True,
         ):
             if is_in_order:
-                yield InOrderStream(candidate, direction, before, head, count, links[begin:end])
+                yield InOrderStream(candidate, direction, head_before, head, count, merged_runs[begin:end])
 
-    def _without(self, dropped: set[int]) -> "CandidateRuns":
+    def _drop(self, dropped: set[int]) -> "CandidateRuns":
         """A copy without the runs of some candidates."""
         remains = np.array([index not in dropped for index in range(len(self.candidates))])
-        runs = remains[self.owners]
+        runs = remains[self.run_candidates]
         return CandidateRuns(
             [candidate for index, candidate in enumerate(self.candidates) if index not in dropped],
             self.columns,
             self.runs[runs],
             self.writers[runs],
-            (np.cumsum(remains) - 1)[self.owners[runs]],
-            *(column[remains] for column in (self.directions, self.befores, self.floors, self.heads)),
+            (np.cumsum(remains) - 1)[self.run_candidates[runs]],
+            *(column[remains] for column in (self.directions, self.heads_before, self.floors, self.heads)),
         )
 
 
-def _is_first(numbers: Ids) -> Mask:
+def _differs_from_previous(numbers: Ids) -> Mask:
     """Mask of the numbers that differ from the number before."""
     return np.concatenate(([True], numbers[1:] != numbers[:-1]))
 
 
-def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Ids, npt.NDArray[np.uint8]]:
     """IDs and kinds of the edges of some runs, end to end."""
     ids, kinds = columns.ids.data, columns.kinds.data
     parts = [slice(*bounds) for bounds in zip(begins, stops, strict=True)]
@@ -310,13 +312,13 @@ def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Id
     return np.frombuffer(joined[0], np.int64), np.frombuffer(joined[1], np.uint8)
 
 
-def _reach_of_inactive(stored: StoredStream) -> int:
+def _highest_inactive_position(stored: StoredStream) -> int:
     """The highest ID that is known to be allocated from the linear position and retired writers."""
-    retired = 0 if stored.retired is None else int(columns_of(stored.retired)["chain"].max())
+    retired = 0 if stored.retired is None else int(table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
 
-def columns_of(table: StoredTable) -> npt.NDArray[np.void]:
+def table_columns(table: StoredTable) -> npt.NDArray[np.void]:
     """The columns (`writer_codec.COLUMNS`) of an encoded table."""
     return np.frombuffer(table.columns, COLUMNS)
 
@@ -363,16 +365,16 @@ def advance_in_order(
     if not candidates:
         return {}
     sorted_runs = CandidateRuns.of(candidates, columns, np.array(runs), np.array(writers))
-    return {stream.candidate.name: _result(stream, now) for stream in sorted_runs.in_order()}
+    return {stream.candidate.name: _make_result(stream, now) for stream in sorted_runs.in_order_streams()}
 
 
-def _result(stream: InOrderStream, now: int) -> StreamResult:
-    (name, stored, first), direction, before, head, edges, links = stream
+def _make_result(stream: InOrderStream, now: int) -> StreamResult:
+    (name, stored, first), direction, head_before, head, edges, runs = stream
     writers = [*stored.writers]
     sign = -1 if direction == Direction.BACKWARD else 1
-    advances = [_advance(link, writers[link.writer - first], sign) for link in links]
-    for link in links:
-        writers[link.writer - first] = _advanced_writer(writers[link.writer - first], link, now)
+    advances = [_writer_advance(run, writers[run.writer - first], sign) for run in runs]
+    for run in runs:
+        writers[run.writer - first] = _advanced_writer(writers[run.writer - first], run, now)
     transactions, reports = dict(sorted(stored.transactions.items())), dict(sorted(stored.reports.items()))
     encoded = encode_stored(
         StoredStream(
@@ -385,10 +387,10 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
             [],
             stored.timeline,
             stored.database,
-            stored.ended,
+            stored.highest_retired_position,
             None,
-            stored.refused,
-            stored.began,
+            stored.uncertain_up_to,
+            stored.timeline_start_id,
             stored.active_count,
             transactions,
             reports,
@@ -402,7 +404,7 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
         _DIRECTIONS[direction],
         sign * stored.linear,
         sign * head,
-        sign * before,
+        sign * head_before,
         sign * head,
         advances,
         [WriterRow(advance.writer, advance.epoch, advance.id, retired=False) for advance in advances],
@@ -422,28 +424,28 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
 def _sources(writers: list[StoredWriter], reports: dict[str, SourceReport]) -> list[Source]:
     if not reports:
         return []
-    seen = {writer.name: writer.seen for writer in writers}
+    seen = {writer.name: writer.last_seen for writer in writers}
     return [Source(name, seen[name], report) for name, report in reports.items() if name in seen]
 
 
-def _advance(link: Link, writer: StoredWriter, sign: int) -> WriterAdvance:
-    prev, end = sign * writer.chain.position, sign * link.end
-    return WriterAdvance(writer.name, writer.epoch, prev, end, link.facts, link.empty, 0, 0, link.oldest)
+def _writer_advance(run: MergedRun, writer: StoredWriter, sign: int) -> WriterAdvance:
+    prev, end = sign * writer.chain.position, sign * run.end
+    return WriterAdvance(writer.name, writer.epoch, prev, end, run.facts, run.empty, 0, 0, run.oldest)
 
 
-def _advanced_writer(writer: StoredWriter, link: Link, now: int) -> StoredWriter:
-    empty = extended(writer.chain.empty, link.declared, EMPTY_RANGES_MAX)
+def _advanced_writer(writer: StoredWriter, run: MergedRun, now: int) -> StoredWriter:
+    empty = append_steps(writer.chain.empty_ranges, run.empty_ranges, EMPTY_RANGES_MAX)
     return StoredWriter(
         writer.name,
         writer.epoch,
-        StoredChain(link.end, writer.chain.refused, [], empty, []),
+        StoredChain(run.end, writer.chain.uncertain_up_to, [], empty, []),
         None,
         [],
-        writer.published,
+        writer.published_position,
         writer.timeline,
-        writer.start,
-        max(writer.seen, now),
-        writer.joined,
+        writer.start_token,
+        max(writer.last_seen, now),
+        writer.join_crc,
     )
 
 
@@ -457,7 +459,7 @@ class CaughtUpStream(NamedTuple):
     sources: Sequence[Source] = ()
 
 
-def caught_up(data: bytes) -> CaughtUpStream | None:
+def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
     """Read an encoded state whose stream has no linear lag, without decoding all of it.
 
     Returns:
@@ -476,7 +478,7 @@ def _candidate_state(
 ) -> StoredStream | None:
     """The state of a stream that has only runs in the batch, in its home partition. None if it is no candidate."""
     has_other_records = (
-        stream_input.facts or stream_input.refused or stream_input.control_claims or stream_input.control
+        stream_input.rows_and_markers or stream_input.refused or stream_input.refused_control or stream_input.control
     )
     if data is None or has_other_records or len(stream_input.runs) != 1:
         return None
@@ -484,8 +486,8 @@ def _candidate_state(
     if not _has_only_positions(stored):
         return None
     if stored.retired is not None:
-        own, retired = bounds.of(name), columns_of(stored.retired)["retired"]
-        if len(retired) > own.retired or int(retired.min()) <= now - own.retirement:
+        own, retired = bounds.for_stream(name), table_columns(stored.retired)["retired"]
+        if len(retired) > own.retired or int(retired.min()) <= now - own.retirement_ms:
             return None
     ((_, partition),) = stream_input.runs
     return stored if partition == stored.home else None
@@ -506,14 +508,14 @@ def _has_only_positions(stored: StoredStream) -> bool:
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
     for writer in stored.writers:  # no generator, for speed: called for each of a million streams at a start
-        if writer.chain.pending or writer.chain.deferred or writer.retired is not None:
+        if writer.chain.pending or writer.chain.deferred or writer.retired_at is not None:
             return False
     return len(stored.writers) <= writer_table.UNPACKED_MAX
 
 
 def _head(stored: StoredStream) -> int:
     """The highest allocated ID."""
-    return max([_reach_of_inactive(stored), *(writer.chain.position for writer in stored.writers)])
+    return max([_highest_inactive_position(stored), *(writer.chain.position for writer in stored.writers)])
 
 
 def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
@@ -522,8 +524,8 @@ def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
     """
     position = writer.chain.position
     return (
-        not writer.late
-        and writer.published <= position
+        not writer.late_ranges
+        and writer.published_position <= position
         and writer.timeline == timeline
-        and last_of(writer.chain.empty) <= position
+        and last_bound(writer.chain.empty_ranges) <= position
     )

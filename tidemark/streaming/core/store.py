@@ -24,10 +24,10 @@ from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.records import Kind, Topic
 from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
 
-UNREADABLE = codec.encode(StreamState(refused=UNBOUNDED))
+UNREADABLE_STATE = codec.encode(StreamState(uncertain_up_to=UNBOUNDED))
 """The state of a stream of which no record could be read yet."""
 
-_RECENT_MAX = 1 << 20
+_RECENT_BYTES_MAX = 1 << 20
 """The largest size of recent states in bytes. A batch decodes and encodes them within a few milliseconds."""
 
 
@@ -50,7 +50,7 @@ class _Columns(msgspec.Struct, array_like=True, frozen=True):
     state_ends: memoryview
     names: memoryview
     states: memoryview
-    unread: int
+    unreadable_count: int
 
 
 _columns = msgspec.msgpack.Decoder(_Columns)
@@ -62,7 +62,7 @@ class PackedStates:
     def __init__(self, data: bytes | memoryview) -> None:
         columns = _columns.decode(data)
         self.data = data
-        self.unread = columns.unread
+        self.unreadable_count = columns.unreadable_count
         self._name_ends, self._state_ends = columns.name_ends.cast("I"), columns.state_ends.cast("I")
         self._names, self._states = columns.names, columns.states
         self._by_name: dict[str, bytes] | None = None
@@ -71,8 +71,8 @@ class PackedStates:
     def of(cls, states: Mapping[str, bytes]) -> "PackedStates":
         ordered = sorted((name.encode(), data) for name, data in states.items())
         names, values = [name for name, _ in ordered], [data for _, data in ordered]
-        unread = values.count(UNREADABLE)
-        columns = _Columns(_ends(names), _ends(values), _joined(names), _joined(values), unread)
+        unread = values.count(UNREADABLE_STATE)
+        columns = _Columns(_ends(names), _ends(values), _join(names), _join(values), unread)
         return cls(msgspec.msgpack.encode(columns))
 
     def __len__(self) -> int:
@@ -92,11 +92,11 @@ class PackedStates:
 
     def items(self) -> Iterator[tuple[str, bytes]]:
         """Pairs of name and state, sorted by name."""
-        return zip(self.names(), _cut(self._states, self._state_ends), strict=True)
+        return zip(self.names(), _split(self._states, self._state_ends), strict=True)
 
     def names(self) -> Iterator[str]:
         """The names, ascending."""
-        return (name.decode() for name in _cut(self._names, self._name_ends))
+        return (name.decode() for name in _split(self._names, self._name_ends))
 
     def _name(self, index: int) -> bytes:
         return self._names[self._name_ends[index - 1] if index else 0 : self._name_ends[index]].tobytes()
@@ -105,7 +105,7 @@ class PackedStates:
         return self._states[self._state_ends[index - 1] if index else 0 : self._state_ends[index]].tobytes()
 
 
-def _cut(joined: memoryview, ends: memoryview) -> Iterator[bytes]:
+def _split(joined: memoryview, ends: memoryview) -> Iterator[bytes]:
     begin, data = 0, bytes(joined)
     for end in ends:
         yield data[begin:end]
@@ -116,11 +116,11 @@ def _ends(parts: list[bytes]) -> memoryview:
     return memoryview(array("I", accumulate(map(len, parts))).tobytes())
 
 
-def _joined(parts: list[bytes]) -> memoryview:
+def _join(parts: list[bytes]) -> memoryview:
     return memoryview(b"".join(parts))
 
 
-NONE = PackedStates.of({})
+NO_STATES = PackedStates.of({})
 
 
 class ShardedStates:
@@ -157,7 +157,7 @@ class States:
     """Encoded states in three layers: `recent` (mutable) shadows `packed`, which shadows the read-only `seed`."""
 
     def __init__(
-        self, recent: dict[str, bytes] | None = None, packed: PackedStates = NONE, seed: PackedStates = NONE
+        self, recent: dict[str, bytes] | None = None, packed: PackedStates = NO_STATES, seed: PackedStates = NO_STATES
     ) -> None:
         self._recent = {} if recent is None else recent
         self._packed = packed
@@ -167,14 +167,14 @@ class States:
     def unpack(cls, data: bytes | None, seed: PackedStates) -> "States":
         """Decode the result of `pack`, or None before the first batch of a query."""
         if data is None:
-            return cls({}, NONE, seed)
+            return cls({}, NO_STATES, seed)
         layers = _layers.decode(data)
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:
         """Encode all layers but the seed. Recent states move to the packed layer once they are too large."""
         size = sum(map(len, self._recent.values()))
-        if size > max(_RECENT_MAX, len(self._packed.data) // 4):
+        if size > max(_RECENT_BYTES_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
             self._recent = {}
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
@@ -187,7 +187,7 @@ class States:
     def get(self, name: str) -> bytes | None:
         if (recent := self._recent.get(name)) is not None:
             return recent
-        return self._below(name)
+        return self._get_below_recent(name)
 
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
@@ -197,14 +197,14 @@ class States:
 
     def unreadable_count(self) -> int:
         """Number of streams whose state is UNREADABLE."""
-        count = self._packed.unread + self._seed.unread
-        if self._seed.unread:
-            count -= sum(self._seed.get(name) == UNREADABLE for name, _ in self._packed.items())
+        count = self._packed.unreadable_count + self._seed.unreadable_count
+        if self._seed.unreadable_count:
+            count -= sum(self._seed.get(name) == UNREADABLE_STATE for name, _ in self._packed.items())
         if count:
-            count -= sum(self._below(name) == UNREADABLE for name in self._recent)
-        return count + sum(data == UNREADABLE for data in self._recent.values())
+            count -= sum(self._get_below_recent(name) == UNREADABLE_STATE for name in self._recent)
+        return count + sum(data == UNREADABLE_STATE for data in self._recent.values())
 
-    def _below(self, name: str) -> bytes | None:
+    def _get_below_recent(self, name: str) -> bytes | None:
         packed = self._packed.get(name) if len(self._packed) else None
         return self._seed.get(name) if packed is None else packed
 
@@ -212,7 +212,7 @@ class States:
 Partition = tuple[str, int]
 """Topic and number of a Kafka partition."""
 
-Fact = PackedRun | BatchRows | Marker
+AcceptedRecord = PackedRun | BatchRows | Marker
 """A record of the facts topic that is not rejected, or a run of such records."""
 
 
@@ -231,18 +231,18 @@ class StreamInput:
 
     columns: RunColumns
     runs: dict[Partition, list[int]] = field(default_factory=dict)
-    facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
+    rows_and_markers: dict[Partition, list[AcceptedRecord]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[Partition, list[TurnedAway]] = field(default_factory=lambda: defaultdict(list))
-    control_claims: list[TurnedAway] = field(default_factory=list)
+    refused_control: list[TurnedAway] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
     def partitions(self) -> set[Partition]:
         """Partitions with records that are not rejected."""
-        return self.runs.keys() | self.facts.keys()
+        return self.runs.keys() | self.rows_and_markers.keys()
 
-    def items(self, partition: Partition) -> list[Fact]:
+    def items(self, partition: Partition) -> list[AcceptedRecord]:
         """All records of a partition that are not rejected."""
-        return [*map(self.columns.run, self.runs.get(partition, ())), *self.facts.get(partition, ())]
+        return [*map(self.columns.run, self.runs.get(partition, ())), *self.rows_and_markers.get(partition, ())]
 
     def as_rejected(self, partition: Partition) -> Iterator[TurnedAway]:
         """The facts that may be hidden in the records of a partition if all of them are rejected."""
@@ -283,9 +283,9 @@ def group_by_stream(
             for marker in packet.markers:
                 inputs[marker.stream].control.append((partition, marker))
             continue
-        items: list[Fact] = [*packet.rows, *packet.markers]
+        items: list[AcceptedRecord] = [*packet.rows, *packet.markers]
         for item in items:
-            inputs[item.stream].facts[partition].append(item)
+            inputs[item.stream].rows_and_markers[partition].append(item)
     refused = [(packet, record) for packet in packets for record in packet.refused]
     if not refused:
         return inputs
@@ -294,19 +294,19 @@ def group_by_stream(
     }
     unreadable = {record.stream for _, record in refused if not record.only_known} - admitted
     if unreadable:
-        admitted |= {*sorted(unreadable)[: max(bounds.unread - states.unreadable_count(), 0)]}
+        admitted |= {*sorted(unreadable)[: max(bounds.unreadable - states.unreadable_count(), 0)]}
     for packet, record in refused:
         if record.stream not in admitted:
             continue
         if packet.role is Topic.CONTROL:
-            inputs[record.stream].control_claims.append(record)
+            inputs[record.stream].refused_control.append(record)
         else:
             inputs[record.stream].refused[packet.topic, packet.partition].append(record)
     return inputs
 
 
-def segments(
-    items: list[Fact | TurnedAway],
+def split_segments(
+    items: list[AcceptedRecord | TurnedAway],
 ) -> Iterator[tuple[list[PackedRun | BatchRows | TurnedAway], Marker | None]]:
     """Sort records by offset and cut them after each marker.
 

@@ -16,7 +16,14 @@ import msgspec
 import numpy as np
 
 from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
-from tidemark.streaming.core.classify import BatchOutcome, Classifier, Completed, Refusal, RollbackSignal, TimelineStart
+from tidemark.streaming.core.classify import (
+    BatchOutcome,
+    Classifier,
+    CompletedRun,
+    Refusal,
+    RollbackSignal,
+    TimelineStart,
+)
 from tidemark.streaming.core.effects import SourceReport
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
@@ -28,29 +35,29 @@ from tidemark.streaming.core.writers import (
     UnjoinedWriters,
     WriterState,
     begin_epoch,
+    detect_rollback,
     discard_unjoined,
     find_or_add,
     has_another_start,
-    is_repetition,
+    is_repeated_join,
     join_checksum,
-    rollback_signal,
-    settle,
+    settle_by_marker,
 )
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.limits import Bounds, Reason, printable
+from tidemark.streaming.values.limits import Bounds, Reason, replace_unprintable
 from tidemark.streaming.wire.records import ANY_WRITER, Kind
 from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, Run, TurnedAway
 
 
 def _reach(writer: WriterState, marker: Marker) -> int:
     """The highest settled ID, below which a RETIRE is rejected. The writer's own RETIRE may undo an operator's SKIP."""
-    return writer.chain.reach if marker.is_override else writer.reach
+    return writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer
 
 
-FromUnknownWriter = Run | PartialRows | TurnedAway
+UnknownWriterItem = Run | PartialRows | TurnedAway
 
 
-def _split_at_retirement(writer: WriterState, item: FromUnknownWriter) -> tuple[list[Run], list[FromUnknownWriter]]:
+def _split_at_retirement(writer: WriterState, item: UnknownWriterItem) -> tuple[list[Run], list[UnknownWriterItem]]:
     """Split an item of a retired writer into edges up to its position, and the part that is, or may be, beyond it."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
@@ -87,9 +94,9 @@ class StreamState:
     unjoined: UnjoinedWriters = field(default_factory=UnjoinedWriters)
     timeline: int = 1
     database: str | None = None
-    ended: int = 0
-    refused: int = 0
-    began: int = 0
+    highest_retired_position: int = 0
+    uncertain_up_to: int = 0
+    timeline_start_id: int = 0
     active_count: int = 0
     transactions: dict[str, list[str]] = field(default_factory=dict)
     reports: dict[str, SourceReport] = field(default_factory=dict)
@@ -101,25 +108,25 @@ class StreamState:
     @property
     def allocated(self) -> int:
         """The highest allocated ID: the highest one that a record of the stream has settled or passed."""
-        reaches = (writer.chain.reach for writer in self.unjoined.values())
-        return max([self.linear.position, self.writers.reach(), *reaches])
+        reaches = (writer.chain.highest_settled for writer in self.unjoined.values())
+        return max([self.linear.position, self.writers.highest_settled(), *reaches])
 
     def current_epoch(self, name: str) -> int:
         """The writer's epoch: its joined epoch if it is active, else its newest epoch that has not joined, else its
         last epoch.
         """
         writer = self.writers.get(name)
-        if writer is not None and writer.retired is None:
+        if writer is not None and writer.retired_at is None:
             return writer.epoch
         last = 0 if writer is None else writer.epoch
-        return max([last, *(epoch for _, epoch in self.unjoined.of(name))])
+        return max([last, *(epoch for _, epoch in self.unjoined.incarnations(name))])
 
     def mark_uncertain(self) -> None:
         """Note that a rejected record may be a fact of any writer, including writers that are not yet known."""
-        self.refused = UNBOUNDED
+        self.uncertain_up_to = UNBOUNDED
         self.writers.mark_uncertain()
         for unjoined in self.unjoined.values():
-            unjoined.chain.note_refused(UNBOUNDED)
+            unjoined.chain.mark_uncertain_up_to(UNBOUNDED)
 
     def apply_marker(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
         """Apply a JOIN, RETIRE, SKIP or OPEN.
@@ -134,7 +141,7 @@ class StreamState:
         if marker.kind is Kind.JOIN:
             reason = self.join(marker, batch)
         elif marker.kind is Kind.OPEN:
-            reason = self.report(marker, batch)
+            reason = self.store_report(marker, batch)
         elif marker.kind is Kind.RETIRE:
             reason = self.retire(marker, bounds, batch)
         else:
@@ -155,13 +162,13 @@ class StreamState:
         writer = self.writers.get(marker.writer)
         if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if writer is not None and is_repetition(writer, marker, self.timeline, self.database):
-            return self._join_again(writer, marker, batch)
+        if writer is not None and is_repeated_join(writer, marker, self.timeline, self.database):
+            return self._repeat_join(writer, marker, batch)
         batch.counts["applied"] += 1
-        writer, retire = self._begin(marker, batch)
-        if retire is not None and not writer.chain.pending_beyond(retire):
+        writer, retire = self._begin_epoch(marker, batch)
+        if retire is not None and not writer.chain.has_pending_beyond(retire):
             buffered = msgspec.structs.replace(marker, kind=Kind.RETIRE, id=retire, unseen=False, by=None)
-            self._end(writer, buffered, batch)
+            self._retire_writer(writer, buffered, batch)
         self.advance_linear()
         return None
 
@@ -177,33 +184,33 @@ class StreamState:
             The reason if the RETIRE is rejected.
         """
         if marker.writer == ANY_WRITER:
-            return self._discard([*self.unjoined], batch)
+            return self._discard_unjoined([*self.unjoined], batch)
         writer = self.writers.get(marker.writer)
         unjoined = self.unjoined.get((marker.writer, marker.epoch))
         if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if marker.is_override and unjoined is not None and unjoined.chain.pending_beyond(marker.id):
+        if marker.is_override and unjoined is not None and unjoined.chain.has_pending_beyond(marker.id):
             return Reason.CONFLICT
         if not marker.is_override and (writer is None or marker.epoch > writer.epoch):
             return self._buffer_retire(marker, bounds, batch)
         if writer is None:
-            writer, _ = self._begin(marker, batch)
+            writer, _ = self._begin_epoch(marker, batch)
         elif marker.epoch > writer.epoch:
-            return self._discard([(marker.writer, marker.epoch)], batch)
-        elif writer.retired is not None and marker.is_override and unjoined is not None:
-            writer.chain.adopt(self.unjoined.pop((marker.writer, marker.epoch)).chain, writer.published)
-        elif writer.retired is not None:
+            return self._discard_unjoined([(marker.writer, marker.epoch)], batch)
+        elif writer.retired_at is not None and marker.is_override and unjoined is not None:
+            writer.chain.adopt(self.unjoined.pop((marker.writer, marker.epoch)).chain, writer.published_position)
+        elif writer.retired_at is not None:
             if marker.id > writer.position:
                 return Reason.CONFLICT
             batch.counts["duplicate"] += 1
             return None
-        elif (reach := writer.chain.reach if marker.is_override else writer.reach) > max(
+        elif (reach := writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer) > max(
             marker.id, writer.chain.position
         ):
             return Reason.CONFLICT
         elif not marker.is_override:
             writer.reopen(max(marker.id, reach), batch.now)
-        self._end(writer, marker, batch)
+        self._retire_writer(writer, marker, batch)
         batch.counts["applied"] += 1
         self.advance_linear()
         return None
@@ -220,14 +227,14 @@ class StreamState:
             return Reason.UNKNOWN_WRITER
         if marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if writer.retired is not None:
+        if writer.retired_at is not None:
             return Reason.CONFLICT
-        skipped = settle(writer, marker.prev, marker, "skipped", batch)
+        skipped = settle_by_marker(writer, marker.prev, marker, "skipped", batch)
         batch.counts["applied" if len(skipped) else "duplicate"] += 1
         self.advance_linear()
         return None
 
-    def report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
+    def store_report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
         """Store the OPEN of a joined writer: its open transactions, the cause that blocks it, and its heartbeat.
 
         Moves no position.
@@ -236,33 +243,35 @@ class StreamState:
             The reason if the OPEN is rejected.
         """
         writer = self.writers.get(marker.writer)
-        if writer is None or marker.epoch > writer.epoch or writer.retired is not None:
+        if writer is None or marker.epoch > writer.epoch or writer.retired_at is not None:
             return Reason.UNKNOWN_WRITER
         if marker.epoch < writer.epoch:
             return Reason.ZOMBIE
         before = self.reports.get(marker.writer)
         self._forget_report(marker.writer)
         if marker.transactions:
-            self.transactions[marker.writer] = [printable(text) for text in marker.transactions]
+            self.transactions[marker.writer] = [replace_unprintable(text) for text in marker.transactions]
         if marker.blocked or marker.heartbeat:
-            blocked = printable(marker.blocked)
+            blocked = replace_unprintable(marker.blocked)
             since = before.since if before is not None and before.blocked == blocked else batch.now
             self.reports[marker.writer] = SourceReport(marker.heartbeat, blocked, since if blocked else 0)
         batch.counts["applied"] += 1
         return None
 
-    def keep_within(self, bounds: Bounds, batch: BatchOutcome) -> None:
+    def apply_bounds(self, bounds: Bounds, batch: BatchOutcome) -> None:
         """Apply the bounds, once after a batch: drop excess completed IDs, and excess or expired retired writers.
 
         Only retired writers at or below the linear position are dropped.
         """
-        batch.counts["forgotten"] += self.linear.forget_beyond(bounds.completed)
+        batch.counts["forgotten"] += self.linear.forget_excess(bounds.completed)
         # Keep writers that the batch touched, because their moves are not published yet.
-        before = batch.now - bounds.retirement
-        for name in self.writers.expired(self.linear.position, bounds.retired, before, batch.touched):
+        before = batch.now - bounds.retirement_ms
+        for name in self.writers.find_expired(self.linear.position, bounds.retired, before, batch.touched):
             chain = self.writers.pop(name).chain
-            self.refused = max(self.refused, chain.refused if chain.refused > chain.position else 0)
-            batch.dropped.append(name)
+            self.uncertain_up_to = max(
+                self.uncertain_up_to, chain.uncertain_up_to if chain.uncertain_up_to > chain.position else 0
+            )
+            batch.dropped_writers.append(name)
 
     def pop_deferred(self, bounds: Bounds) -> Iterator[tuple[str, int, DeferredRange]]:
         """Remove and return the deferred ranges to read again from Kafka. Call it once after each batch.
@@ -270,14 +279,14 @@ class StreamState:
         Yields:
             Name and epoch of a writer, and its range. At most one range per writer.
         """
-        for name, writer in sorted(self.writers.open.items()):
+        for name, writer in sorted(self.writers.decoded.items()):
             if (deferred := writer.chain.pop_deferred(bounds.pending)) is not None:
                 yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
         """Remove deferred ranges, whose Kafka offsets are no longer valid. Their records count as refused."""
-        self.writers.open_waiting()
-        chains = [writer.chain for writer in self.writers.open.values()]
+        self.writers.decode_waiting()
+        chains = [writer.chain for writer in self.writers.decoded.values()]
         for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
             chain.deferred.clear()
 
@@ -291,11 +300,15 @@ class StreamState:
             return
         floor = self.writers.floor()
         if floor is None or self.active_count:
-            self.linear.settle(self.ended if floor is None else floor)
+            self.linear.advance(self.highest_retired_position if floor is None else floor)
 
-    def passed(self, writer: WriterState) -> int:
+    def position_in_timeline(self, writer: WriterState) -> int:
         """The position of the writer's chain in this timeline."""
-        return writer.chain.position if writer.timeline == self.timeline else min(writer.chain.position, self.began)
+        return (
+            writer.chain.position
+            if writer.timeline == self.timeline
+            else min(writer.chain.position, self.timeline_start_id)
+        )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
         """Note that records of an unknown writer were dropped at the bound: its name and its open IDs are lost."""
@@ -304,49 +317,51 @@ class StreamState:
 
     # -- markers
 
-    def _join_again(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> Reason | None:
+    def _repeat_join(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> Reason | None:
         """Apply a repeated JOIN of the writer's current epoch."""
         if marker.id > writer.position:
             return Reason.CONFLICT
-        if not marker.is_override and not writer.joined:
-            self._note_evidence(writer, marker)
-        if marker.is_override and writer.retired is None and writer.reopen(marker.id, batch.now):
-            self.writers.follow(marker.writer)
+        if not marker.is_override and not writer.join_crc:
+            self._store_join_evidence(writer, marker)
+        if marker.is_override and writer.retired_at is None and writer.reopen(marker.id, batch.now):
+            self.writers.refresh_floor(marker.writer)
             batch.touch(marker.writer, marker.time)
             batch.counts["applied"] += 1
         else:
             batch.counts["duplicate"] += 1
         return None
 
-    def _note_evidence(self, writer: WriterState, marker: Marker) -> None:
+    def _store_join_evidence(self, writer: WriterState, marker: Marker) -> None:
         """Store the checksum, the database and the start of the JOIN that began the writer's epoch."""
-        writer.joined = 0 if marker.is_override else join_checksum(marker)
+        writer.join_crc = 0 if marker.is_override else join_checksum(marker)
         if marker.timeline is not None:
-            self.database, writer.start = marker.timeline.database or self.database, marker.timeline.start
+            self.database, writer.start_token = marker.timeline.database or self.database, marker.timeline.start
 
-    def _begin(self, marker: Marker, batch: BatchOutcome) -> tuple[WriterState, int | None]:
+    def _begin_epoch(self, marker: Marker, batch: BatchOutcome) -> tuple[WriterState, int | None]:
         """Begin the epoch of a JOIN, and a new timeline first if the JOIN shows that the database was restored.
 
         Returns:
             The writer, and the ID of a RETIRE that was buffered for this JOIN.
         """
         known = self.writers.get(marker.writer)
-        if (why := rollback_signal(known, self.unjoined, marker, self.timeline, self.database)) is not None:
+        if (why := detect_rollback(known, self.unjoined, marker, self.timeline, self.database)) is not None:
             self._begin_timeline(marker, known, why, batch)
-        elif known is not None and known.retired is not None and known.chain.position > marker.no_reuse_below:
+        elif known is not None and known.retired_at is not None and known.chain.position > marker.no_reuse_below:
             # An operator retired the writer above its position.
             retired = [
                 writer
-                for _, writer in self.writers.beyond(marker.no_reuse_below)
-                if writer.retired is not None and writer is not known
+                for _, writer in self.writers.find_beyond(marker.no_reuse_below)
+                if writer.retired_at is not None and writer is not known
             ]
-            self.ended = max([min(self.ended, marker.no_reuse_below), *map(self.passed, retired)])
+            self.highest_retired_position = max(
+                [min(self.highest_retired_position, marker.no_reuse_below), *map(self.position_in_timeline, retired)]
+            )
         self._forget_report(marker.writer)
-        self.active_count += known is None or known.retired is not None or known.timeline < self.timeline
-        writer, retire = begin_epoch(self.writers, self.unjoined, marker, self.refused, batch)
-        self.writers.follow(marker.writer)
+        self.active_count += known is None or known.retired_at is not None or known.timeline < self.timeline
+        writer, retire = begin_epoch(self.writers, self.unjoined, marker, self.uncertain_up_to, batch)
+        self.writers.refresh_floor(marker.writer)
         writer.timeline = self.timeline
-        self._note_evidence(writer, marker)
+        self._store_join_evidence(writer, marker)
         return writer, retire
 
     def _begin_timeline(
@@ -364,41 +379,41 @@ class StreamState:
         position = 0 if known is None else known.position
         follows_older_start = known is not None and has_another_start(known, marker)
         limit = marker.id if follows_older_start else marker.no_reuse_below
-        self.timeline, self.began = self.timeline + 1, limit
-        self.active_count, self.ended = 0, min(self.ended, limit)
+        self.timeline, self.timeline_start_id = self.timeline + 1, limit
+        self.active_count, self.highest_retired_position = 0, min(self.highest_retired_position, limit)
         batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))
-        for name, writer in self.writers.beyond(limit):
-            writer.go_back(limit, name, batch)
-            self.writers.follow(name)
+        for name, writer in self.writers.find_beyond(limit):
+            writer.roll_back(limit, name, batch)
+            self.writers.refresh_floor(name)
             batch.touch(name, marker.time)
         batch.counts["forgotten"] += self.linear.forget_above(limit)
         if marker.timeline is not None and marker.published is not None:
             for writer in self.writers.values():
-                if writer.start == marker.timeline.start:
+                if writer.start_token == marker.timeline.start:
                     writer.timeline = self.timeline
-                    self.active_count += writer.retired is None
+                    self.active_count += writer.retired_at is None
 
-    def _end(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> None:
-        settle(writer, 0, marker, "retired", batch)
+    def _retire_writer(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> None:
+        settle_by_marker(writer, 0, marker, "retired", batch)
         writer.chain.deferred.clear()
-        self.active_count -= writer.timeline == self.timeline and writer.retired is None
-        self.ended = max(self.ended, self.passed(writer))
-        writer.retired = batch.now
+        self.active_count -= writer.timeline == self.timeline and writer.retired_at is None
+        self.highest_retired_position = max(self.highest_retired_position, self.position_in_timeline(writer))
+        writer.retired_at = batch.now
         self._forget_report(marker.writer)
 
     def _forget_report(self, writer: str) -> None:
         self.transactions.pop(writer, None)
         self.reports.pop(writer, None)
 
-    def _discard(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
+    def _discard_unjoined(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
         if not self.unjoined.keys() & incarnations:
             return Reason.UNKNOWN_WRITER
         for incarnation in incarnations:
             refused = discard_unjoined(self.unjoined, incarnation, batch)
             if (writer := self.writers.get(incarnation[0])) is not None:
-                writer.chain.note_refused(refused)
+                writer.chain.mark_uncertain_up_to(refused)
             else:
-                self.refused = max(self.refused, refused)
+                self.uncertain_up_to = max(self.uncertain_up_to, refused)
         batch.counts["applied"] += 1
         self.advance_linear()
         return None
@@ -408,10 +423,10 @@ class StreamState:
         if unjoined is None:
             self.mark_overflow(batch)
             return Reason.BUFFER_OVERFLOW
-        if unjoined.retire is not None and unjoined.retire != marker.id:
+        if unjoined.retire_id is not None and unjoined.retire_id != marker.id:
             return Reason.CONFLICT
-        batch.counts["buffered" if unjoined.retire is None else "duplicate"] += 1
-        unjoined.retire = marker.id
+        batch.counts["buffered" if unjoined.retire_id is None else "duplicate"] += 1
+        unjoined.retire_id = marker.id
         return None
 
     # -- segments
@@ -427,63 +442,65 @@ class StreamState:
             bounds: limits of the state.
             batch: collects the changes.
         """
-        known, unknown = self._sort_out(runs, others, batch)
+        known, unknown = self._split_known_and_unknown(runs, others, batch)
         if unknown and not self.unjoined:
             # Only records before the first record of an unknown writer may still move the linear position.
             first = min(item.first_offset for item in unknown)
             before = [part for run in known for part in run.parts(run.offsets < first)]
-            self._complete([*self._apply(before, bounds, batch)], batch)
+            self._add_completed([*self._apply_runs(before, bounds, batch)], batch)
             self.advance_linear()
             known = [part for run in known for part in run.parts(run.offsets >= first)]
         buffered = [self._buffer(item, bounds, batch) for item in unknown]
         completed = [edges for parts in buffered if parts is not None for edges in parts]
-        self._complete([*completed, *self._apply(known, bounds, batch)], batch)
+        self._add_completed([*completed, *self._apply_runs(known, bounds, batch)], batch)
         if None in buffered:
             self.mark_overflow(batch)
         if any(item.writer is None for item in others):
             self.mark_uncertain()
         self.advance_linear()
 
-    def _sort_out(
+    def _split_known_and_unknown(
         self, runs: Sequence[Run], others: Sequence[PartialRows | TurnedAway], batch: BatchOutcome
-    ) -> tuple[list[Run], list[FromUnknownWriter]]:
+    ) -> tuple[list[Run], list[UnknownWriterItem]]:
         """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
 
         A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
         record of an active writer leaves a gap in the writer's chain.
         """
         known: list[Run] = []
-        unknown: list[FromUnknownWriter] = []
+        unknown: list[UnknownWriterItem] = []
         items: list[Run | PartialRows | TurnedAway] = [*runs, *others]
         for item in sorted(items, key=attrgetter("first_offset")):
             if item.writer is None:
                 continue
             if isinstance(item, Run) and self.direction.opposes(item.direction):
-                batch.rejected.append(Refusal.whole(Reason.MIXED_SIGN, item.offsets))
+                batch.refusals.append(Refusal.of_records(Reason.MIXED_SIGN, item.offsets))
                 continue
             writer = self.writers.get(item.writer)
             if writer is None and item.epoch == 0 and self._is_new() and not unknown:
                 if isinstance(item, TurnedAway):
-                    self.refused = max(self.refused, item.reach)  # a writer may still join as the first one
+                    self.uncertain_up_to = max(
+                        self.uncertain_up_to, item.reach
+                    )  # a writer may still join as the first one
                     continue
-                writer = WriterState(0, Chain(refused=self.refused), timeline=self.timeline)
+                writer = WriterState(0, Chain(uncertain_up_to=self.uncertain_up_to), timeline=self.timeline)
                 self.writers[item.writer] = writer
                 self.active_count += 1
             if writer is not None and item.epoch < writer.epoch:
                 if not isinstance(item, TurnedAway):
-                    batch.rejected.append(Refusal.whole(Reason.ZOMBIE, item.offsets))
+                    batch.refusals.append(Refusal.of_records(Reason.ZOMBIE, item.offsets))
                 continue
             if isinstance(item, Run):
                 self.set_direction(item.direction)
                 batch.touch(item.writer, item.oldest)
             if writer is None or item.epoch > writer.epoch:
                 unknown.append(item)
-            elif writer.retired is not None:
+            elif writer.retired_at is not None:
                 before, after = _split_at_retirement(writer, item)
                 known.extend(before)
                 unknown.extend(after)
             elif isinstance(item, TurnedAway):
-                writer.chain.note_refused(item.reach)
+                writer.chain.mark_uncertain_up_to(item.reach)
             elif isinstance(item, PartialRows):
                 batch.counts["batch"] += len(item.offsets)
             else:
@@ -494,16 +511,16 @@ class StreamState:
         """True if the stream has no history: then a writer of epoch 0 needs no JOIN."""
         return not self.writers and not self.unjoined and self.linear.position == 0
 
-    def _apply(self, runs: Sequence[Run], bounds: Bounds, batch: BatchOutcome) -> Iterator[Completed]:
+    def _apply_runs(self, runs: Sequence[Run], bounds: Bounds, batch: BatchOutcome) -> Iterator[CompletedRun]:
         for run in runs:
             writer = self.writers[run.writer]
-            began = self.began if writer.timeline == self.timeline else 0
-            late, published = writer.late, writer.published
+            began = self.timeline_start_id if writer.timeline == self.timeline else 0
+            late, published = writer.late_ranges, writer.published_position
             classifier = Classifier(writer.chain, bounds.pending, batch, "applied", late, published, began)
-            yield from classifier.run(run)
-            writer.late = classifier.late
+            yield from classifier.apply(run)
+            writer.late_ranges = classifier.late_ranges
 
-    def _complete(self, completed: Sequence[Completed], batch: BatchOutcome) -> None:
+    def _add_completed(self, completed: Sequence[CompletedRun], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
 
         An ID at or below it, or already completed by any writer, is final (docs/design.md, rule 10): only the first
@@ -513,8 +530,8 @@ class StreamState:
             return
         ids = np.concatenate([run.ids for run, _ in completed])
         completes = np.concatenate([run.completes for run, _ in completed])
-        counts = completes & np.concatenate([self._of_this_timeline(run) for run, _ in completed])
-        late = completes & self.linear.complete(ids, np.concatenate([run.offsets for run, _ in completed]), counts)
+        counts = completes & np.concatenate([self._current_timeline_mask(run) for run, _ in completed])
+        late = completes & self.linear.add_completed(ids, np.concatenate([run.offsets for run, _ in completed]), counts)
         if late.any():
             ends = np.cumsum([len(run) for run, _ in completed])[:-1]
             for (run, outcome), mask in zip(completed, np.split(late, ends), strict=True):
@@ -523,7 +540,7 @@ class StreamState:
                     for part in run.parts(mask):
                         batch.record_late(part, "final")
 
-    def _of_this_timeline(self, run: Run) -> Mask:
+    def _current_timeline_mask(self, run: Run) -> Mask:
         """Mask of the IDs of `run` that belong to the current timeline.
 
         Until the writer joins again, its IDs above the start of the timeline belong to the previous timeline: their
@@ -532,18 +549,18 @@ class StreamState:
         writer = self.writers.get(run.writer)
         if writer is None or writer.epoch != run.epoch or writer.timeline == self.timeline:
             return np.ones(len(run), np.bool_)
-        return run.ids <= self.began
+        return run.ids <= self.timeline_start_id
 
-    def _buffer(self, item: FromUnknownWriter, bounds: Bounds, batch: BatchOutcome) -> list[Completed] | None:
+    def _buffer(self, item: UnknownWriterItem, bounds: Bounds, batch: BatchOutcome) -> list[CompletedRun] | None:
         """Buffer an item of a writer that has not joined. Returns its completions; None if the buffers are full."""
         unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, TurnedAway):
-                batch.rejected.append(Refusal.whole(Reason.BUFFER_OVERFLOW, item.offsets))
+                batch.refusals.append(Refusal.of_records(Reason.BUFFER_OVERFLOW, item.offsets))
             return None
         if isinstance(item, Run):
-            return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").run(item)]
-        unjoined.chain.note_refused(item.reach)
+            return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").apply(item)]
+        unjoined.chain.mark_uncertain_up_to(item.reach)
         if isinstance(item, PartialRows):
             batch.counts["batch"] += len(item.offsets)
         return []

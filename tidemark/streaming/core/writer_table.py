@@ -47,17 +47,17 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The encoded form of a `Chain`. `empty` is packed by `Intervals.pack`."""
 
     position: int
-    refused: int
+    uncertain_up_to: int
     pending: list[_Span]
-    empty: bytes
+    empty_ranges: bytes
     deferred: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
         spans = [_Span(span.prev, span.id, *span.evidence.counts, span.edges, span.since) for span in chain.pending]
-        return cls(chain.position, chain.refused, spans, chain.empty.pack(), list(chain.deferred))
+        return cls(chain.position, chain.uncertain_up_to, spans, chain.empty_ranges.pack(), list(chain.deferred))
 
-    def chain(self) -> Chain:
+    def decode(self) -> Chain:
         spans = [
             Span(
                 span.prev,
@@ -69,7 +69,7 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
             for span in self.pending
         ]
         deferred = [DeferredRange(*numbers) for numbers in self.deferred]
-        return Chain(self.position, spans, self.refused, Intervals.unpack(self.empty), deferred)
+        return Chain(self.position, spans, self.uncertain_up_to, Intervals.unpack(self.empty_ranges), deferred)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -78,13 +78,13 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     epoch: int
     chain: StoredChain
-    retired: int | None
-    late: Pairs
-    published: int
+    retired_at: int | None
+    late_ranges: Pairs
+    published_position: int
     timeline: int
-    start: str | None
-    seen: int
-    joined: int
+    start_token: str | None
+    last_seen: int
+    join_crc: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "StoredWriter":
@@ -92,30 +92,30 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
             name,
             writer.epoch,
             StoredChain.of(writer.chain),
-            writer.retired,
-            list(writer.late),
-            writer.published,
+            writer.retired_at,
+            list(writer.late_ranges),
+            writer.published_position,
             writer.timeline,
-            writer.start,
-            writer.seen,
-            writer.joined,
+            writer.start_token,
+            writer.last_seen,
+            writer.join_crc,
         )
 
     @property
     def position(self) -> int:
-        return max(self.chain.position, self.published)
+        return max(self.chain.position, self.published_position)
 
-    def writer(self) -> WriterState:
+    def decode(self) -> WriterState:
         return WriterState(
             self.epoch,
-            self.chain.chain(),
-            self.retired,
-            Intervals.of(self.late),
-            self.published,
+            self.chain.decode(),
+            self.retired_at,
+            Intervals.of(self.late_ranges),
+            self.published_position,
             self.timeline,
-            self.start,
-            self.seen,
-            self.joined,
+            self.start_token,
+            self.last_seen,
+            self.join_crc,
         )
 
 
@@ -136,26 +136,37 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     epoch: int
     position: int
-    reach: int
-    edges: int
+    highest_settled: int
+    pending_edges: int
     gaps: int
     low: int
     top: int
     since: int
     row: bytes
-    deferred: bool
-    seen: int
+    has_deferred: bool
+    last_seen: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
         chain = writer.chain
         oldest = min(chain.gaps(), key=itemgetter(2))
         row = _encoder.encode(StoredWriter.of(name, writer))
-        edges, gaps, deferred = chain.waiting, len(chain.pending), bool(chain.deferred)
-        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, deferred, writer.seen)
+        edges, gaps, deferred = chain.pending_edges, len(chain.pending), bool(chain.deferred)
+        return cls(
+            name,
+            writer.epoch,
+            chain.position,
+            chain.highest_settled,
+            edges,
+            gaps,
+            *oldest,
+            row,
+            deferred,
+            writer.last_seen,
+        )
 
-    def writer(self) -> WriterState:
-        return _rows.decode(self.row).writer()
+    def decode(self) -> WriterState:
+        return _rows.decode(self.row).decode()
 
 
 class Straggler(NamedTuple):
@@ -170,12 +181,12 @@ class Straggler(NamedTuple):
     name: str
     epoch: int
     open_since: int
-    seen: int
+    last_seen: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "Straggler":
         open_since = min((since for _, _, since in writer.chain.gaps()), default=0)
-        return cls(writer.chain.position, name, writer.epoch, open_since, writer.seen)
+        return cls(writer.chain.position, name, writer.epoch, open_since, writer.last_seen)
 
 
 class _Name(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -213,16 +224,16 @@ class PackedTable:
 
     def find(self, name: str) -> int | None:
         """Row of the writer; None if there is no writer of this name."""
-        row = self._place(name)
+        row = self._insertion_row(name)
         return row if row < len(self) and self.name(row) == name else None
 
     def name(self, row: int) -> str:
-        return _names.decode(self._encoded(row)).name
+        return _names.decode(self._row_bytes(row)).name
 
     def writer(self, row: int) -> WriterState:
-        writer = _rows.decode(self._encoded(row)).writer()
+        writer = _rows.decode(self._row_bytes(row)).decode()
         if self.columns["uncertain"][row]:
-            writer.chain.note_refused(UNBOUNDED)
+            writer.chain.mark_uncertain_up_to(UNBOUNDED)
         return writer
 
     def with_all_uncertain(self) -> "PackedTable":
@@ -231,7 +242,7 @@ class PackedTable:
         columns["uncertain"] = True
         return PackedTable(columns.tobytes(), self.rows)
 
-    def changed(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
+    def with_changes(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
         """A copy without the rows `removed` and with the writers `added`.
 
         The cost depends on the number of changes; other rows are copied in blocks.
@@ -240,7 +251,7 @@ class PackedTable:
             return self
         rows: list[bytes] = []
         columns: list[npt.NDArray[np.void]] = []
-        insertions = [(self._place(name), 0, name) for name in sorted(added)]
+        insertions = [(self._insertion_row(name), 0, name) for name in sorted(added)]
         start = 0
         for row, width, name in sorted([*insertions, *((row, 1, "") for row in removed)]):
             rows.append(self.rows[self._start(start) : self._start(row)])
@@ -248,26 +259,26 @@ class PackedTable:
             if not width:
                 writer = added[name]
                 rows.append(_encoder.encode(StoredWriter.of(name, writer)))
-                uncertain = writer.chain.refused == UNBOUNDED
-                numbers = (len(rows[-1]), uncertain, writer.chain.position, writer.position, writer.retired or 0)
+                uncertain = writer.chain.uncertain_up_to == UNBOUNDED
+                numbers = (len(rows[-1]), uncertain, writer.chain.position, writer.position, writer.retired_at or 0)
                 columns.append(np.array([numbers], COLUMNS))
             start = row + width
         rows.append(self.rows[self._start(start) :])
         columns.append(self.columns[start:])
         return PackedTable(np.concatenate(columns).tobytes(), b"".join(rows))
 
-    def _place(self, name: str) -> int:
+    def _insertion_row(self, name: str) -> int:
         """The row of the writer, or the row before which it would be inserted."""
         return bisect_left(range(len(self)), name, key=self.name)
 
     def _start(self, row: int) -> int:
         return int(self._ends[row - 1]) if row else 0
 
-    def _encoded(self, row: int) -> bytes:
+    def _row_bytes(self, row: int) -> bytes:
         return self.rows[self._start(row) : self._start(row + 1)]
 
 
-EMPTY = PackedTable()
+EMPTY_TABLE = PackedTable()
 
 
 UNPACKED_MAX = 32
@@ -295,23 +306,25 @@ class Writers(MutableMapping[str, WriterState]):
 
     def __init__(
         self,
-        opened: Mapping[str, WriterState] | None = None,
+        decoded: Mapping[str, WriterState] | None = None,
         active: PackedTable | None = None,
         retired: PackedTable | None = None,
         waiting: Iterable[WaitingWriter] = (),
     ) -> None:
-        self.open = dict(opened or {})
+        self.decoded = dict(decoded or {})
         self.waiting = {writer.name: writer for writer in waiting}
-        self.opened = 0
-        self.before = {name: (writer.epoch, writer.retired is not None) for name, writer in self.open.items()}
-        self._active = _PackedWriters(active or EMPTY)
-        self._retired = _PackedWriters(retired or EMPTY)
-        self.stored: PackedTable | None = retired or EMPTY
-        self._lowest: list[tuple[int, str]] | None = None
+        self.decode_count = 0
+        self.before_batch = {
+            name: (writer.epoch, writer.retired_at is not None) for name, writer in self.decoded.items()
+        }
+        self._active = _PackedWriters(active or EMPTY_TABLE)
+        self._retired = _PackedWriters(retired or EMPTY_TABLE)
+        self.stored_retired: PackedTable | None = retired or EMPTY_TABLE
+        self._floor_heap: list[tuple[int, str]] | None = None
         """Heap of the open active writers by position. An entry may be too low, or of a writer that has retired."""
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]
-        return self.open.get(name) or self._open(name)
+        return self.decoded.get(name) or self._decode(name)
 
     def __getitem__(self, name: str) -> WriterState:
         writer = self.get(name)
@@ -321,97 +334,97 @@ class Writers(MutableMapping[str, WriterState]):
 
     def __setitem__(self, name: str, writer: WriterState) -> None:
         self.get(name)
-        self.open[name] = writer
-        self.follow(name)
+        self.decoded[name] = writer
+        self.refresh_floor(name)
 
     def __delitem__(self, name: str) -> None:
-        removed = self.open.pop(name, None) or self.waiting.pop(name, None)
+        removed = self.decoded.pop(name, None) or self.waiting.pop(name, None)
         if removed is None and not (self._active.drop(name) or self._retired.drop(name)):
             raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.open, *self.waiting, *self._active.names(), *self._retired.names()])
+        return iter([*self.decoded, *self.waiting, *self._active.names(), *self._retired.names()])
 
     def __len__(self) -> int:
-        return len(self.open) + len(self.waiting) + len(self._active) + len(self._retired)
+        return len(self.decoded) + len(self.waiting) + len(self._active) + len(self._retired)
 
-    def follow(self, name: str) -> None:
+    def refresh_floor(self, name: str) -> None:
         """Call this if a writer's chain was set back, or if the writer became active again."""
-        if self._lowest is not None:
-            heappush(self._lowest, (self.open[name].chain.position, name))
+        if self._floor_heap is not None:
+            heappush(self._floor_heap, (self.decoded[name].chain.position, name))
 
     def floor(self) -> int | None:
         """The lowest position of an active writer's chain; None if no writer is active."""
-        if self._lowest is None:
-            self._lowest = [
-                (writer.chain.position, name) for name, writer in self.open.items() if writer.retired is None
+        if self._floor_heap is None:
+            self._floor_heap = [
+                (writer.chain.position, name) for name, writer in self.decoded.items() if writer.retired_at is None
             ]
-            heapify(self._lowest)
+            heapify(self._floor_heap)
         # Chains only advance unless `follow` is called, so an entry is never above its writer's position.
-        while self._lowest:
-            position, name = self._lowest[0]
-            writer = self.open.get(name)
-            if writer is None or writer.retired is not None:
-                heappop(self._lowest)
+        while self._floor_heap:
+            position, name = self._floor_heap[0]
+            writer = self.decoded.get(name)
+            if writer is None or writer.retired_at is not None:
+                heappop(self._floor_heap)
             elif writer.chain.position > position:
-                heapreplace(self._lowest, (writer.chain.position, name))
+                heapreplace(self._floor_heap, (writer.chain.position, name))
             else:
                 break
         positions = [waiting.position for waiting in self.waiting.values()]
-        if self._lowest:
-            positions.append(self._lowest[0][0])
-        if (packed := self._active.lowest()) is not None:
+        if self._floor_heap:
+            positions.append(self._floor_heap[0][0])
+        if (packed := self._active.lowest_position()) is not None:
             positions.append(packed)
         return min(positions, default=None)
 
-    def reach(self) -> int:
+    def highest_settled(self) -> int:
         """The highest ID that is settled on any chain."""
-        waiting = (writer.reach for writer in self.waiting.values())
-        opened = (writer.chain.reach for writer in self.open.values())
-        return max([self._active.reach(), self._retired.reach(), *waiting, *opened])
+        waiting = (writer.highest_settled for writer in self.waiting.values())
+        opened = (writer.chain.highest_settled for writer in self.decoded.values())
+        return max([self._active.highest_position(), self._retired.highest_position(), *waiting, *opened])
 
-    def stragglers(self, linear: int, most: int) -> tuple[list[Straggler], int]:
+    def stragglers(self, linear: int, limit: int) -> tuple[list[Straggler], int]:
         """Active writers whose chains have not passed `linear`.
 
         Returns:
             Up to `most` of them, the lowest first, and their total number.
         """
-        stragglers, more = self._active.stragglers(linear, most)
+        stragglers, more = self._active.stragglers(linear, limit)
         stragglers += [
             Straggler.of(name, writer)
-            for name, writer in self.open.items()
-            if writer.retired is None and writer.chain.position <= linear
+            for name, writer in self.decoded.items()
+            if writer.retired_at is None and writer.chain.position <= linear
         ]
         stragglers += [
-            Straggler(writer.position, writer.name, writer.epoch, writer.since, writer.seen)
+            Straggler(writer.position, writer.name, writer.epoch, writer.since, writer.last_seen)
             for writer in self.waiting.values()
             if writer.position <= linear
         ]
-        return sorted(stragglers)[:most], len(stragglers) + more
+        return sorted(stragglers)[:limit], len(stragglers) + more
 
-    def beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
+    def find_beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
         """All writers that have settled an ID beyond `id`. May include others."""
         for packed in (self._active, self._retired):
-            for name in packed.beyond(id):
-                self._open(name)
-        for name in [writer.name for writer in self.waiting.values() if writer.reach > id]:
-            self._open(name)
-        yield from self.open.items()
+            for name in packed.names_beyond(id):
+                self._decode(name)
+        for name in [writer.name for writer in self.waiting.values() if writer.highest_settled > id]:
+            self._decode(name)
+        yield from self.decoded.items()
 
-    def open_waiting(self) -> None:
+    def decode_waiting(self) -> None:
         """Open all writers with many pending spans."""
         for name in [*self.waiting]:
-            self._open(name)
+            self._decode(name)
 
     def mark_uncertain(self) -> None:
         """Mark all writers as uncertain."""
-        self.open_waiting()
-        for writer in self.open.values():
-            writer.chain.note_refused(UNBOUNDED)
+        self.decode_waiting()
+        for writer in self.decoded.values():
+            writer.chain.mark_uncertain_up_to(UNBOUNDED)
         self._active.mark_uncertain()
         self._retired.mark_uncertain()
 
-    def expired(self, linear: int, most: int, before: int, touched: Container[str]) -> list[str]:
+    def find_expired(self, linear: int, keep: int, retired_before: int, touched: Container[str]) -> list[str]:
         """The names of retired writers to drop, in the order of retirement.
 
         Args:
@@ -421,50 +434,50 @@ class Writers(MutableMapping[str, WriterState]):
             touched: writers that the batch has touched, which are kept.
         """
         opened = sorted(
-            (writer.retired, name)
-            for name, writer in self.open.items()
-            if writer.retired is not None and writer.position <= linear and name not in touched
+            (writer.retired_at, name)
+            for name, writer in self.decoded.items()
+            if writer.retired_at is not None and writer.position <= linear and name not in touched
         )
         if not opened and not len(self._retired):
             return []
-        packed, times = self._retired.passed(linear)
-        too_old = int(np.count_nonzero(times <= before)) + sum(since <= before for since, _ in opened)
-        count = max(too_old, len(opened) + len(packed) - most)
+        packed, times = self._retired.retired_up_to(linear)
+        too_old = int(np.count_nonzero(times <= retired_before)) + sum(since <= retired_before for since, _ in opened)
+        count = max(too_old, len(opened) + len(packed) - keep)
         if count <= 0:
             return []
         first = np.argsort(times, kind="stable")[:count]
         retired = ((int(times[index]), self._retired.name(int(packed[index]))) for index in first)
         return [name for _, name in islice(merge(retired, opened), count)]
 
-    def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
+    def pack(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
         """The four groups, as arguments of a new `Writers`: decoded, active, retired and waiting."""
         decoded, active, retired, waiting = {}, {}, {}, dict(self.waiting)
-        for name, writer in sorted(self.open.items()):
-            if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired is None:
+        for name, writer in sorted(self.decoded.items()):
+            if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired_at is None:
                 waiting[name] = WaitingWriter.of(name, writer)
             elif writer.chain.pending or writer.chain.deferred:
                 decoded[name] = writer
-            elif writer.retired is None:
+            elif writer.retired_at is None:
                 active[name] = writer
             else:
                 retired[name] = writer
         if len(active) + len(self._active) <= UNPACKED_MAX:
             if len(self._active):
-                active |= self._active.unpacked()
-            decoded, table = dict(sorted((decoded | active).items())), EMPTY
+                active |= self._active.unpack()
+            decoded, table = dict(sorted((decoded | active).items())), EMPTY_TABLE
         else:
             table = self._active.with_added(active)
         return decoded, table, self._retired.with_added(retired), sorted(waiting.values(), key=attrgetter("name"))
 
-    def _open(self, name: str) -> WriterState | None:
+    def _decode(self, name: str) -> WriterState | None:
         waiting = self.waiting.pop(name, None)
-        writer = waiting.writer() if waiting else self._active.take(name) or self._retired.take(name)
+        writer = waiting.decode() if waiting else self._active.pop(name) or self._retired.pop(name)
         if writer is not None:
-            self.opened += 1
-            self.open[name] = writer
-            self.before[name] = writer.epoch, writer.retired is not None
-            if writer.retired is None:
-                self.follow(name)
+            self.decode_count += 1
+            self.decoded[name] = writer
+            self.before_batch[name] = writer.epoch, writer.retired_at is not None
+            if writer.retired_at is None:
+                self.refresh_floor(name)
         return writer
 
 
@@ -479,7 +492,7 @@ class _PackedWriters:
         self._removed: set[int] = set()
         self._order: Ids | None = None
         """Rows by position, ascending; None until `lowest` is asked for."""
-        self._lowest = 0
+        self._lowest_index = 0
 
     def __len__(self) -> int:
         return len(self._table) - len(self._removed)
@@ -490,7 +503,7 @@ class _PackedWriters:
     def name(self, row: int) -> str:
         return self._table.name(row)
 
-    def take(self, name: str) -> WriterState | None:
+    def pop(self, name: str) -> WriterState | None:
         """Remove and return a writer."""
         row = self._find(name)
         if row is None:
@@ -505,22 +518,22 @@ class _PackedWriters:
             self._removed.add(row)
         return row is not None
 
-    def lowest(self) -> int | None:
+    def lowest_position(self) -> int | None:
         """The lowest position of a chain; None if there are no rows."""
         if not len(self):
             return None
         chains = self._table.columns["chain"]
         if self._order is None:
             self._order = np.argsort(chains)
-        while int(self._order[self._lowest]) in self._removed:
-            self._lowest += 1
-        return int(chains[self._order[self._lowest]])
+        while int(self._order[self._lowest_index]) in self._removed:
+            self._lowest_index += 1
+        return int(chains[self._order[self._lowest_index]])
 
-    def reach(self) -> int:
+    def highest_position(self) -> int:
         """The highest position of a chain."""
         return int(self._column("chain").max()) if len(self) else 0
 
-    def stragglers(self, linear: int, most: int) -> tuple[list[Straggler], int]:
+    def stragglers(self, linear: int, limit: int) -> tuple[list[Straggler], int]:
         """Writers whose chains have not passed `linear`.
 
         Returns:
@@ -530,19 +543,19 @@ class _PackedWriters:
             return [], 0
         chains = self._column("chain")
         rows, positions = self._rows()[chains <= linear], chains[chains <= linear]
-        if more := max(0, len(rows) - most):
-            highest = np.partition(positions, most - 1)[most - 1]
+        if more := max(0, len(rows) - limit):
+            highest = np.partition(positions, limit - 1)[limit - 1]
             below = rows[positions < highest]
-            rows = np.concatenate((below, rows[positions == highest][: most - len(below)]))
+            rows = np.concatenate((below, rows[positions == highest][: limit - len(below)]))
         return [Straggler.of(self.name(row), self._table.writer(row)) for row in rows.tolist()], more
 
-    def beyond(self, id: int) -> list[str]:
+    def names_beyond(self, id: int) -> list[str]:
         """Names of writers whose chains are beyond `id`."""
         if not len(self):
             return []
         return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
-    def passed(self, linear: int) -> tuple[Ids, Ids]:
+    def retired_up_to(self, linear: int) -> tuple[Ids, Ids]:
         """Rows of writers at or below `linear`, and the times (ms) at which they retired."""
         if not len(self):
             return _NO_ROWS, _NO_ROWS
@@ -555,9 +568,9 @@ class _PackedWriters:
 
     def with_added(self, added: Mapping[str, WriterState]) -> PackedTable:
         """A copy of the table without the removed rows, and with the writers `added`."""
-        return self._table.changed(self._removed, added)
+        return self._table.with_changes(self._removed, added)
 
-    def unpacked(self) -> dict[str, WriterState]:
+    def unpack(self) -> dict[str, WriterState]:
         return {self.name(row): self._table.writer(row) for row in self._rows().tolist()}
 
     def _find(self, name: str) -> int | None:

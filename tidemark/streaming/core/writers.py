@@ -16,10 +16,10 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from tidemark.streaming.core.chain import NO_POSITION, Chain, How, Moves, Span
+from tidemark.streaming.core.chain import NO_POSITION, Chain, ChainChanges, SettledBy, Span
 from tidemark.streaming.core.classify import BatchOutcome, LateRange, RollbackSignal
-from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.values.limits import NOTHING, Bounds, Evidence
+from tidemark.streaming.values.intervals import NO_INTERVALS, Ids, Intervals
+from tidemark.streaming.values.limits import NO_EVIDENCE, Bounds, Evidence
 from tidemark.streaming.wire.records import ANY_WRITER
 from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask
 
@@ -52,52 +52,52 @@ class WriterState:
 
     epoch: int
     chain: Chain
-    retired: int | None = None
-    late: Intervals = EMPTY
-    published: int = 0
+    retired_at: int | None = None
+    late_ranges: Intervals = NO_INTERVALS
+    published_position: int = 0
     timeline: int = 1
-    start: str | None = None
-    seen: int = 0
-    joined: int = 0
-    _taken: int = field(default=0, init=False)
+    start_token: str | None = None
+    last_seen: int = 0
+    join_crc: int = 0
+    _position_before: int = field(default=0, init=False)
     """Position at the last `take`."""
 
     def __post_init__(self) -> None:
-        self._taken = self.position
+        self._position_before = self.position
 
     @property
     def position(self) -> int:
         """The writer's position. It never goes back, even if the chain does."""
-        return max(self.chain.position, self.published)
+        return max(self.chain.position, self.published_position)
 
-    def take(self) -> Moves:
+    def take_changes(self) -> ChainChanges:
         """Return the changes of the chain since the last `take`, with the move of the writer's position."""
-        moves = self.chain.take()
+        moves = self.chain.take_changes()
         # The counts of a partly published span are upper bounds, limited to the width of the move.
-        evidence = moves.evidence.at_most(self.position - self._taken)
-        moves = replace(moves, prev=self._taken, id=self.position, evidence=evidence)
-        self._taken = self.position
+        evidence = moves.evidence.at_most(self.position - self._position_before)
+        moves = replace(moves, prev=self._position_before, id=self.position, evidence=evidence)
+        self._position_before = self.position
         return moves
 
-    def go_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
+    def roll_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
         """Set the chain back to `limit`: the database was restored, and IDs beyond may be given out again.
 
         Completions beyond `limit` that were not published are late.
         """
-        record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late, name, batch)
+        record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late_ranges, name, batch)
         if self.chain.position > limit:
-            self.published = max(self.published, self.chain.position)
+            self.published_position = max(self.published_position, self.chain.position)
             self.chain.restart_at(limit)
-        self.late = self.late.upto(limit)
-        if self.published > limit:
-            self.late = self.late.union(Intervals.of([(limit, self.published)]))
+        self.late_ranges = self.late_ranges.up_to(limit)
+        if self.published_position > limit:
+            self.late_ranges = self.late_ranges.union(Intervals.of([(limit, self.published_position)]))
 
     @property
-    def reach(self) -> int:
+    def highest_settled_by_writer(self) -> int:
         """The highest ID that was not settled only by an operator."""
-        if not len(self.late):
-            return self.chain.reach
-        own = self.chain.settled().difference(self.late)
+        if not len(self.late_ranges):
+            return self.chain.highest_settled
+        own = self.chain.settled_intervals().difference(self.late_ranges)
         return int(own.highs[-1]) if len(own) else 0
 
     def reopen(self, id: int, now: int) -> bool:
@@ -111,12 +111,12 @@ class WriterState:
         Returns:
             False if there was no such range.
         """
-        overridden = self.chain.settled().common(self.late.above(id))
+        overridden = self.chain.settled_intervals().intersection(self.late_ranges.above(id))
         if not len(overridden):
             return False
-        self.published = self.position
+        self.published_position = self.position
         self.chain.reopen(overridden, now)
-        self.late = self.late.upto(max(id, self.published))
+        self.late_ranges = self.late_ranges.up_to(max(id, self.published_position))
         return True
 
 
@@ -133,8 +133,8 @@ class UnjoinedWriter:
 
     chain: Chain
     since: int
-    retire: int | None = None
-    seen: int = 0
+    retire_id: int | None = None
+    last_seen: int = 0
 
 
 class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
@@ -145,7 +145,7 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
         self._epochs: dict[str, set[int]] = {}
         self.update(unjoined or {})
 
-    def of(self, name: str) -> list[Incarnation]:
+    def incarnations(self, name: str) -> list[Incarnation]:
         """Incarnations of one writer, by epoch."""
         return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
 
@@ -188,8 +188,8 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
     """
     chain = unjoined.pop(incarnation).chain
     for span in chain.pending:
-        batch.late.append(LateRange(*incarnation, span.prev, span.id, span.evidence.facts, "skipped"))
-    return chain.refused
+        batch.late_ranges.append(LateRange(*incarnation, span.prev, span.id, span.evidence.facts, "skipped"))
+    return chain.uncertain_up_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def join_checksum(marker: Marker) -> int:
     return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
 
 
-def rollback_signal(
+def detect_rollback(
     writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
     """Detect from a JOIN that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
@@ -240,18 +240,18 @@ def rollback_signal(
     """
     if _has_another_database(marker, database):
         return "database"
-    incarnations = unjoined.of(marker.writer)
+    incarnations = unjoined.incarnations(marker.writer)
     earlier = (unjoined[incarnation].chain for incarnation in incarnations if incarnation[1] < marker.epoch)
-    if any(chain.pending_beyond(marker.no_reuse_below) for chain in earlier):
+    if any(chain.has_pending_beyond(marker.no_reuse_below) for chain in earlier):
         return "position"
     if writer is None or writer.timeline < timeline:
         return None
-    if marker.no_reuse_below < writer.reach:
+    if marker.no_reuse_below < writer.highest_settled_by_writer:
         return "position"
     return "start" if has_another_start(writer, marker) else None
 
 
-def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
+def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
@@ -260,11 +260,11 @@ def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: 
     """
     if marker.epoch != writer.epoch:
         return False
-    if marker.is_override or writer.joined == join_checksum(marker):
+    if marker.is_override or writer.join_crc == join_checksum(marker):
         return True
-    if writer.joined:
-        return writer.timeline == timeline and rollback_signal(writer, _NO_UNJOINED, marker, timeline, database) is None
-    if marker.timeline is None or marker.timeline.start == writer.start:
+    if writer.join_crc:
+        return writer.timeline == timeline and detect_rollback(writer, _NO_UNJOINED, marker, timeline, database) is None
+    if marker.timeline is None or marker.timeline.start == writer.start_token:
         return True
     return not (_has_another_database(marker, database) or has_another_start(writer, marker))
 
@@ -279,10 +279,10 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
 
 def has_another_start(writer: WriterState, marker: Marker) -> bool:
     """True if the start is neither the writer's last one nor the next one in a new epoch."""
-    if marker.timeline is None or writer.start in (None, marker.timeline.start):
+    if marker.timeline is None or writer.start_token in (None, marker.timeline.start):
         return False
-    is_next = writer.start == marker.timeline.after
-    return not is_next or (marker.epoch == writer.epoch and writer.joined != 0)
+    is_next = writer.start_token == marker.timeline.after
+    return not is_next or (marker.epoch == writer.epoch and writer.join_crc != 0)
 
 
 _NO_UNJOINED = UnjoinedWriters()
@@ -292,7 +292,7 @@ def begin_epoch(
     writers: MutableMapping[str, WriterState],
     unjoined: UnjoinedWriters,
     marker: Marker,
-    refused: int,
+    uncertain_up_to: int,
     batch: BatchOutcome,
 ) -> tuple[WriterState, int | None]:
     """Begin the epoch of a JOIN.
@@ -314,30 +314,36 @@ def begin_epoch(
     Returns:
         The writer, and the ID of a RETIRE that was buffered for this JOIN.
     """
-    writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(refused=refused)))
-    writer.go_back(marker.no_reuse_below, marker.writer, batch)
+    writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(uncertain_up_to=uncertain_up_to)))
+    writer.roll_back(marker.no_reuse_below, marker.writer, batch)
     writer.chain.deferred.clear()
-    retire, refused = None, 0
-    for incarnation in unjoined.of(marker.writer):
+    retire, uncertain_up_to = None, 0
+    for incarnation in unjoined.incarnations(marker.writer):
         _, epoch = incarnation
         if epoch > marker.epoch:
             continue
         before = unjoined.pop(incarnation)
         if epoch < marker.epoch:
             spans = before.chain.cut_above(marker.no_reuse_below)
-            record_rolled_back(epoch, spans, EMPTY, marker.writer, batch)
+            record_rolled_back(epoch, spans, NO_INTERVALS, marker.writer, batch)
         else:
-            retire, refused, writer.chain.deferred = before.retire, before.chain.refused, before.chain.deferred
-            for low, high in writer.late.above(marker.id):
-                record_rolled_back(marker.epoch, before.chain.within(low, high), EMPTY, marker.writer, batch)
-        writer.chain.adopt(before.chain, writer.published)
+            retire, uncertain_up_to, writer.chain.deferred = (
+                before.retire_id,
+                before.chain.uncertain_up_to,
+                before.chain.deferred,
+            )
+            for low, high in writer.late_ranges.above(marker.id):
+                record_rolled_back(
+                    marker.epoch, before.chain.spans_within(low, high), NO_INTERVALS, marker.writer, batch
+                )
+        writer.chain.adopt(before.chain, writer.published_position)
     # Only the epoch that ends here can complete IDs that an operator settled up to the JOIN.
-    writer.chain.declare_empty(writer.late.upto(marker.id))
-    writer.epoch, writer.retired = marker.epoch, None
-    writer.late = writer.late.above(marker.id)
-    settle(writer, 0, marker, "joined", batch)
-    if not batch.elsewhere and OVERFLOW_SLOT not in unjoined:
-        writer.chain.refused = refused
+    writer.chain.declare_empty(writer.late_ranges.up_to(marker.id))
+    writer.epoch, writer.retired_at = marker.epoch, None
+    writer.late_ranges = writer.late_ranges.above(marker.id)
+    settle_by_marker(writer, 0, marker, "joined", batch)
+    if not batch.has_unordered_rejections and OVERFLOW_SLOT not in unjoined:
+        writer.chain.uncertain_up_to = uncertain_up_to
     return writer, retire
 
 
@@ -355,10 +361,10 @@ def record_rolled_back(
         for low, high in overridden.missing(span.prev, span.id):
             evidence = span.evidence.at_most(high - low)
             if evidence.facts or evidence.unseen:
-                batch.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
+                batch.late_ranges.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
 
 
-def settle(writer: WriterState, prev: int, marker: Marker, how: How, batch: BatchOutcome) -> Intervals:
+def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: SettledBy, batch: BatchOutcome) -> Intervals:
     """Settle the open IDs in `(prev, marker.id]`.
 
     Later completions of IDs that an operator settles are late. IDs up to the published position get no evidence,
@@ -367,21 +373,21 @@ def settle(writer: WriterState, prev: int, marker: Marker, how: How, batch: Batc
     Returns:
         The ranges that were open.
     """
-    open_ranges = Intervals.of(writer.chain.missing(prev, marker.id))
-    for low, high in open_ranges.upto(writer.published):
-        writer.chain.settle(low, high, NOTHING, 0, how, batch.now)
-    for low, high in open_ranges.above(writer.published):
-        evidence = _evidence(marker, low, high, writer.chain.refused)
+    open_ranges = Intervals.of(writer.chain.open_ranges(prev, marker.id))
+    for low, high in open_ranges.up_to(writer.published_position):
+        writer.chain.settle(low, high, NO_EVIDENCE, 0, how, batch.now)
+    for low, high in open_ranges.above(writer.published_position):
+        evidence = _evidence(marker, low, high, writer.chain.uncertain_up_to)
         writer.chain.settle(low, high, evidence, 0, how, batch.now)
         if evidence.empty:
             writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
     if marker.is_override:
-        writer.late = writer.late.union(open_ranges)
+        writer.late_ranges = writer.late_ranges.union(open_ranges)
     batch.touch(marker.writer, marker.time)
     return open_ranges
 
 
-def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
+def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evidence:
     """The evidence of the open range `(low, high]` that `marker` settles.
 
     The writer does not know which of its records were rejected, so IDs up to `refused` may have facts.
@@ -389,7 +395,7 @@ def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
     width = high - low
     if marker.is_override:
         return Evidence(skipped=width)
-    unseen = width if marker.unseen else min(max(refused - low, 0), width)
+    unseen = width if marker.unseen else min(max(uncertain_up_to - low, 0), width)
     return Evidence(unseen=unseen, empty=width - unseen)
 
 
@@ -411,10 +417,10 @@ class LinearPosition:
     """
 
     position: int = 0
-    completed: Intervals = EMPTY
+    completed: Intervals = NO_INTERVALS
     heads: list[tuple[int, int]] = field(default_factory=list)
 
-    def complete(self, ids: Ids, offsets: Ids, counts: Mask) -> Mask:
+    def add_completed(self, ids: Ids, offsets: Ids, eligible: Mask) -> Mask:
         """Remember completed IDs.
 
         Args:
@@ -432,19 +438,19 @@ class LinearPosition:
             order = np.lexsort((offsets, ids))
             ordered, indexes = ids[order], np.arange(len(ids))
             # For each ID but the first: the index of the last ID before it that counts.
-            last = np.maximum.accumulate(np.where(counts[order], indexes, -1))[:-1]
+            last = np.maximum.accumulate(np.where(eligible[order], indexes, -1))[:-1]
             final[order[1:]] |= (last >= 0) & (ordered[1:] == ordered[last])
-        if not counts.all():
-            added = Intervals.from_ids(ids[counts])
+        if not eligible.all():
+            added = Intervals.from_ids(ids[eligible])
         self.completed = self.completed.union(added.above(self.position))
         return final
 
-    def settle(self, floor: int) -> None:
+    def advance(self, floor: int) -> None:
         """Advance to `floor`, the lowest position of the active writers, and over the completed IDs above it."""
-        self.position = self.completed.reach(max(self.position, floor))
+        self.position = self.completed.contiguous_end(max(self.position, floor))
         self.completed = self.completed.above(self.position)
 
-    def follow(self, before: int, head: int, now: int) -> None:
+    def update_heads(self, head_before: int, head: int, now: int) -> None:
         """Update `heads`, once after a batch.
 
         Args:
@@ -462,23 +468,23 @@ class LinearPosition:
         while self.heads[-1][0] >= head:  # the database was restored
             self.heads.pop()
         last, since = self.heads[-1]
-        if head > before > last and now > since:
-            self.heads.append((before, now))
+        if head > head_before > last and now > since:
+            self.heads.append((head_before, now))
             if len(self.heads) > HEADS_MAX:
                 del self.heads[1::2]
 
     def forget_above(self, id: int) -> int:
         """Remove completed IDs beyond `id`, which may be given out again. Returns their number."""
-        return self._keep(self.completed.upto(id))
+        return self._replace_completed(self.completed.up_to(id))
 
-    def forget_beyond(self, intervals: int) -> int:
+    def forget_excess(self, intervals_max: int) -> int:
         """Keep only the lowest `intervals` of completed IDs. Returns the number of removed IDs.
 
         Without a completed ID the linear position may wait longer. It never moves too early.
         """
-        return self._keep(self.completed.lowest(intervals))
+        return self._replace_completed(self.completed.lowest(intervals_max))
 
-    def _keep(self, remaining: Intervals) -> int:
+    def _replace_completed(self, remaining: Intervals) -> int:
         if remaining is self.completed:
             return 0
         forgotten = self.completed.width() - remaining.width()

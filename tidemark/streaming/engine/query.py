@@ -20,7 +20,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from tidemark.common.gc_tuning import freeze, gc_disabled
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.batch import advance
-from tidemark.streaming.core.store import NONE, PackedStates, States
+from tidemark.streaming.core.store import NO_STATES, PackedStates, States
 from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.runs import Packet
 
@@ -81,11 +81,11 @@ def advance_shard(
     freeze()
     shard = int(key[0]) % shards  # `streaming.engine.query`
     seed = _seeds_of(line, seeds).get(shard)
-    states = States.unpack(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
+    states = States.unpack(state.get[0] if state.exists else None, NO_STATES if seed is None else PackedStates(seed))
     with gc_disabled():
         packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
         done = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
-        encoded = effects.encode(msgspec.structs.replace(done, computed_from=computed_from))
+        encoded = effects.encode(msgspec.structs.replace(done, computation_start=computed_from))
     state.update((states.pack(),))
     yield pd.DataFrame({"shard": [shard], "effects": [encoded]})
 

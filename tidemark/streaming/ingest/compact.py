@@ -27,7 +27,7 @@ from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_loader import load_kernels, loaded
 from tidemark.streaming.ingest.record_batch import Edges, Incarnation, PlannedRange, RecordBatch
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.values.limits import Rejected, shard_of
+from tidemark.streaming.values.limits import RejectedRecords, shard_of
 from tidemark.streaming.wire.records import ROW, Topic
 from tidemark.streaming.wire.runs import NUMBERS, BatchRows, Marker, PackedRuns, Packet, RunColumns, TurnedAway
 
@@ -251,7 +251,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
     for reason, offsets in sorted(columns.rejected.items()):
-        rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
+        rejected = RejectedRecords(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
     for refused in _refused(columns.refused, markers):
         packet_of(shard_of(refused.stream, shards)).refused.append(refused)

@@ -11,7 +11,10 @@ DirectionName = Literal["forward", "backward"]
 
 
 class Direction(IntEnum):
-    """The numbers are stored. `UNKNOWN`: no record of the stream has had an ID other than 0 yet."""
+    """The sign of a stream's IDs. States and Postgres store the numbers.
+
+    `UNKNOWN`: no record of the stream has had an ID other than 0 yet.
+    """
 
     FORWARD = 1
     BACKWARD = -1
@@ -23,7 +26,7 @@ class Direction(IntEnum):
         return cls((id > 0) - (id < 0))
 
     @classmethod
-    def named(cls, name: DirectionName) -> "Direction":
+    def from_name(cls, name: DirectionName) -> "Direction":
         return cls.FORWARD if name == "forward" else cls.BACKWARD
 
     def signed(self, magnitude: int) -> int:

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
-_NONE: Ids = np.empty(0, np.int64)
+_NO_IDS: Ids = np.empty(0, np.int64)
 
-_CODES = {2: "H", 4: "I", 8: "Q"}
-"""Widths in bytes of packed numbers. One byte is not used, because steps would often be too long, which requires
-repacking.
+_TYPE_CODES = {2: "H", 4: "I", 8: "Q"}
+"""Type codes of `array` for packed steps, by their width in bytes. One byte is not used: steps would often be too long,
+and each longer step requires repacking.
 """
 
-_DENSE = 8
-"""If at least one in this many IDs exists, a bitmap costs a tenth of sorting."""
+_BITMAP_BITS_PER_ID_MAX = 8
+"""A bitmap with at most this many bits for each ID costs a tenth of sorting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,31 +36,31 @@ class Intervals:
         """The union of `(low, high)` pairs, in any order; they may overlap."""
         listed = [*pairs]
         if not listed:
-            return cls(_NONE, _NONE)
+            return cls(_NO_IDS, _NO_IDS)
         flat = np.array(listed, np.int64)
-        return cls._merged(flat[:, 0], flat[:, 1])
+        return cls._merge(flat[:, 0], flat[:, 1])
 
     @classmethod
     def from_ids(cls, ids: Ids) -> Self:
         """The set of single IDs, given in any order. Each ID is the interval `(id - 1, id]`."""
         if not len(ids):
-            return cls(_NONE, _NONE)
-        if (marked := _marked(ids)) is None:
+            return cls(_NO_IDS, _NO_IDS)
+        if (bitmap := _bitmap(ids)) is None:
             ordered = np.sort(
                 ids, kind="stable"
             )  # for a few ascending IDs, the usual case, six times as fast as the default
-            return cls._merged(ordered - 1, ordered)
-        low, present = marked
+            return cls._merge(ordered - 1, ordered)
+        low, present = bitmap
         bounds = np.flatnonzero(present[1:] != present[:-1]) + low
         return cls(bounds[::2], bounds[1::2])
 
     @classmethod
-    def between(cls, lows: Ids, highs: Ids) -> Self:
+    def from_bounds(cls, lows: Ids, highs: Ids) -> Self:
         """The union of the intervals `(lows[i], highs[i]]`, given in any order; they may overlap."""
-        return cls._merged(lows, highs)
+        return cls._merge(lows, highs)
 
     @classmethod
-    def _merged(cls, lows: Ids, highs: Ids) -> Self:
+    def _merge(cls, lows: Ids, highs: Ids) -> Self:
         if (lows[1:] > highs[:-1]).all():  # the usual case, which is five times faster
             return cls(lows, highs)
         order = np.argsort(lows, kind="stable")
@@ -74,7 +74,7 @@ class Intervals:
             return self
         if not len(self):
             return other
-        return Intervals._merged(np.concatenate((self.lows, other.lows)), np.concatenate((self.highs, other.highs)))
+        return Intervals._merge(np.concatenate((self.lows, other.lows)), np.concatenate((self.highs, other.highs)))
 
     def above(self, position: int) -> "Intervals":
         """The part of the set beyond `position`."""
@@ -83,7 +83,7 @@ class Intervals:
         skip = int(np.searchsorted(self.highs, position, side="right"))
         return Intervals(np.maximum(self.lows[skip:], position), self.highs[skip:])
 
-    def upto(self, position: int) -> "Intervals":
+    def up_to(self, position: int) -> "Intervals":
         """The part of the set up to and including `position`."""
         if not len(self) or self.highs[-1] <= position:
             return self
@@ -94,14 +94,14 @@ class Intervals:
         """The part of the set outside `(prev, id]`."""
         if not len(self.within(prev, id)):
             return self
-        below, above = self.upto(prev), self.above(id)
+        below, above = self.up_to(prev), self.above(id)
         return Intervals(np.concatenate((below.lows, above.lows)), np.concatenate((below.highs, above.highs)))
 
     def within(self, prev: int, id: int) -> "Intervals":
         """The part of the set inside `(prev, id]`."""
-        return self.above(prev).upto(id) if len(self) else self
+        return self.above(prev).up_to(id) if len(self) else self
 
-    def common(self, other: "Intervals") -> "Intervals":
+    def intersection(self, other: "Intervals") -> "Intervals":
         """The intersection of both sets. Takes a step for each interval of `other`."""
         return Intervals.of(part for low, high in other for part in self.within(low, high))
 
@@ -122,7 +122,7 @@ class Intervals:
 
     def difference(self, other: "Intervals") -> "Intervals":
         """The IDs of this set that are not in `other`. Takes a step for each interval of this set."""
-        if not len(self.within(int(other.lows[0]), int(other.highs[-1])) if len(other) else EMPTY):
+        if not len(self.within(int(other.lows[0]), int(other.highs[-1])) if len(other) else NO_INTERVALS):
             return self
         return Intervals.of(part for low, high in self for part in other.missing(low, high))
 
@@ -138,34 +138,34 @@ class Intervals:
             return self
         return Intervals(self.lows[:count], self.highs[:count])
 
-    def reach(self, position: int) -> int:
-        """The largest ID such that the set contains all IDs from `position` to it; `position` if there is none."""
+    def contiguous_end(self, position: int) -> int:
+        """The largest ID such that the set contains all IDs in `(position, ID]`; `position` if there is none."""
         at = int(np.searchsorted(self.highs, position, side="right"))
         if at < len(self) and self.lows[at] <= position:
             return int(self.highs[at])
         return position
 
     def pack(self) -> bytes:
-        """Encode the set compactly: the size of a step, the last bound, and the steps from bound to bound."""
+        """Encode the set: the width of a step (1 byte), the last bound (8 bytes), and the steps from bound to bound."""
         if not len(self):
             return b""
         bounds = np.empty(2 * len(self), np.int64)
         bounds[::2], bounds[1::2] = self.lows, self.highs
         steps = bounds[1:] - bounds[:-1]
         longest = int(steps.max())
-        size = next(size for size in _CODES if not longest >> 8 * size)
+        size = next(size for size in _TYPE_CODES if not longest >> 8 * size)
         return bytes([size]) + int(bounds[-1]).to_bytes(8, "little") + steps.astype(f"<u{size}").tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
-            return cls(_NONE, _NONE)
+            return cls(_NO_IDS, _NO_IDS)
         steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(
             np.int64
         )  # numpy would convert uint64 to float
         bounds = np.zeros(len(steps) + 1, np.int64)
         np.cumsum(steps, out=bounds[1:])
-        bounds += last_of(packed) - bounds[-1]
+        bounds += last_bound(packed) - bounds[-1]
         return cls(bounds[::2], bounds[1::2])
 
     def width(self) -> int:
@@ -185,44 +185,48 @@ class Intervals:
         return hash(tuple(self))
 
 
-def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
+def _bitmap(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
     """A bitmap from below the lowest ID to above the highest, and the ID of its first bit. None if `ids` are sparse."""
     low, high = int(ids.min()) - 1, int(ids.max())
-    if high - low > _DENSE * len(ids):
+    if high - low > _BITMAP_BITS_PER_ID_MAX * len(ids):
         return None
     present = np.zeros(high - low + 2, np.bool_)
     present[ids - low] = True
     return low, present
 
 
-def are_different(ids: Ids) -> bool:
+def are_distinct(ids: Ids) -> bool:
     """Whether all `ids` are distinct."""
     if not len(ids):
         return True
-    marked = _marked(ids)
-    count = Intervals.from_ids(ids).width() if marked is None else int(np.count_nonzero(marked[1]))
+    bitmap = _bitmap(ids)
+    count = Intervals.from_ids(ids).width() if bitmap is None else int(np.count_nonzero(bitmap[1]))
     return count == len(ids)
 
 
-def last_of(packed: bytes) -> int:
+def last_bound(packed: bytes) -> int:
     """The last bound of a packed set, 0 if the set is empty."""
     return int.from_bytes(packed[1:9], "little")
 
 
-class Ascending(NamedTuple):
-    """Disjoint intervals between the bounds `low` and `high`, encoded so that they can be appended to a packed set.
+class PackedSteps(NamedTuple):
+    """Disjoint intervals, encoded so that they can be appended to a packed set.
 
-    `steps` are the differences from bound to bound, as integers of `size` bytes; the longest step needs this size.
+    Attributes:
+        low: the first bound.
+        high: the last bound.
+        step_bytes: the width of each step in bytes, as small as the longest step allows.
+        steps: the differences from bound to bound, as unsigned little-endian integers.
     """
 
     low: int
     high: int
-    size: int
+    step_bytes: int
     steps: bytes
 
     @classmethod
-    def all_of(cls, lows: Ids, highs: Ids, firsts: npt.NDArray[np.intp]) -> "list[Ascending]":
-        """Split ascending intervals into one set for each index in `firsts`, where the set begins."""
+    def split(cls, lows: Ids, highs: Ids, firsts: npt.NDArray[np.intp]) -> "list[PackedSteps]":
+        """Split ascending intervals into several sets. `firsts` has the index of the first interval of each set."""
         bounds = np.empty(2 * len(lows), np.int64)
         bounds[::2], bounds[1::2] = lows, highs
         steps = np.append(bounds[1:] - bounds[:-1], 0)
@@ -238,41 +242,46 @@ class Ascending(NamedTuple):
         ]
 
 
-def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
+def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> bytes:
     """Append intervals to a packed set, in most cases without unpacking it.
 
     Args:
         packed: a packed set.
-        more: at most `most` intervals, which begin at the end of the set or beyond.
-        most: the largest number of intervals. The highest ones remain.
+        added: at most `count_max` intervals, which begin at the end of the set or beyond.
+        count_max: the largest number of intervals of the result, which has the highest ones.
 
     Returns:
         The packed union.
     """
-    if more is None:
+    if added is None:
         return packed
-    size, last = packed[0] if packed else 0, last_of(packed)
-    end, added = more.high.to_bytes(8, "little"), len(more.steps) // more.size
-    joins = bool(packed) and more.low == last
-    if not joins and (not packed or added == 2 * most - 1):
-        return bytes([more.size]) + end + more.steps
-    between = more.low - last
-    if joins or size < more.size or between >> 8 * size:
-        return _united(packed, more, most)
-    known = (len(packed) - 9) // size
-    gone = max(0, known + 1 + added - (2 * most - 1))
+    step_bytes, last = packed[0] if packed else 0, last_bound(packed)
+    end, added_count = added.high.to_bytes(8, "little"), len(added.steps) // added.step_bytes
+    is_adjacent = bool(packed) and added.low == last
+    if not is_adjacent and (not packed or added_count == 2 * count_max - 1):
+        return bytes([added.step_bytes]) + end + added.steps
+    gap = added.low - last
+    if is_adjacent or step_bytes < added.step_bytes or gap >> 8 * step_bytes:
+        return _repack(packed, added, count_max)
+    step_count = (len(packed) - 9) // step_bytes
+    dropped = max(0, step_count + 1 + added_count - (2 * count_max - 1))
     # After the longest steps are dropped, fewer bytes per number may be enough.
-    if gone and size > 2 and max(array(_CODES[size], packed[9 : 9 + gone * size])) >> 4 * size:
-        return _united(packed, more, most)
-    steps = more.steps
-    if size > more.size:
-        steps = array(_CODES[size], array(_CODES[more.size], steps)).tobytes()
-    return packed[:1] + end + packed[9 + gone * size :] + between.to_bytes(size, "little") + steps
+    if (
+        dropped
+        and step_bytes > 2
+        and max(array(_TYPE_CODES[step_bytes], packed[9 : 9 + dropped * step_bytes])) >> 4 * step_bytes
+    ):
+        return _repack(packed, added, count_max)
+    steps = added.steps
+    if step_bytes > added.step_bytes:
+        steps = array(_TYPE_CODES[step_bytes], array(_TYPE_CODES[added.step_bytes], steps)).tobytes()
+    return packed[:1] + end + packed[9 + dropped * step_bytes :] + gap.to_bytes(step_bytes, "little") + steps
 
 
-def _united(packed: bytes, more: Ascending, most: int) -> bytes:
-    added = Intervals.unpack(bytes([more.size]) + more.high.to_bytes(8, "little") + more.steps)
-    return Intervals.unpack(packed).union(added).highest(most).pack()
+def _repack(packed: bytes, added: PackedSteps, count_max: int) -> bytes:
+    """Unpack both sets, and pack their union."""
+    added_set = Intervals.unpack(bytes([added.step_bytes]) + added.high.to_bytes(8, "little") + added.steps)
+    return Intervals.unpack(packed).union(added_set).highest(count_max).pack()
 
 
-EMPTY = Intervals(_NONE, _NONE)
+NO_INTERVALS = Intervals(_NO_IDS, _NO_IDS)

@@ -3,8 +3,8 @@
 At a bound a state stops advancing, rejects records, or drops data, which can only delay it (docs/design.md, rule 9).
 This module does not need numpy, because services that only write or read import it too.
 
-*Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names with a
-`*`. For each setting, the most specific policy that has the setting applies. If none has it, the default applies.
+*Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names and a
+`*`. For each setting, the most specific policy that has the setting applies. If no policy has it, the default applies.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from zlib import crc32
 import msgspec
 
 
-def fitting(name: str) -> Iterator[str]:
+def policy_names(name: str) -> Iterator[str]:
     """The names of policies that apply to a stream, the most specific first: its name, then each prefix with a `*`.
 
     Args:
@@ -33,26 +33,30 @@ class Bounds:
     """The bounds of a stream's state.
 
     Attributes:
-        pending: spans of a writer. An edge that would exceed it is deferred.
-        completed: intervals above the linear position. The highest are forgotten.
-        unjoined: incarnations that never joined. Records of additional ones are rejected.
-        retired: retired writers. The ones that retired first are dropped.
-        retirement: milliseconds after which a retired writer is dropped.
-        unread: streams of a shard that are known only from unreadable records. Each additional stream is marked as
-            uncertain.
-        own: other bounds for some streams, by policy name (`fitting`).
+        pending: spans above the position of a writer. An edge that would add one more is deferred.
+        completed: intervals of completed IDs above the linear position. The highest are forgotten.
+        unjoined: incarnations of a stream that never joined. Records of further ones are rejected.
+        retired: retired writers of a stream. The ones that retired first are dropped.
+        retirement_ms: milliseconds after which a retired writer is dropped.
+        unreadable: streams of a shard that are known only from unreadable records. Beyond it, each new stream is marked
+            as uncertain.
+        by_policy: other bounds for some streams, by policy name (`policy_names`).
     """
 
     pending: int = 10_000
     completed: int = 10_000
     unjoined: int = 1_000
     retired: int = 10_000
-    retirement: int = 7 * 24 * 3600 * 1000
-    unread: int = 1_000
-    own: Mapping[str, "Bounds"] = field(default_factory=dict)
+    retirement_ms: int = 7 * 24 * 3600 * 1000
+    unreadable: int = 1_000
+    by_policy: Mapping[str, "Bounds"] = field(default_factory=dict)
 
-    def of(self, stream: str) -> "Bounds":
-        return next((self.own[name] for name in fitting(stream) if name in self.own), self) if self.own else self
+    def for_stream(self, stream: str) -> "Bounds":
+        return (
+            next((self.by_policy[name] for name in policy_names(stream) if name in self.by_policy), self)
+            if self.by_policy
+            else self
+        )
 
 
 class Reason(StrEnum):
@@ -85,8 +89,8 @@ class Reason(StrEnum):
     NOT_STORABLE = "not_storable"
 
 
-class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Records that go to the dead letters unchanged.
+class RejectedRecords(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Records of one partition that are rejected for one reason. They go to the dead letters unchanged.
 
     `offsets` are ascending little-endian int64. `ids` is empty, or has the first rejected ID of each record, 0 if the
     whole record is rejected.
@@ -99,7 +103,7 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ids: bytes = b""
 
     @property
-    def records(self) -> int:
+    def count(self) -> int:
         return len(self.offsets) // 8
 
 
@@ -138,10 +142,10 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return Evidence(*(min(count, width) for count in self.counts))
 
 
-NOTHING = Evidence()
+NO_EVIDENCE = Evidence()
 
 
-class Encoded(NamedTuple):
+class EncodedState(NamedTuple):
     """The stored parts of an encoded state (`core.codec`).
 
     Attributes:
@@ -155,7 +159,7 @@ class Encoded(NamedTuple):
     retired: bytes | None
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Replace control characters, which a terminal would execute, in untrusted text."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
@@ -165,14 +169,19 @@ def shard_of(stream: str, shards: int) -> int:
     return crc32(stream.encode()) % shards
 
 
-DAY = 24 * 3600 * 1000  # ms
+DAY_MS = 24 * 3600 * 1000  # ms
 
 
 class PolicySetting(NamedTuple):
-    """A setting of a policy. If its default is None, it has no effect unless a policy sets it."""
+    """A setting of a policy. Without a default, it has no effect unless a policy sets it.
+
+    Attributes:
+        maximum: the largest value.
+        meaning: its description, for people.
+    """
 
     default: int | None
-    most: int
+    maximum: int
     meaning: str
 
 
@@ -200,37 +209,39 @@ class Policies:
     """All policies. Unknown settings are ignored, because a newer version may have written them.
 
     Attributes:
-        given: name -> setting -> value.
-        defaults: setting -> value; they replace the defaults of `POLICY_SETTINGS`.
+        by_name: for each policy the values of its settings.
+        defaults: values that replace the defaults of `POLICY_SETTINGS`.
     """
 
-    given: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    by_name: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
 
-    def source(self, stream: str, setting: str) -> str | None:
-        """The name of the policy that applies; None for the default."""
-        return next((name for name in fitting(stream) if setting in self.given.get(name, ())), None)
+    def policy_name(self, stream: str, setting: str) -> str | None:
+        """The name of the policy that sets the setting for the stream; None if the default applies."""
+        return next((name for name in policy_names(stream) if setting in self.by_name.get(name, ())), None)
 
     def value(self, stream: str, setting: str) -> int | None:
-        if (source := self.source(stream, setting)) is not None:
-            return self.given[source][setting]
+        if (name := self.policy_name(stream, setting)) is not None:
+            return self.by_name[name][setting]
         return self.defaults.get(setting, POLICY_SETTINGS[setting].default)
 
     def bounds(self) -> Bounds:
-        """The bounds of all streams, including streams with their own bounds."""
-        ours = {setting for setting, _ in _BOUNDS.values()}
-        own = {name: self._bounds(name, {}) for name, given in self.given.items() if ours & given.keys()}
-        return Policies({}, self.defaults)._bounds("*", own)
+        """The bounds of all streams, including those that policies set for some streams."""
+        bound_settings = {setting for setting, _ in _BOUND_SETTINGS.values()}
+        by_policy = {
+            name: self._bounds(name, {}) for name, values in self.by_name.items() if bound_settings & values.keys()
+        }
+        return Policies({}, self.defaults)._bounds("*", by_policy)
 
-    def _bounds(self, name: str, own: Mapping[str, Bounds]) -> Bounds:
-        limits = {bound: (self.value(name, setting) or 0) * unit for bound, (setting, unit) in _BOUNDS.items()}
-        return Bounds(**limits, own=own)
+    def _bounds(self, name: str, by_policy: Mapping[str, Bounds]) -> Bounds:
+        limits = {bound: (self.value(name, setting) or 0) * unit for bound, (setting, unit) in _BOUND_SETTINGS.items()}
+        return Bounds(**limits, by_policy=by_policy)
 
 
-# Bound -> (setting with a default, unit).
-_BOUNDS: Final = {
+# For each field of `Bounds`: the setting (it has a default), and the factor from its unit to that of the field.
+_BOUND_SETTINGS: Final = {
     "pending": ("pending_bound", 1),
     "completed": ("completed_bound", 1),
     "retired": ("retired_bound", 1),
-    "retirement": ("retirement_days", DAY),
+    "retirement_ms": ("retirement_days", DAY_MS),
 }

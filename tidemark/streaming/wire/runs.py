@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.values.limits import Evidence, Rejected
+from tidemark.streaming.values.intervals import NO_INTERVALS, Ids, Intervals
+from tidemark.streaming.values.limits import Evidence, RejectedRecords
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
@@ -292,7 +292,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     runs: PackedRuns
     rows: list[BatchRows]
     markers: list[Marker]
-    rejected: list[Rejected]
+    rejected: list[RejectedRecords]
     refused: list[TurnedAway] = []
     cut: bool = False
 
@@ -394,4 +394,4 @@ class Run:
         """The IDs without a fact of the writer: void IDs, announced ranges, and IDs inside edges."""
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
-        return Intervals.between(prevs[declared], highs[declared]) if declared.any() else EMPTY
+        return Intervals.from_bounds(prevs[declared], highs[declared]) if declared.any() else NO_INTERVALS
