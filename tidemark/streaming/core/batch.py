@@ -112,15 +112,15 @@ def _progress(packets: list[Packet]) -> list[Progress]:
 
 
 class StreamBatch:
-    """One batch of one stream: `feed` applies its records, then `effects` ends the batch.
+    """One batch of one stream: `feed` applies its records, then `finish` ends the batch.
 
     Attributes:
         stream: the state, decoded.
         outcome: the changes of the batch so far.
-        rejected: rejected records, with topic and partition; IDs are signed.
+        refusals: rejected records, with topic and partition; IDs are signed.
         overrides: markers of operators that were applied, with `by` and `why`.
         requeues: deferred records that have room now.
-        encoded: the new state, set by `effects`.
+        encoded: the new state, set by `finish`.
     """
 
     def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
@@ -162,9 +162,7 @@ class StreamBatch:
             ]
 
     def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
-        """Apply the facts that may be hidden in the records of these partitions and in rejected records of the control
-        topic.
-        """
+        """Apply the facts that may be in records of these partitions, and in rejected records of the control topic."""
         refused = [
             *stream_input.refused_control,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),

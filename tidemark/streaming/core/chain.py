@@ -23,7 +23,7 @@ NO_POSITION = -1
 
 EMPTY_RANGES_MAX = 32
 """The largest number of empty ranges that a chain remembers, a few bytes each. An edge that contradicts an older range
-is a duplicate.
+counts as a duplicate.
 """
 
 DEFERRED_RANGES_MAX = 32
@@ -32,7 +32,7 @@ are read again without need.
 """
 
 SettledBy = Literal["completed", "joined", "retired", "skipped"]
-"""What settled an ID: an edge of its writer, a JOIN, a RETIRE, or an operator's SKIP."""
+"""What settled an ID or closed a gap: an edge of the writer, a JOIN, a RETIRE, or an operator's SKIP."""
 
 
 class DeferredRange(NamedTuple):
@@ -92,14 +92,14 @@ class Span:
 
 @dataclass(slots=True)
 class ChainChanges:
-    """The changes of a chain since the last `Chain.take`.
+    """The changes of a chain since the last `Chain.take_changes`.
 
     Attributes:
         prev: the position before.
         id: the position now.
         evidence: how the IDs in `(prev, id]` were settled.
-        changed: gaps that are new or have changed, as `(low, top, since)`.
-        closed: gaps that were closed, by `top`.
+        changed_gaps: gaps that are new or have changed, as `(low, top, since)`.
+        closed_gaps: what closed each gap, by `top`.
     """
 
     prev: int
@@ -116,10 +116,10 @@ class Chain:
     Attributes:
         position: every ID of the writer up to here is settled.
         pending: spans above the position, ascending; between two of them is a gap.
-        refused: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if its ID is not known. Open
-            IDs up to it may have facts, even if the writer declares them empty later.
-        empty: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them contradicts
-            the writer (docs/design.md, rule 10).
+        uncertain_up_to: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if the ID is not
+            known. Open IDs up to it may have facts, even if the writer declares them empty later.
+        empty_ranges: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them
+            contradicts the writer (docs/design.md, rule 10).
         deferred: Kafka records of deferred edges, which are read again later.
     """
 
@@ -131,7 +131,7 @@ class Chain:
     _position_before: int = field(default=NO_POSITION, init=False)
     _evidence: Evidence = field(default=NO_EVIDENCE, init=False)
     _gaps_before: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)
-    """Gaps before the first change since the last `take`, by `top`; None if nothing changed."""
+    """The gaps at the last `take_changes`, by `top`; None if nothing has changed since."""
     _closed_gaps: dict[int, SettledBy] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +152,9 @@ class Chain:
         return bool(self.pending) and self.pending[-1].id > id
 
     def settled_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """The settled ranges that overlap `(prev, id]`, not cut, ascending. The first may be `(0, position]`."""
+        """The settled ranges that overlap `(prev, id]`, ascending. They may extend beyond it. The first may be
+        `(0, position]`.
+        """
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
         return ranges
@@ -178,7 +180,7 @@ class Chain:
         return prev == below or id == above
 
     def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: SettledBy, since: int) -> None:
-        """Settle `(prev, id]`, which must be completely open (`missing`).
+        """Settle `(prev, id]`, which must be completely open (`open_ranges`).
 
         Args:
             evidence: how the IDs were settled.
@@ -219,16 +221,16 @@ class Chain:
             self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
     def mark_uncertain_up_to(self, id: int) -> None:
-        """Note that a rejected record may have contained a fact with an ID up to `reach`."""
+        """Note that a rejected record may have contained a fact with an ID up to `id`."""
         self.uncertain_up_to = max(self.uncertain_up_to, id)
 
     def defer(self, deferred: DeferredRange, highest: int) -> None:
-        """Remember records that exceed the bound of spans.
+        """Remember records whose edges exceed the bound of spans, to read them again later.
 
-        If Kafka has removed the records before they are read again, they count as refused.
+        Kafka may remove the records before that. So IDs up to `highest` count as uncertain.
 
         Args:
-            reach: the highest ID in the records.
+            highest: the highest ID in the records.
         """
         self.deferred = merge_ranges([*self.deferred, deferred])
         self.mark_uncertain_up_to(highest)
@@ -240,7 +242,7 @@ class Chain:
         the `spans` are free: each span that becomes free would otherwise make the pipeline read a whole range again.
 
         Args:
-            spans: bound of the spans of this chain.
+            spans_max: bound of the spans of this chain.
 
         Returns:
             None if no range may be read again now.
@@ -252,7 +254,7 @@ class Chain:
         return None if index is None else self.deferred.pop(index)
 
     def declare_empty(self, ranges: Intervals) -> None:
-        """Note that the writer declared `ranges` to hold no fact of its own."""
+        """Note that the writer declared that it has no fact in `ranges`."""
         self.empty_ranges = self.empty_ranges.union(ranges).highest(EMPTY_RANGES_MAX)
 
     def cut_above(self, limit: int) -> list[Span]:
@@ -282,7 +284,7 @@ class Chain:
         self.empty_ranges = self.empty_ranges.up_to(position)
 
     def settled_intervals(self) -> Intervals:
-        """The set of settled IDs, up to `reach`."""
+        """All settled IDs."""
         return Intervals.of([*self.settled_ranges(0, self.highest_settled)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
@@ -304,20 +306,20 @@ class Chain:
         for top in tops - {span.prev for span in remaining}:
             self._close(top, "joined")
 
-    def adopt(self, other: "Chain", published: int) -> None:
-        """Add the open IDs of the spans of `other`, a chain without a position.
+    def adopt(self, other: "Chain", published_position: int) -> None:
+        """Settle the open IDs that `other` has settled. `other` is a chain without a position.
 
         Args:
-            published: position that was published for the writer. Evidence up to it is not reported again.
+            published_position: position that was published for the writer. Evidence up to it is not reported again.
         """
         self.mark_uncertain_up_to(other.uncertain_up_to)
         self.declare_empty(other.empty_ranges)
         for span in other.pending:
             for prev, id in self.open_ranges(span.prev, span.id):
-                if prev < published:
-                    self.settle(prev, min(id, published), NO_EVIDENCE, 0, "joined", span.since)
-                if id > published:
-                    part = _part(span, max(prev, published), id)
+                if prev < published_position:
+                    self.settle(prev, min(id, published_position), NO_EVIDENCE, 0, "joined", span.since)
+                if id > published_position:
+                    part = _part(span, max(prev, published_position), id)
                     self.settle(part.prev, id, part.evidence, part.edges, "joined", span.since)
 
     def spans_within(self, prev: int, id: int) -> Iterator[Span]:
@@ -334,7 +336,7 @@ class Chain:
             low = span.id
 
     def take_changes(self) -> ChainChanges:
-        """Return the combined changes since the last `take`.
+        """Return the combined changes since the last call.
 
         A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
         `changed` and `closed`.

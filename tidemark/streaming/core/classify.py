@@ -86,7 +86,7 @@ class Refusal:
 
     @classmethod
     def of_records(cls, reason: Reason, offsets: Ids) -> "Refusal":
-        """Reject whole records."""
+        """The rejection of whole records, with `offsets` in any order."""
         return cls(reason, np.sort(offsets), np.zeros_like(offsets))
 
 
@@ -96,13 +96,14 @@ class BatchOutcome:
 
     Attributes:
         now: time (ms) of the batch.
-        elsewhere: True if the batch also rejected records that have no order against the stream's other records.
+        has_unordered_rejections: True if the batch rejected records that have no order relative to the stream's other
+            records.
         counts: number of records by outcome.
         touched: for each writer with records in the batch, the Kafka time (ms) of its oldest record.
-        rejected: rejected facts. A rejected marker is the return value of `StreamState.apply_marker`.
-        late: late completions.
+        refusals: rejected facts. A rejected marker is the return value of `StreamState.apply_marker`.
+        late_ranges: late completions.
         timelines: timelines that began.
-        dropped: names of retired writers that left the state.
+        dropped_writers: names of retired writers that left the state.
     """
 
     now: int
@@ -131,7 +132,7 @@ class BatchOutcome:
 
 
 CompletedRun = tuple[Run, Outcome]
-"""Edges that this batch settled or that are late, and the outcome that they were counted as."""
+"""Edges that this batch settled or that are late, and the outcome under which they are counted."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
 _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
@@ -143,13 +144,13 @@ class Classifier:
 
     Attributes:
         chain: the writer's chain.
-        spans: bound of the spans on the chain. An edge that would add one more is deferred.
+        spans_max: bound of the spans on the chain. An edge that would add one more is deferred.
         batch: collects the changes.
         outcome: how an accepted edge is counted.
-        late: ranges in which a completion is late. A range shrinks by each completion in it.
-        published: late completions up to this ID are late because the database was restored; late completions beyond
-            it, because an operator settled their range.
-        began: an earlier timeline may have settled IDs up to this one.
+        late_ranges: ranges in which a completion is late. Each completion is removed from its range.
+        published_position: late completions up to this ID are late because the database was restored; late completions
+            beyond it, because an operator settled their range.
+        timeline_start_id: an earlier timeline may have settled IDs up to this one.
     """
 
     chain: Chain
@@ -196,7 +197,11 @@ class Classifier:
             self._reject(run, classes == _CONFLICT, Reason.CONFLICT)
 
     def _classify(self, run: Run) -> npt.NDArray[np.int64] | None:
-        """Compare each edge with the settled ranges. Returns None if all edges are new."""
+        """Compare each edge with the settled ranges.
+
+        Returns:
+            For each edge `_NEW`, `_DUPLICATE`, `_ACROSS_TIMELINE` or `_CONFLICT`. None if all edges are new.
+        """
         covered = self.chain.settled_ranges(run.start, run.end)
         if not covered:
             return None
@@ -216,6 +221,7 @@ class Classifier:
         return classes
 
     def _settle(self, run: Run) -> Iterator[CompletedRun]:
+        """Settle a run, or defer it if the bound of spans is reached."""
         if not self._has_room(run.start, run.end):
             self._defer(run)
             self.batch.counts["deferred"] += len(run)

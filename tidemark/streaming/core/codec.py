@@ -4,7 +4,7 @@ Nested msgpack arrays. The first element is the number of the format; an unknown
 stored as intervals only, so a million pending IDs above one gap take a few bytes.
 
 The table of retired writers is the last element. It may have ten thousand rows, and few batches change it. So it can be
-cut off and stored separately (`Encoded`).
+cut off and stored separately (`EncodedState`).
 """
 
 from collections.abc import Iterator

@@ -40,9 +40,9 @@ class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
         reason: `transaction` (the writer reported an open transaction), `gap` (it completed IDs above open ones),
             `silent` (it has sent nothing beyond `position`) or `unknown` (it never joined).
         position: position of the writer's chain; 0 if it never joined.
-        since: time (ms) since when the writer blocks: of its oldest gap, or of an unknown writer's first record,
-            otherwise of the begin of the linear lag; None if unknown.
-        seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
+        since: time (ms) at which the writer began to block: the start of its oldest gap, or the first record of an
+            unknown writer, or else the start of the linear lag; None if unknown.
+        last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
     writer: str
@@ -243,7 +243,7 @@ class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer that sends OPEN records. `seen`: time (ms) of the batch that read its newest record."""
+    """A writer that sends OPEN records. `last_seen`: time (ms) of the batch that read its newest record."""
 
     writer: str
     last_seen: int
@@ -255,15 +255,19 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
 
     def overdue(self, now: float, reading_since: float) -> float | None:
-        """Seconds since the last record, if the writer has missed its heartbeat at `now` (s since 1970); else None.
+        """Return the seconds since the last record if the writer has missed its heartbeat, else None.
 
-        `reading_since`: the time (s) since when the pipeline has read without a break.
+        Args:
+            now: the time in seconds since 1970.
+            reading_since: the time (s) since when the pipeline has read without a break.
         """
         silent = now - max(self.last_seen / 1000, reading_since)
         return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
 
 
 MISSED_HEARTBEATS = 2
+"""A writer is overdue after this many heartbeat intervals without a record."""
+
 HEARTBEAT_SLACK = 5.0
 """Seconds that a record may take from its writer to the state, even on a busy machine."""
 
@@ -304,6 +308,8 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         linear: the linear position after the batch.
         allocated_prev: the highest allocated ID before the batch.
         allocated: the highest ID that a record of the stream has named.
+        closed: gaps that were closed.
+        late: late completions.
         dropped: retired writers that left the state.
         counts: number of records by outcome: `applied`, `buffered`, `deferred`, `duplicate`, `late`, `batch`, and
             `forgotten` (completed IDs dropped at the bound). Rejected records are in `ShardEffects.rejected`.
@@ -349,7 +355,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         streams: the streams that had records, by name.
         progress: the next offset of each partition that was read.
         cut: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
-        computed_from: time (ms) at which the computation of the shard began; 0 if it was not measured.
+        computation_start: time (ms) at which the computation of the shard began; 0 if it was not measured.
     """
 
     shard: int

@@ -35,14 +35,14 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 class EdgeColumns:
     """The edges of some streams as parallel arrays, sorted by stream, writer and ID.
 
-    The edges of one writer are called a *link*: they continue the writer's chain without a gap.
+    The edges of one writer are one run here: they continue the writer's chain without a gap.
 
     Attributes:
         ids: ID of each edge.
         kinds: kind of each edge.
-        starts: for each link the `prev` of its first edge.
-        firsts: for each link the index of its first edge.
-        begins: for each stream the index of its first edge.
+        run_prevs: for each run the `prev` of its first edge.
+        run_firsts: for each run the index of its first edge.
+        stream_firsts: for each stream the index of its first edge.
     """
 
     ids: Ids
@@ -105,7 +105,7 @@ class EdgeColumns:
         return repeated
 
     def count_facts_and_empty(self) -> tuple[list[int], list[int]]:
-        """For each link the number of facts, and the number of IDs that were declared empty."""
+        """For each run the number of facts, and the number of IDs that were declared empty."""
         others, runs = self._non_facts, self._runs_of(self._non_facts)
         facts = np.diff(self.run_firsts, append=len(self.ids)) - np.bincount(runs, minlength=len(self.run_firsts))
         widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
@@ -114,8 +114,10 @@ class EdgeColumns:
         return facts.tolist(), empty.tolist()
 
     def empty_ranges(self, count_max: int) -> list[tuple[int, PackedSteps]]:
-        """The ranges that writers declared empty (`Run.empty`): the runs with such ranges, each with its highest
-        `most`.
+        """The ranges that writers declared empty (`Run.empty`).
+
+        Returns:
+            The index of each run with such ranges, and the highest `count_max` of its ranges.
         """
         highs = self.ids - (self.kinds == RDATA)
         edges = np.flatnonzero(self._prevs < highs)
@@ -131,16 +133,16 @@ class EdgeColumns:
         return list(zip(runs[firsts].tolist(), PackedSteps.split(lows, highs, firsts), strict=True))
 
     def _runs_of(self, edges: Ids) -> Ids:
-        """The runs of these edges."""
+        """For each edge the index of its run."""
         return np.searchsorted(self.run_firsts, edges, side="right") - 1
 
     def _streams_of(self, edges: Ids) -> Ids:
-        """The streams of these edges."""
+        """For each edge the index of its stream."""
         return np.searchsorted(self.stream_firsts, edges, side="right") - 1
 
 
 class MergedRun(NamedTuple):
-    """The edges of one writer in the batch.
+    """All edges of one writer in the batch, as one run.
 
     Attributes:
         writer: number of the writer among the writers of all candidates.
@@ -149,7 +151,7 @@ class MergedRun(NamedTuple):
         empty: number of IDs that were declared empty.
         oldest: Kafka time (ms) of the oldest record.
         newest: Kafka time (ms) of the newest record.
-        declared: the newest ranges that the writer declared empty; None if there are none.
+        empty_ranges: the newest ranges that the writer declared empty; None if there are none.
     """
 
     writer: int
@@ -173,10 +175,10 @@ class InOrderStream(NamedTuple):
     """A candidate that is in order.
 
     Attributes:
-        before: the highest allocated ID before the batch.
+        head_before: the highest allocated ID before the batch.
         head: the highest allocated ID after the batch.
         edges: number of edges in the batch.
-        links: the edges, by writer.
+        runs: the edges, one run for each writer.
     """
 
     candidate: Candidate
@@ -196,9 +198,9 @@ class CandidateRuns:
         columns: the runs of all streams.
         runs: for each run its index in `columns`.
         writers: for each run the number of its writer.
-        owners: for each run the index of its candidate.
+        run_candidates: for each run the index of its candidate.
         directions: for each candidate the direction of its IDs.
-        befores: for each candidate the highest allocated ID before the batch.
+        heads_before: for each candidate the highest allocated ID before the batch.
         floors: for each candidate the lowest position of its active writers after the batch.
         heads: for each candidate the highest allocated ID after the batch.
     """
@@ -286,7 +288,7 @@ class CandidateRuns:
                 yield InOrderStream(candidate, direction, head_before, head, count, merged_runs[begin:end])
 
     def _drop(self, dropped: set[int]) -> "CandidateRuns":
-        """A copy without the runs of some candidates."""
+        """A copy without the candidates at the indexes `dropped`."""
         remains = np.array([index not in dropped for index in range(len(self.candidates))])
         runs = remains[self.run_candidates]
         return CandidateRuns(
@@ -305,7 +307,12 @@ def _differs_from_previous(numbers: Ids) -> Mask:
 
 
 def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-    """IDs and kinds of the edges of some runs, end to end."""
+    """Join the IDs and the kinds of the edges of some runs.
+
+    Args:
+        begins: for each run the index of its first edge in `columns`.
+        stops: for each run the index after its last edge.
+    """
     ids, kinds = columns.ids.data, columns.kinds.data
     parts = [slice(*bounds) for bounds in zip(begins, stops, strict=True)]
     joined = b"".join([ids[part] for part in parts]), b"".join([kinds[part] for part in parts])
@@ -313,13 +320,13 @@ def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tup
 
 
 def _highest_inactive_position(stored: StoredStream) -> int:
-    """The highest ID that is known to be allocated from the linear position and retired writers."""
+    """The highest ID that is known to be allocated, without the active writers."""
     retired = 0 if stored.retired is None else int(table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
 
 def table_columns(table: StoredTable) -> npt.NDArray[np.void]:
-    """The columns (`writer_codec.COLUMNS`) of an encoded table."""
+    """The columns (`writer_table.COLUMNS`) of an encoded table."""
     return np.frombuffer(table.columns, COLUMNS)
 
 

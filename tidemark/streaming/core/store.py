@@ -43,7 +43,7 @@ class _Columns(msgspec.Struct, array_like=True, frozen=True):
         state_ends: for each stream the end of its state in `states`, as uint32.
         names: the names of the streams, ascending, end to end.
         states: their states, end to end.
-        unread: number of states that are UNREADABLE.
+        unreadable_count: number of states that are `UNREADABLE_STATE`.
     """
 
     name_ends: memoryview
@@ -79,7 +79,7 @@ class PackedStates:
         return len(self._name_ends)
 
     def prepare_lookups(self, count: int) -> None:
-        """Call this before `count` lookups. For many lookups, it builds a dictionary, which is cheaper."""
+        """Call it before `count` lookups. If they are many, it builds a dictionary, which is cheaper."""
         if self._by_name is None and _LOOKUP_COST * count > len(self):
             self._by_name = dict(self.items())
 
@@ -196,7 +196,7 @@ class States:
         self._recent[name] = data
 
     def unreadable_count(self) -> int:
-        """Number of streams whose state is UNREADABLE."""
+        """Number of streams whose state is `UNREADABLE_STATE`."""
         count = self._packed.unreadable_count + self._seed.unreadable_count
         if self._seed.unreadable_count:
             count -= sum(self._seed.get(name) == UNREADABLE_STATE for name, _ in self._packed.items())
@@ -213,7 +213,7 @@ Partition = tuple[str, int]
 """Topic and number of a Kafka partition."""
 
 AcceptedRecord = PackedRun | BatchRows | Marker
-"""A record of the facts topic that is not rejected, or a run of such records."""
+"""A record of the facts topic that is not rejected, or several such records as a run."""
 
 
 @dataclass(slots=True)
@@ -223,10 +223,10 @@ class StreamInput:
     Attributes:
         columns: the runs of all streams.
         runs: indexes of this stream's runs in `columns`, by partition.
-        facts: rows without an ID, and markers of writers, by partition.
+        rows_and_markers: rows without an ID, and markers of writers, by partition.
         refused: rejected records of the facts topic that may be facts, by partition.
-        control_claims: rejected records of the control topic that may be facts.
-        control: markers of operators.
+        refused_control: rejected records of the control topic that may be facts.
+        control: markers of operators, with their partitions.
     """
 
     columns: RunColumns
@@ -262,8 +262,8 @@ def group_by_stream(
 ) -> dict[str, StreamInput]:
     """Group the records of `packets` by stream.
 
-    A new stream that only rejected records name is admitted, in the order of names, while fewer than `bounds.unread`
-    such streams exist.
+    New streams that only rejected records name are admitted in the order of their names, while fewer than
+    `bounds.unreadable` such streams exist.
 
     Args:
         columns: the runs of all packets, in the order of the packets.

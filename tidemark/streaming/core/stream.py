@@ -76,12 +76,12 @@ class StreamState:
         writers: writers that have joined, by name.
         unjoined: incarnations that have sent records without a JOIN. The linear position does not move while any exists
             (docs/design.md 3).
-        timeline: number of the timeline. It rises when IDs above `began` may be given out again.
+        timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
         database: history of the database that the newest JOIN named.
-        ended: the highest position that a writer of this timeline had when it retired.
-        refused: highest ID up to which rejected records may be facts of writers that were not yet known;
+        highest_retired_position: the highest position that a writer of this timeline had when it retired.
+        uncertain_up_to: the highest ID up to which rejected records may be facts of writers that were not yet known;
             `runs.UNBOUNDED` if unknown.
-        began: the ID at which the timeline began.
+        timeline_start_id: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
         reports: per writer, the rest of its last OPEN, for people.
@@ -284,7 +284,7 @@ class StreamState:
                 yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
-        """Remove deferred ranges, whose Kafka offsets are no longer valid. Their records count as refused."""
+        """Remove deferred ranges, whose Kafka offsets are no longer valid. The IDs of their records stay uncertain."""
         self.writers.decode_waiting()
         chains = [writer.chain for writer in self.writers.decoded.values()]
         for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
@@ -311,7 +311,7 @@ class StreamState:
         )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Note that records of an unknown writer were dropped at the bound: its name and its open IDs are lost."""
+        """Note that records of an unknown writer were dropped at the bound. Its name and its open IDs are not known."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
@@ -409,11 +409,11 @@ class StreamState:
         if not self.unjoined.keys() & incarnations:
             return Reason.UNKNOWN_WRITER
         for incarnation in incarnations:
-            refused = discard_unjoined(self.unjoined, incarnation, batch)
+            uncertain_up_to = discard_unjoined(self.unjoined, incarnation, batch)
             if (writer := self.writers.get(incarnation[0])) is not None:
-                writer.chain.mark_uncertain_up_to(refused)
+                writer.chain.mark_uncertain_up_to(uncertain_up_to)
             else:
-                self.uncertain_up_to = max(self.uncertain_up_to, refused)
+                self.uncertain_up_to = max(self.uncertain_up_to, uncertain_up_to)
         batch.counts["applied"] += 1
         self.advance_linear()
         return None
@@ -514,9 +514,11 @@ class StreamState:
     def _apply_runs(self, runs: Sequence[Run], bounds: Bounds, batch: BatchOutcome) -> Iterator[CompletedRun]:
         for run in runs:
             writer = self.writers[run.writer]
-            began = self.timeline_start_id if writer.timeline == self.timeline else 0
-            late, published = writer.late_ranges, writer.published_position
-            classifier = Classifier(writer.chain, bounds.pending, batch, "applied", late, published, began)
+            timeline_start_id = self.timeline_start_id if writer.timeline == self.timeline else 0
+            late_ranges, published_position = writer.late_ranges, writer.published_position
+            classifier = Classifier(
+                writer.chain, bounds.pending, batch, "applied", late_ranges, published_position, timeline_start_id
+            )
             yield from classifier.apply(run)
             writer.late_ranges = classifier.late_ranges
 

@@ -7,8 +7,8 @@ Writers are stored in four groups:
 - A writer with pending spans or deferred records is stored decoded.
 - An active writer with `PACKED_SPANS_MIN` pending spans or more is stored as one encoded row (`WaitingWriter`).
 
-A batch *opens* (decodes) the writers that it uses. All other writers stay encoded; the columns of a table have the
-numbers that a batch needs about them (docs/design.md, rule 8).
+A batch decodes the writers that it uses. All other writers stay encoded; the columns of a table have the numbers that a
+batch needs about them (docs/design.md, rule 8).
 """
 
 from bisect import bisect_left
@@ -44,7 +44,7 @@ class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The encoded form of a `Chain`. `empty` is packed by `Intervals.pack`."""
+    """The encoded form of a `Chain`. `empty_ranges` is packed by `Intervals.pack`."""
 
     position: int
     uncertain_up_to: int
@@ -124,13 +124,13 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         position: position of the chain.
-        reach: the highest settled ID of the chain.
-        edges: number of completed edges above the position.
+        highest_settled: the highest settled ID of the chain.
+        pending_edges: number of completed edges above the position.
         gaps: number of gaps.
         low: the oldest gap is `(low, top]`, open since `since` (ms).
         row: the encoded `StoredWriter`.
-        deferred: True if records of the writer are deferred.
-        seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
+        has_deferred: True if records of the writer are deferred.
+        last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Straggler(NamedTuple):
 
     Attributes:
         open_since: time (ms) at which its oldest gap opened; 0 without a gap.
-        seen: time (ms) of the batch that read its newest record; 0 if unknown.
+        last_seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
 
     position: int
@@ -202,9 +202,11 @@ COLUMNS = np.dtype(
 )
 """The columns of a table.
 
-- `length`: bytes of the row. - `uncertain`: True if any record of the writer may have been refused. Overrides the row.
-- `chain`: position of the chain. - `position`: position of the writer. - `retired`: time (ms) at which the writer
-retired; 0 if it is active.
+- `length`: size of the row in bytes.
+- `uncertain`: True if each open ID of the writer may have a fact (`Chain.uncertain_up_to`). Overrides the row.
+- `chain`: position of the chain.
+- `position`: position of the writer.
+- `retired`: time (ms) at which the writer retired; 0 if it is active.
 """
 
 
@@ -293,15 +295,15 @@ PACKED_SPANS_MIN = 32
 class Writers(MutableMapping[str, WriterState]):
     """Joined writers by name.
 
-    Reading one writer opens it. Iterating over all writers opens all of them. Code that makes a writer active again, or
-    sets its chain back, must call `follow`.
+    Reading one writer decodes it. Iterating over all writers decodes all of them. Code that makes a writer active
+    again, or sets its chain back, must call `refresh_floor`.
 
     Attributes:
-        open: writers that are decoded.
+        decoded: writers that are decoded.
         waiting: active writers with many pending spans, encoded.
-        opened: number of writers that were opened.
-        before: for each open writer (epoch, is retired) at its opening.
-        stored: the stored table of retired writers; None if it must be stored again.
+        decode_count: number of writers that were decoded on demand.
+        before_batch: for each decoded writer its epoch and whether it was retired, before the batch.
+        stored_retired: the stored table of retired writers; None if it must be stored again.
     """
 
     def __init__(
@@ -321,7 +323,7 @@ class Writers(MutableMapping[str, WriterState]):
         self._retired = _PackedWriters(retired or EMPTY_TABLE)
         self.stored_retired: PackedTable | None = retired or EMPTY_TABLE
         self._floor_heap: list[tuple[int, str]] | None = None
-        """Heap of the open active writers by position. An entry may be too low, or of a writer that has retired."""
+        """Heap of the decoded active writers by position. An entry may be too low, or of a writer that has retired."""
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]
         return self.decoded.get(name) or self._decode(name)
@@ -349,7 +351,7 @@ class Writers(MutableMapping[str, WriterState]):
         return len(self.decoded) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def refresh_floor(self, name: str) -> None:
-        """Call this if a writer's chain was set back, or if the writer became active again."""
+        """Make `floor` include the writer. Call it if its chain was set back, or if it became active again."""
         if self._floor_heap is not None:
             heappush(self._floor_heap, (self.decoded[name].chain.position, name))
 
@@ -360,7 +362,7 @@ class Writers(MutableMapping[str, WriterState]):
                 (writer.chain.position, name) for name, writer in self.decoded.items() if writer.retired_at is None
             ]
             heapify(self._floor_heap)
-        # Chains only advance unless `follow` is called, so an entry is never above its writer's position.
+        # Chains only advance unless `refresh_floor` is called, so an entry is never above its writer's position.
         while self._floor_heap:
             position, name = self._floor_heap[0]
             writer = self.decoded.get(name)
@@ -380,14 +382,14 @@ class Writers(MutableMapping[str, WriterState]):
     def highest_settled(self) -> int:
         """The highest ID that is settled on any chain."""
         waiting = (writer.highest_settled for writer in self.waiting.values())
-        opened = (writer.chain.highest_settled for writer in self.decoded.values())
-        return max([self._active.highest_position(), self._retired.highest_position(), *waiting, *opened])
+        decoded = (writer.chain.highest_settled for writer in self.decoded.values())
+        return max([self._active.highest_position(), self._retired.highest_position(), *waiting, *decoded])
 
     def stragglers(self, linear: int, limit: int) -> tuple[list[Straggler], int]:
         """Active writers whose chains have not passed `linear`.
 
         Returns:
-            Up to `most` of them, the lowest first, and their total number.
+            Up to `limit` of them, the lowest first, and their total number.
         """
         stragglers, more = self._active.stragglers(linear, limit)
         stragglers += [
@@ -412,7 +414,7 @@ class Writers(MutableMapping[str, WriterState]):
         yield from self.decoded.items()
 
     def decode_waiting(self) -> None:
-        """Open all writers with many pending spans."""
+        """Decode all writers with many pending spans."""
         for name in [*self.waiting]:
             self._decode(name)
 
@@ -429,25 +431,25 @@ class Writers(MutableMapping[str, WriterState]):
 
         Args:
             linear: only writers at or below this position are dropped.
-            most: number of such writers to keep, the newest.
-            before: writers that retired at this time (ms) or earlier are dropped too.
+            keep: number of such writers to keep, the newest.
+            retired_before: writers that retired at this time (ms) or earlier are dropped too.
             touched: writers that the batch has touched, which are kept.
         """
-        opened = sorted(
+        decoded = sorted(
             (writer.retired_at, name)
             for name, writer in self.decoded.items()
             if writer.retired_at is not None and writer.position <= linear and name not in touched
         )
-        if not opened and not len(self._retired):
+        if not decoded and not len(self._retired):
             return []
         packed, times = self._retired.retired_up_to(linear)
-        too_old = int(np.count_nonzero(times <= retired_before)) + sum(since <= retired_before for since, _ in opened)
-        count = max(too_old, len(opened) + len(packed) - keep)
+        too_old = int(np.count_nonzero(times <= retired_before)) + sum(since <= retired_before for since, _ in decoded)
+        count = max(too_old, len(decoded) + len(packed) - keep)
         if count <= 0:
             return []
         first = np.argsort(times, kind="stable")[:count]
         retired = ((int(times[index]), self._retired.name(int(packed[index]))) for index in first)
-        return [name for _, name in islice(merge(retired, opened), count)]
+        return [name for _, name in islice(merge(retired, decoded), count)]
 
     def pack(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
         """The four groups, as arguments of a new `Writers`: decoded, active, retired and waiting."""
@@ -485,13 +487,13 @@ _NO_ROWS: Ids = np.empty(0, np.int64)
 
 
 class _PackedWriters:
-    """The rows of a table that were neither opened nor dropped."""
+    """The rows of a table that were neither decoded nor dropped."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
         self._removed: set[int] = set()
         self._order: Ids | None = None
-        """Rows by position, ascending; None until `lowest` is asked for."""
+        """Rows by position, ascending; None before the first call of `lowest_position`."""
         self._lowest_index = 0
 
     def __len__(self) -> int:
@@ -537,7 +539,7 @@ class _PackedWriters:
         """Writers whose chains have not passed `linear`.
 
         Returns:
-            Up to `most` of them, by position and name, and the number of the others.
+            The `limit` ones with the lowest positions, unsorted, and the number of the others.
         """
         if not len(self):
             return [], 0
@@ -556,7 +558,7 @@ class _PackedWriters:
         return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
     def retired_up_to(self, linear: int) -> tuple[Ids, Ids]:
-        """Rows of writers at or below `linear`, and the times (ms) at which they retired."""
+        """Rows of writers whose position is at or below `linear`, and the times (ms) at which they retired."""
         if not len(self):
             return _NO_ROWS, _NO_ROWS
         passed = self._column("position") <= linear

@@ -34,20 +34,20 @@ OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
 class WriterState:
     """A writer that has joined.
 
-    A settled range that is also in `late` was settled only by an operator.
+    A settled range that is also in `late_ranges` was settled only by an operator.
 
     Attributes:
         epoch: the current epoch.
-        chain: the chain of the stream's current timeline. After a database was restored it may begin below `published`.
-            The linear position follows the chain.
-        retired: time (ms) of the batch that retired the writer; None if it is active.
-        late: ranges in which the next completion of an ID is late. Up to `published`: the position had passed the ID
-            before the database was restored. Beyond: an operator settled the ID.
-        published: position that was published before the chain was set back.
+        chain: the chain of the stream's current timeline. After a database was restored, it may begin below
+            `published_position`. The linear position follows the chain.
+        retired_at: time (ms) of the batch that retired the writer; None if it is active.
+        late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
+            passed the ID before the database was restored. Beyond it, an operator settled the ID.
+        published_position: the position that was published before the chain was set back.
         timeline: number of the timeline in which the writer joined last.
-        start: token of the writer's last start; None if the JOIN named none.
-        seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
-        joined: checksum of the JOIN that began the epoch (`join_checksum`); 0 if unknown.
+        start_token: token of the writer's last start; None if the JOIN named none.
+        last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
+        join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if unknown.
     """
 
     epoch: int
@@ -60,7 +60,7 @@ class WriterState:
     last_seen: int = 0
     join_crc: int = 0
     _position_before: int = field(default=0, init=False)
-    """Position at the last `take`."""
+    """Position at the last `take_changes`."""
 
     def __post_init__(self) -> None:
         self._position_before = self.position
@@ -71,7 +71,7 @@ class WriterState:
         return max(self.chain.position, self.published_position)
 
     def take_changes(self) -> ChainChanges:
-        """Return the changes of the chain since the last `take`, with the move of the writer's position."""
+        """Return the changes of the chain since the last call, with the move of the writer's position."""
         moves = self.chain.take_changes()
         # The counts of a partly published span are upper bounds, limited to the width of the move.
         evidence = moves.evidence.at_most(self.position - self._position_before)
@@ -127,8 +127,8 @@ class UnjoinedWriter:
     Attributes:
         chain: the IDs that its edges settled; the chain has no position.
         since: time (ms) of the batch that read its first record.
-        retire: ID of its RETIRE, which is buffered until its JOIN; None without a RETIRE.
-        seen: time (ms) of the batch that read its newest record; 0 if unknown.
+        retire_id: ID of its RETIRE, which is buffered until its JOIN; None without a RETIRE.
+        last_seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
 
     chain: Chain
@@ -146,7 +146,7 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
         self.update(unjoined or {})
 
     def incarnations(self, name: str) -> list[Incarnation]:
-        """Incarnations of one writer, by epoch."""
+        """Incarnations of one writer, in the order of their epochs."""
         return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
 
     def __getitem__(self, incarnation: Incarnation) -> UnjoinedWriter:
@@ -174,7 +174,7 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
 def find_or_add(
     unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """Return the buffer of an incarnation that has not joined, or None if the bound of buffers is reached."""
+    """Return the state of an incarnation that has not joined. None if it is new and `bounds.unjoined` is reached."""
     if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
     return unjoined.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), batch.now))
@@ -184,7 +184,7 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
     """Remove an incarnation that has not joined. IDs that it completed are late.
 
     Returns:
-        The highest ID up to which its rejected records may be facts (`Chain.refused`).
+        The highest ID up to which its rejected records may be facts (`Chain.uncertain_up_to`).
     """
     chain = unjoined.pop(incarnation).chain
     for span in chain.pending:
@@ -278,7 +278,7 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
 
 
 def has_another_start(writer: WriterState, marker: Marker) -> bool:
-    """True if the start is neither the writer's last one nor the next one in a new epoch."""
+    """True if the JOIN's start is neither the writer's last start nor the start that follows it in a new epoch."""
     if marker.timeline is None or writer.start_token in (None, marker.timeline.start):
         return False
     is_next = writer.start_token == marker.timeline.after
@@ -309,7 +309,7 @@ def begin_epoch(
     - records that may belong to other writers.
 
     Args:
-        refused: highest ID of a rejected record whose writer is unknown, and which may have contained a fact.
+        uncertain_up_to: the highest ID of a rejected record whose writer is unknown, and which may be a fact.
 
     Returns:
         The writer, and the ID of a RETIRE that was buffered for this JOIN.
@@ -390,7 +390,7 @@ def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: Settle
 def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evidence:
     """The evidence of the open range `(low, high]` that `marker` settles.
 
-    The writer does not know which of its records were rejected, so IDs up to `refused` may have facts.
+    The writer does not know which of its records were rejected, so IDs up to `uncertain_up_to` may have facts.
     """
     width = high - low
     if marker.is_override:
@@ -426,7 +426,7 @@ class LinearPosition:
         Args:
             ids: completed IDs, in any order; an ID may occur more than once.
             offsets: Kafka offset of each ID's record.
-            counts: mask of the IDs to remember.
+            eligible: mask of the IDs to remember.
 
         Returns:
             Mask of the IDs that were already final: the position has passed the ID, or a previous batch or a record at
@@ -454,7 +454,7 @@ class LinearPosition:
         """Update `heads`, once after a batch.
 
         Args:
-            before: highest allocated ID before the batch.
+            head_before: highest allocated ID before the batch.
             head: highest allocated ID after the batch.
             now: time (ms) of the batch.
         """
@@ -478,7 +478,7 @@ class LinearPosition:
         return self._replace_completed(self.completed.up_to(id))
 
     def forget_excess(self, intervals_max: int) -> int:
-        """Keep only the lowest `intervals` of completed IDs. Returns the number of removed IDs.
+        """Keep only the lowest `intervals_max` intervals of completed IDs. Returns the number of removed IDs.
 
         Without a completed ID the linear position may wait longer. It never moves too early.
         """
