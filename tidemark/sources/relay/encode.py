@@ -167,7 +167,9 @@ def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> In
 def split_decision(decision: Decision) -> Iterator[Decision]:
     """Split a decision into parts that need little memory, because a range of voids becomes one record for each ID."""
     if decision.facts or decision.announced or decision.previously_published:
-        yield Decision(decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published)
+        yield Decision(
+            decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published
+        )
     for low, high in decision.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decision(decision.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
