@@ -29,7 +29,7 @@ from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import LinearPosition, WriterState
-from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.engine.query import pack_by_shard
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Evidence, Policies
 
@@ -51,7 +51,7 @@ def effects(stream: str, *, retired: bool = False, **positions: int) -> ShardEff
 
 def loaded(states: Mapping[str, bytes]) -> ShardedStates:
     """As Postgres has them at a start."""
-    return ShardedStates(4, by_shard(dict(states), 4))
+    return ShardedStates(4, pack_by_shard(dict(states), 4))
 
 
 @pytest.fixture

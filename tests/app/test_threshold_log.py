@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 from tests.streaming.builders import Shard, join, position, rdata
 from tidemark.app.pipeline.stream_metrics import MAX_LINES, StreamCollector, ThresholdLog
 from tidemark.streaming.core.store import ShardedStates
-from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.engine.query import pack_by_shard
 from tidemark.streaming.values.limits import Bounds, Policies
 
 
@@ -22,7 +22,7 @@ class Watched:
 
     def at(self, now: float) -> list[dict[str, object]]:
         self.now = now
-        self.board.load(ShardedStates(4, by_shard(self.shard.states, 4)), {})
+        self.board.load(ShardedStates(4, pack_by_shard(self.shard.states, 4)), {})
         with capture_logs() as told:
             self._crossings.check()
         return [dict(it) for it in told]

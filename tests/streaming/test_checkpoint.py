@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.common.errors import CheckpointNotWritable, Stopping
-from tidemark.streaming.engine.checkpoint import locked, query_folder
+from tidemark.streaming.engine.checkpoint import directory_lock, query_folder
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def test_what_is_not_certainly_ours_stays(place: Path) -> None:
 def test_two_processes_do_not_share_a_place(place: Path) -> None:
     """The lock is waited for until the process is told to stop, and free again when its holder leaves."""
     stopping = threading.Event()
-    with locked(place, stopping):
+    with directory_lock(place, stopping):
         threading.Timer(0.1, stopping.set).start()
-        with pytest.raises(Stopping), locked(place, stopping):
+        with pytest.raises(Stopping), directory_lock(place, stopping):
             pass
-    with locked(place, threading.Event()):
+    with directory_lock(place, threading.Event()):
         pass
 
 
 @pytest.mark.parametrize(
-    "wanted", [lambda place: locked(place, threading.Event()), query_folder], ids=["lock", "folder"]
+    "wanted", [lambda place: directory_lock(place, threading.Event()), query_folder], ids=["lock", "folder"]
 )
 def test_place_that_cannot_be_written_is_named(
     tmp_path: Path, wanted: Callable[[Path], AbstractContextManager[object]]

@@ -15,15 +15,15 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.programs import printed
-from tidemark.streaming.engine.jvm import without_archives
-from tidemark.streaming.engine.spark import LOCAL, SparkSettings, configuration
+from tidemark.streaming.engine.jvm import write_python_wrapper
+from tidemark.streaming.engine.spark import LOCAL_SETTINGS, SparkSettings, configuration
 
 _FOR_PYTHON = "spark.executorEnv."
 
 
 def test_nothing_that_is_imported_before_the_fork_starts_a_thread() -> None:
     """A thread would be missing after the fork, with whatever it held locked."""
-    told = {name.removeprefix(_FOR_PYTHON): it for name, it in LOCAL.items() if name.startswith(_FOR_PYTHON)}
+    told = {name.removeprefix(_FOR_PYTHON): it for name, it in LOCAL_SETTINGS.items() if name.startswith(_FOR_PYTHON)}
     program = (
         "import psutil; from pyspark import daemon, worker;"
         "import tidemark.streaming.engine.query, tidemark.streaming.ingest.source;"
@@ -70,7 +70,7 @@ def test_what_plans_a_source_has_the_installed_pyspark(spark: SparkSession) -> N
 
 def test_our_python_leaves_out_the_archives_and_nothing_else(tmp_path: Path) -> None:
     """Wherever it stands, and whatever it is given."""
-    command = without_archives(tmp_path / "a home; of *")
+    command = write_python_wrapper(tmp_path / "a home; of *")
     archives = "/opt/spark/python/lib/pyspark.zip:/opt/spark/python/lib/py4j-1-src.zip"
     program = "import sys; print(*sys.argv[1:], *sys.path, sep='\\n')"
     for given, kept in ((f"/a b:{archives}:/c*", ["/a b", "/c*"]), (archives, []), ("", [])):
@@ -86,10 +86,10 @@ def test_where_nothing_may_be_executed_python_is_begun_as_it_is(
 ) -> None:
     """A file system may be mounted so; the archives only cost time."""
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert without_archives(tmp_path) == sys.executable
+    assert write_python_wrapper(tmp_path) == sys.executable
 
 
 def test_executors_elsewhere_keep_the_daemon_of_spark(tmp_path: Path) -> None:
     """They are sent our modules when their daemon runs already."""
     settings = configuration(SparkSettings("spark://one:7077", "1g", [], 1, tmp_path))
-    assert not any(settings.contains(name) for name in LOCAL)
+    assert not any(settings.contains(name) for name in LOCAL_SETTINGS)

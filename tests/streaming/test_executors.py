@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pyspark.serializers import CloudPickleSerializer
 
-from tidemark.streaming.engine.executors import Cluster, Pods, address_towards, package
+from tidemark.streaming.engine.executors import Cluster, Pods, local_address_for, package
 from tidemark.streaming.ingest.compact import compact
 
 
@@ -47,7 +47,7 @@ def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
     """Apart, a task waits for the executor that has its state; with a store another may take it over."""
     apart = Cluster("10.0.0.1", executors=2, cores=1, memory="1g").settings()
     assert (apart["spark.dynamicAllocation.enabled"], apart["spark.locality.wait"]) == ("false", "60s")
-    shared = Cluster("10.0.0.1", executors=2, cores=2, memory="1g", store=True, most=5).settings()
+    shared = Cluster("10.0.0.1", executors=2, cores=2, memory="1g", has_store=True, max_executors=5).settings()
     assert "spark.locality.wait" not in shared
     assert shared["spark.cores.max"] == "10"
     assert [shared[f"spark.dynamicAllocation.{name}"] for name in ("minExecutors", "maxExecutors")] == ["2", "5"]
@@ -58,7 +58,7 @@ def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
 )
 def test_executors_call_us_by_the_address_that_faces_the_master(master: str) -> None:
     """Of several masters by the first one's; nothing needs to listen there."""
-    assert address_towards(master) == "127.0.0.1"
+    assert local_address_for(master) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_what_is_meant_for_another_spark_is_removed(tmp_path: Path, monkeypatch:
 def test_a_warning_of_slow_decoding_is_repeated_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Each Python worker logs it on its own output, which becomes lines at `debug`."""
     jvm = Jvm.__new__(Jvm)
-    jvm._begin, jvm._lines, jvm._repeated = [], deque(), set()
+    jvm._first_lines, jvm._last_lines, jvm._logged_warnings = [], deque(), set()
     for line in ("08:00 [warning] Slow decoding: no numba", "08:01 [warning] Slow decoding: no numba", "other"):
-        jvm._note(line)
+        jvm._handle_line(line)
     warnings = [line for line in capsys.readouterr().out.splitlines() if "Spark says" not in line]
     assert len(warnings) == 1
     assert "Slow decoding: no numba" in warnings[0]

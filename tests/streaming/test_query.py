@@ -13,7 +13,7 @@ from tests.streaming.builders import STREAM, Shard, join, packets, rdata, sent
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.engine import query
-from tidemark.streaming.engine.query import advance_shard, by_shard
+from tidemark.streaming.engine.query import advance_shard, pack_by_shard
 from tidemark.streaming.values.limits import Bounds
 
 
@@ -55,12 +55,12 @@ def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch
     def advanced(line: str, at: int) -> StreamEffects:
         shard = Shard()
         shard.feed(join("w", at))
-        given: Any = SentSeeds(by_shard(shard.states, 1), reads, line)
+        given: Any = SentSeeds(pack_by_shard(shard.states, 1), reads, line)
         packet = msgspec.msgpack.encode(packets(sent([rdata("w", at + 1, epoch=1)], 1))[0])
         frames, state = iter([pd.DataFrame({"packet": [packet]})]), EmptyState()
         spark: Any = state
         began = time.time_ns() // 1_000_000
-        (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), line=line)
+        (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), lineage=line)
         done = effects.decode(frame["effects"][0])
         assert began <= done.computation_start <= time.time() * 1000
         (stream,) = done.streams

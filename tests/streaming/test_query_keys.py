@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
-from tidemark.streaming.engine.query import keys_of, spark_hash
+from tidemark.streaming.engine.query import shard_keys, spark_hash
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from tidemark.streaming.engine.query import keys_of, spark_hash
 )
 def test_no_task_has_more_than_one_shard_more_than_another(shards: int, tasks: int) -> None:
     """And each key tells its shard."""
-    keys = keys_of(shards, tasks)
+    keys = shard_keys(shards, tasks)
     assert [key % shards for key in keys] == [*range(shards)]
     had = Counter((spark_hash(np.array(keys)).astype(int) % tasks).tolist())
     assert sum(had.values()) == shards
@@ -29,7 +29,7 @@ def test_spark_hashes_as_is_expected_of_it(spark: SparkSession) -> None:
     frame = spark.createDataFrame([(number,) for number in numbers], "key int")
     found = [row[0] for row in frame.select(sql.hash("key")).collect()]
     assert found == spark_hash(np.array(numbers)).tolist()
-    keys = keys_of(16, 4)
+    keys = shard_keys(16, 4)
     spread = spark.createDataFrame([(key,) for key in keys], "key int").repartition(4, "key")
     tasks = [(row.key % 16, row.task) for row in spread.select("key", sql.spark_partition_id().alias("task")).collect()]
     assert sorted(tasks) == [(shard, shard % 4) for shard in range(16)]

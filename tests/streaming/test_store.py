@@ -12,7 +12,7 @@ from tests.streaming.test_fast_path import logs
 from tidemark.streaming.core import effects, store
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import NO_STATES, UNREADABLE_STATE, PackedStates, States
-from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.engine.query import pack_by_shard
 from tidemark.streaming.values.limits import Bounds
 
 names = st.text(max_size=3) | st.sampled_from(["a", "ab", "é", "\U0001f600", "￿"])
@@ -72,7 +72,7 @@ def test_what_a_batch_does_not_touch_is_neither_kept_nor_passed_on() -> None:
     shard = Shard()
     shard.feed(join("w", 0))
     (one,) = shard.states.values()
-    seeds = by_shard({f"s{number}": one for number in range(10_000)} | shard.states, 1)
+    seeds = pack_by_shard({f"s{number}": one for number in range(10_000)} | shard.states, 1)
     found = States.unpack(None, PackedStates(seeds[0]))
     done = advance(0, found, packets(sent([rdata("w", 1, epoch=1)], 1)), 2000, Bounds())
     assert [it.linear for it in done.streams] == [1]

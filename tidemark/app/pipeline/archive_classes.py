@@ -63,7 +63,9 @@ def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None
     spark.dataSource.register(_StubSource)
     packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
-    effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="", one_task=one_task)
+    effects = query.compute_effects(
+        packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), lineage="", one_task=one_task
+    )
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not is_done.wait(0.1):
         if error := running.exception():

@@ -44,7 +44,7 @@ from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
-from tidemark.streaming.engine.query import collect, decoded
+from tidemark.streaming.engine.query import collect, decode_effects
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
 from tidemark.streaming.ingest.ranges import RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
@@ -194,7 +194,7 @@ class BatchHandler:
             trace = traced.enter_context(self._trace(self._seed.lineage, number))
             encoded = collect(batch)
             self._await_published()
-            effects = decoded(encoded)
+            effects = decode_effects(encoded)
             trace.computed(batch, effects)
             self._require_known_partitions(effects)
             collected = _ComputedBatch(number, began, effects, trace)

@@ -22,10 +22,10 @@ from tidemark.common.environment import failure_cause
 from tidemark.common.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.engine import checkpoint
-from tidemark.streaming.engine.executors import Cluster, Pods, address_towards
+from tidemark.streaming.engine.executors import Cluster, Pods, local_address_for
 from tidemark.streaming.engine.jvm import Jvm, is_local
-from tidemark.streaming.engine.query import keys_of
-from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
+from tidemark.streaming.engine.query import shard_keys
+from tidemark.streaming.engine.spark import TASKS_SETTING, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
@@ -77,7 +77,7 @@ class Engine:
             self._session.result().stop()
 
     def _exit_message(self) -> str | None:
-        return self._jvm.end() if self._jvm is not None else None
+        return self._jvm.exit_cause() if self._jvm is not None else None
 
     def _start(self) -> None:
         try:
@@ -123,7 +123,7 @@ def packets(
         limit=limit,
         share=settings.batch_cpu_share,
         driver=os.getpid(),
-        keys=keys_of(settings.shards, int(spark.conf.get(TASKS) or 1)),
+        keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),
         most=MOST_FACTS,
         refused={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
         one_task=one_task,
@@ -180,8 +180,8 @@ def _cluster(settings: Settings) -> Cluster:
     return Cluster(
         driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
         executors=settings.spark_executors,
-        most=settings.spark_executors_max,
-        store=settings.checkpoint_store is not None,
+        max_executors=settings.spark_executors_max,
+        has_store=settings.checkpoint_store is not None,
         cores=settings.spark_executor_cores,
         memory=settings.spark_executor_memory,
         driver_port=settings.spark_driver_port,
@@ -205,7 +205,7 @@ def _jars(directory: Path | None) -> list[Path]:
 
 def _own_address(master: str) -> str:
     try:
-        return address_towards(master)
+        return local_address_for(master)
     except (OSError, ValueError) as error:
         raise BadSetting("TIDEMARK_SPARK_MASTER", f"{master} cannot be reached: {error}") from None
 
@@ -213,7 +213,7 @@ def _own_address(master: str) -> str:
 def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
     extra = {} if cluster is None else cluster.settings()
     if settings.checkpoint_store is not None:
-        extra |= checkpoint.SETTINGS
+        extra |= checkpoint.STORE_SETTINGS
     if settings.spark_executor_python is not None:
         extra["spark.pyspark.python"] = settings.spark_executor_python
     if settings.spark_conf_file is not None:

@@ -21,7 +21,7 @@ from tidemark.sources.topics import (
 )
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.store import ShardedStates
-from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.engine.query import pack_by_shard
 from tidemark.streaming.values.limits import Policies
 
 log = get_logger(__name__)
@@ -59,7 +59,7 @@ class Seed:
     Attributes:
         lineage: the name of the lineage.
         after: lineage and number of the last batch that Postgres has applied; None if there was none.
-        states: the states of the streams, as returned by `streaming.engine.query.by_shard`.
+        states: the states of the streams, as returned by `streaming.engine.query.pack_by_shard`.
     """
 
     lineage: str
@@ -120,7 +120,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
     postgres.set_late_numbers_ahead()
-    states = by_shard(postgres.states(), settings.shards)
+    states = pack_by_shard(postgres.states(), settings.shards)
     return Start(
         Seed(uuid.uuid4().hex, postgres.last_batch(), states),
         offsets,

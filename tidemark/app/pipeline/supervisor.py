@@ -57,9 +57,9 @@ from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.producer import producer_settings
 from tidemark.sources.topics import Acceptance, Topics
 from tidemark.streaming.engine import query
-from tidemark.streaming.engine.checkpoint import locked, query_folder, store_folder
+from tidemark.streaming.engine.checkpoint import directory_lock, query_folder, store_folder
 from tidemark.streaming.engine.jvm import is_local
-from tidemark.streaming.engine.spark import executors, set_tasks
+from tidemark.streaming.engine.spark import executor_addresses, set_tasks
 from tidemark.streaming.ingest.compact import RefusedOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS
 from tidemark.streaming.values.limits import Policies
@@ -145,7 +145,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     with (
         suppress(Stopping),
         http_health.serve_health("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
-        locked(settings.checkpoint, stopping),
+        directory_lock(settings.checkpoint, stopping),
         engine.open_engine(settings) as spark,
     ):
         failures = highest_token = 0
@@ -336,8 +336,8 @@ class PipelineRun:
             )
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards
-            effects = query.positions(
-                packets, shards=shards, seeds=seeds, bounds=bounds, line=start.seed.lineage, one_task=one_task
+            effects = query.compute_effects(
+                packets, shards=shards, seeds=seeds, bounds=bounds, lineage=start.seed.lineage, one_task=one_task
             )
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
@@ -392,7 +392,7 @@ class PipelineRun:
             if not is_active:
                 raise QueryFailed(engine.innermost_cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
-                present = frozenset() if self._is_local else executors(spark)
+                present = frozenset() if self._is_local else executor_addresses(spark)
                 if self._settings.checkpoint_store is None:
                     if not self.has_published:
                         self._executors_with_states |= present

@@ -25,13 +25,13 @@ from tidemark.common.log import get_logger
 log = get_logger(__name__)
 
 _PREFIX = "query-"
-_OURS = _PREFIX + "[0-9a-f]" * 32
-"""Only folders with such a name are deleted on a disk, because a wrong path may contain files of other programs."""
+_FOLDER_PATTERN = _PREFIX + "[0-9a-f]" * 32
+"""Only folders with such a name are deleted on a disk, because a wrong path may contain other programs' files."""
 
 
 @contextmanager
-def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Lock the directory of checkpoints against other processes of this machine. Logs and waits while it is locked.
+def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
+    """Hold a lock on the directory of checkpoints against other processes of this machine. Wait while another has it.
 
     The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
     processes of different databases from deleting each other's folders.
@@ -46,15 +46,15 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
     except OSError as error:
         raise CheckpointNotWritable(str(path), error.strerror or str(error)) from None
     with lock as file:
-        waiting = False
+        is_waiting = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not waiting:
+                if not is_waiting:
                     log.info("Waiting for another process to leave the checkpoint", checkpoint=str(path))
-                waiting = True
+                is_waiting = True
                 if stopping.wait(0.5):
                     raise Stopping from None
         yield
@@ -62,7 +62,7 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def query_folder(directory: Path) -> Iterator[str]:
-    """Create a folder below `directory` for one query, and delete it at the end. Take the lock (`locked`) first.
+    """Create a folder below `directory` for one query, and delete it at the end. Take `directory_lock` first.
 
     Executors on other machines keep the states under the same path on their own disks. Within one query each version of
     a state is unique, so a state on an executor's disk is either right or missing; a missing one fails the query. The
@@ -74,24 +74,25 @@ def query_folder(directory: Path) -> Iterator[str]:
     Raises:
         CheckpointNotWritable: the folder cannot be created.
     """
-    for folder_ in directory.glob(_OURS):  # left by a driver that was killed
-        shutil.rmtree(folder_, ignore_errors=True)
-    own = directory / _new_name()
+    for leftover in directory.glob(_FOLDER_PATTERN):  # left by a driver that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder = directory / _folder_name()
     try:
-        own.mkdir(parents=True)
+        folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointNotWritable(str(directory), error.strerror or str(error)) from None
     try:
-        yield str(own)
+        yield str(folder)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_name() -> str:
+def _folder_name() -> str:
     return f"{_PREFIX}{uuid.uuid4().hex}"
 
 
-SETTINGS = {
+# Spark settings for a checkpoint in a shared store.
+STORE_SETTINGS = {
     # Another executor can repeat the tasks of a dead one, because it can read the states.
     "spark.task.maxFailures": "4",
     # S3A needs Hadoop's own file system for its buffers, not the raw one of `streaming.engine.spark`.
@@ -99,9 +100,9 @@ SETTINGS = {
 }
 
 _RECURSIVE = True
-# Java IOExceptions that a person must resolve: unknown scheme, missing right, missing bucket, a file instead of a
-# folder.
-_LASTING = (
+# Java IOExceptions that a person must resolve: unknown scheme, missing permission, missing bucket, a file instead
+# of a folder.
+_PERMANENT_ERRORS = (
     "UnsupportedFileSystemException",
     "AccessDeniedException",
     "AccessControlException",
@@ -125,26 +126,26 @@ def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
         CheckpointNotWritable: a person must resolve the problem.
         Unavailable: the store does not answer.
     """
-    with _translated(spark, store):
+    with _translate_errors(spark, store):
         jvm: Any = spark._jvm
         path = jvm.org.apache.hadoop.fs.Path
         files = path(store).getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
-        own = path(store, _new_name())
-        if not files.mkdirs(own):
-            raise CheckpointNotWritable(store, "no folder can be made there")
+        folder = path(store, _folder_name())
+        if not files.mkdirs(folder):
+            raise CheckpointNotWritable(store, "a folder cannot be created")
         for status in files.listStatus(path(store)):
             other = status.getPath()
-            if other.getName().startswith(_PREFIX) and other.getName() != own.getName():
+            if other.getName().startswith(_PREFIX) and other.getName() != folder.getName():
                 files.delete(other, _RECURSIVE)
     try:
-        yield str(own.toString())
+        yield str(folder.toString())
     finally:
         with suppress(Py4JError, OSError):  # if this fails, the next query deletes it
-            files.delete(own, _RECURSIVE)
+            files.delete(folder, _RECURSIVE)
 
 
 @contextmanager
-def _translated(spark: SparkSession, store: str) -> Iterator[None]:
+def _translate_errors(spark: SparkSession, store: str) -> Iterator[None]:
     try:
         yield
     except IllegalArgumentException as error:
@@ -152,7 +153,7 @@ def _translated(spark: SparkSession, store: str) -> Iterator[None]:
     except Py4JJavaError as error:
         cause = error.java_exception
         problem = str(cause.toString()).splitlines()[0]
-        lasting = problem.partition(":")[0].endswith(_LASTING)
-        if is_instance_of(spark.sparkContext._gateway, cause, "java.io.IOException") and not lasting:
+        is_permanent = problem.partition(":")[0].endswith(_PERMANENT_ERRORS)
+        if is_instance_of(spark.sparkContext._gateway, cause, "java.io.IOException") and not is_permanent:
             raise Unavailable("The store of the checkpoint", store, problem) from None
         raise CheckpointNotWritable(store, problem) from None

@@ -23,8 +23,8 @@ SETTINGS = {
     "spark.executor.syncLogLevel.enabled": "true",
 }
 
-# Settings without a store: a shard's state is on its executor's disk (streaming.engine.checkpoint).
-NO_STORE = {
+# For a checkpoint without a store: a shard's state is on its executor's disk (streaming.engine.checkpoint).
+LOCAL_STATE_SETTINGS = {
     # A task on another executor would not find its state and fail the query, so tasks wait for busy executors. Spark
     # would also wait for dead executors, so the pipeline checks them (app.pipeline.engine).
     "spark.locality.wait": "60s",
@@ -44,14 +44,14 @@ class Pods:
     driver_pod: str | None = None
 
     def settings(self) -> dict[str, str]:
-        wanted = {
+        options = {
             "container.image": self.image,
             "namespace": self.namespace,
             "authenticate.executor.serviceAccountName": self.service_account,
             "executor.podTemplateFile": self.template,
             "driver.pod.name": self.driver_pod,
         }
-        return {f"spark.kubernetes.{name}": str(value) for name, value in wanted.items() if value is not None}
+        return {f"spark.kubernetes.{name}": str(value) for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,12 @@ class Cluster:
     Attributes:
         driver_host: the name by which executors reach this process.
         executors: the number of executors; with a store, the smallest number.
-        cores, memory: of each executor; `memory` is the heap, such as `1g`.
-        driver_port, block_manager_port: 0 for any free port.
-        store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
-        most: with a store, the largest number of executors that Spark may start for more work.
+        cores: CPU cores of each executor.
+        memory: heap of each executor, such as `1g`.
+        driver_port: the port of the driver; 0 for any free port.
+        block_manager_port: the port of each block manager; 0 for any free port.
+        has_store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
+        max_executors: with a store, the largest number of executors that Spark may start for more work.
     """
 
     driver_host: str
@@ -74,20 +76,20 @@ class Cluster:
     driver_port: int = 0
     block_manager_port: int = 0
     pods: Pods = Pods()
-    store: bool = False
-    most: int | None = None
+    has_store: bool = False
+    max_executors: int | None = None
 
     @property
     def slots(self) -> int:
         """The largest number of tasks that run at once."""
-        return (self.most or self.executors) * self.cores
+        return (self.max_executors or self.executors) * self.cores
 
     def settings(self) -> dict[str, str]:
         return {
             **SETTINGS,
-            **({} if self.store else NO_STORE),
-            **self._number(),
-            "spark.driver.host": _bracketed(self.driver_host),
+            **({} if self.has_store else LOCAL_STATE_SETTINGS),
+            **self._executor_count(),
+            "spark.driver.host": _uri_host(self.driver_host),
             "spark.driver.port": str(self.driver_port),
             "spark.blockManager.port": str(self.block_manager_port),
             "spark.executor.cores": str(self.cores),
@@ -96,13 +98,13 @@ class Cluster:
             **self.pods.settings(),
         }
 
-    def _number(self) -> dict[str, str]:
-        if self.most is None:
+    def _executor_count(self) -> dict[str, str]:
+        if self.max_executors is None:
             return {"spark.executor.instances": str(self.executors)}
         return {
             "spark.dynamicAllocation.enabled": "true",
             "spark.dynamicAllocation.minExecutors": str(self.executors),
-            "spark.dynamicAllocation.maxExecutors": str(self.most),
+            "spark.dynamicAllocation.maxExecutors": str(self.max_executors),
             # Without a shuffle service, an executor must stay until its shuffled data is no longer needed.
             "spark.dynamicAllocation.shuffleTracking.enabled": "true",
         }
@@ -112,10 +114,10 @@ def package(directory: Path) -> Path:
     """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     archive = directory / "tidemark.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        packed.writestr("tidemark/__init__.py", "")
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("tidemark/__init__.py", "")
         for name in ("common", "streaming"):
-            _add(packed, files("tidemark").joinpath(name), f"tidemark/{name}")
+            _add(file, files("tidemark").joinpath(name), f"tidemark/{name}")
     return archive
 
 
@@ -127,13 +129,13 @@ def _add(archive: zipfile.ZipFile, package: Traversable, path: str) -> None:
             archive.writestr(f"{path}/{entry.name}", entry.read_bytes())
 
 
-def _bracketed(host: str) -> str:
+def _uri_host(host: str) -> str:
     """`host`, in brackets if it is an IPv6 address, as Spark requires."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def address_towards(master: str) -> str:
-    """The local address of the route to `master`. Raises OSError if the host name is unknown."""
+def local_address_for(master: str) -> str:
+    """The local address from which this host reaches `master`. Raises OSError if the host name is unknown."""
     # Uses the first of several masters (spark://one:7077,two:7077). The kernel finds a route; no packet is sent.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[

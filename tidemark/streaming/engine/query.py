@@ -24,34 +24,34 @@ from tidemark.streaming.core.store import NO_STATES, PackedStates, States
 from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.runs import Packet
 
-EFFECTS = "shard int, effects binary"
-STATE = "streams binary"
+EFFECTS_SCHEMA = "shard int, effects binary"
+STATE_SCHEMA = "streams binary"
 
-_packets = msgspec.msgpack.Decoder(Packet)
-
-
-_seeds_by_line: dict[str, dict[int, bytes]] = {}
-"""In a worker: query -> shard -> seed, for the current query."""
+_packet_decoder = msgspec.msgpack.Decoder(Packet)
 
 
-def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
+_seeds_by_lineage: dict[str, dict[int, bytes]] = {}
+"""In a worker: lineage -> shard -> seed, for the current query only."""
+
+
+def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
     """The seeds of a query, cached for the process.
 
     Spark removes a broadcast from a worker after each task that does not use it, such as a task that reads Kafka.
     Reading the broadcast again costs about 90 MB for a million streams.
     """
-    if line not in _seeds_by_line:
-        _seeds_by_line.clear()
-        _seeds_by_line[line] = seeds.value
-    return _seeds_by_line[line]
+    if lineage not in _seeds_by_lineage:
+        _seeds_by_lineage.clear()
+        _seeds_by_lineage[lineage] = seeds.value
+    return _seeds_by_lineage[lineage]
 
 
-def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Pack the states of streams by shard: the seeds of a query (`streaming.core.store`)."""
-    parted: dict[int, dict[str, bytes]] = {}
+def pack_by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
+    """Pack the states of streams into one value for each shard: the seeds of a query (`streaming.core.store`)."""
+    states_by_shard: dict[int, dict[str, bytes]] = {}
     for stream, state in states.items():
-        parted.setdefault(shard_of(stream, shards), {})[stream] = state
-    return {shard: bytes(PackedStates.of(streams).data) for shard, streams in sorted(parted.items())}
+        states_by_shard.setdefault(shard_of(stream, shards), {})[stream] = state
+    return {shard: bytes(PackedStates.of(streams).data) for shard, streams in sorted(states_by_shard.items())}
 
 
 def advance_shard(
@@ -62,7 +62,7 @@ def advance_shard(
     shards: int,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
-    line: str,
+    lineage: str,
 ) -> Iterator[pd.DataFrame]:
     """Advance one shard by one batch.
 
@@ -72,79 +72,80 @@ def advance_shard(
         key: Spark's group-by key; `key % shards` is the shard.
         frames: data frames with a column `packet`.
         state: the changed states, packed.
-        line: identifies the query of `seeds`.
+        lineage: identifies the query and its `seeds`.
 
     Yields:
-        One row of `EFFECTS`.
+        One row of `EFFECTS_SCHEMA`.
     """
     computed_from = time.time_ns() // 1_000_000
     freeze()
     shard = int(key[0]) % shards  # `streaming.engine.query`
-    seed = _seeds_of(line, seeds).get(shard)
+    seed = _seeds_of(lineage, seeds).get(shard)
     states = States.unpack(state.get[0] if state.exists else None, NO_STATES if seed is None else PackedStates(seed))
     with gc_disabled():
-        packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
-        done = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
-        encoded = effects.encode(msgspec.structs.replace(done, computation_start=computed_from))
+        packets = [_packet_decoder.decode(data) for frame in frames for data in frame["packet"]]
+        shard_effects = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
+        encoded = effects.encode(msgspec.structs.replace(shard_effects, computation_start=computed_from))
     state.update((states.pack(),))
     yield pd.DataFrame({"shard": [shard], "effects": [encoded]})
 
 
-def positions(
+def compute_effects(
     packets: DataFrame,
     *,
     shards: int,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
-    line: str,
+    lineage: str,
     one_task: bool,
 ) -> DataFrame:
-    """Turn packets (`streaming.ingest.source`) into one row of `EFFECTS` for each shard and batch.
+    """Turn packets (`streaming.ingest.source`) into one row of `EFFECTS_SCHEMA` for each shard and batch.
 
     Args:
         packets: see `streaming.ingest.source`.
-        seeds: from `by_shard`. They must not change for this `line`, which identifies the query.
-        one_task: whether one task computes the whole batch, which requires `TASKS` = 1 (`streaming.engine.spark`).
+        seeds: from `pack_by_shard`. They must be the same in all batches of one `lineage`.
+        lineage: identifies the query (`app.pipeline.preflight.Seed`).
+        one_task: whether one task computes the whole batch, which requires `set_tasks` (`streaming.engine.spark`).
             Spark's plan then has no exchange, and a batch takes only 67 % of the CPU.
     """
     if one_task:
         packets = packets.coalesce(1)
     return packets.groupBy("key").applyInPandasWithState(
-        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, line=line),
-        outputStructType=EFFECTS,
-        stateStructType=STATE,
+        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, lineage=lineage),
+        outputStructType=EFFECTS_SCHEMA,
+        stateStructType=STATE_SCHEMA,
         outputMode="append",
         timeoutConf=GroupStateTimeout.NoTimeout,
     )
 
 
 def collect(batch: DataFrame) -> list[bytes]:
-    """Run the batch. Returns the effects encoded, because they may wait, and take far more memory when decoded."""
+    """Run the batch. Returns encoded effects, which take far less memory while they wait for the previous batch."""
     return [bytes(row["effects"]) for row in batch.collect()]
 
 
-def decoded(collected: list[bytes]) -> list[effects.ShardEffects]:
+def decode_effects(encoded: list[bytes]) -> list[effects.ShardEffects]:
     """Decode effects, and sort them by shard."""
-    return sorted(map(effects.decode, collected), key=lambda done: done.shard)
+    return sorted(map(effects.decode, encoded), key=lambda shard_effects: shard_effects.shard)
 
 
-_WORDS = npt.NDArray[np.uint32]
+_Words = npt.NDArray[np.uint32]
 
 
-def keys_of(shards: int, tasks: int) -> list[int]:
+def shard_keys(shards: int, tasks: int) -> list[int]:
     """Group-by keys such that `key % shards` is the shard, and Spark's hash spreads the shards evenly over `tasks`.
 
     With the shard number as key, the distribution is uneven: of 16 shards, one of four tasks had three and another six.
     """
     keys = np.zeros(shards, np.int64)
-    left = np.arange(shards)
-    for turn in count():
-        if not len(left):
+    remaining = np.arange(shards)
+    for attempt in count():
+        if not len(remaining):
             break
-        tried = left + turn * shards
-        fitting = spark_hash(tried).astype(np.int64) % tasks == left % tasks
-        keys[left[fitting]] = tried[fitting]
-        left = left[~fitting]
+        candidates = remaining + attempt * shards
+        is_balanced = spark_hash(candidates).astype(np.int64) % tasks == remaining % tasks
+        keys[remaining[is_balanced]] = candidates[is_balanced]
+        remaining = remaining[~is_balanced]
     return [int(key) for key in keys]
 
 
@@ -153,14 +154,14 @@ def spark_hash(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 
     If Spark changes it, the load of the tasks becomes uneven; nothing else depends on it.
     """
-    mixed = _rotated(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-    hashed = _rotated(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    hashed ^= np.uint32(4)  # bytes
+    mixed = _rotate_left(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    hashed = _rotate_left(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    hashed ^= np.uint32(4)  # the length of an int in bytes
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         hashed = (hashed ^ (hashed >> np.uint32(shift))) * np.uint32(factor)
     hashed ^= hashed >> np.uint32(16)
     return hashed.view(np.int32)
 
 
-def _rotated(words: _WORDS, bits: int) -> _WORDS:
+def _rotate_left(words: _Words, bits: int) -> _Words:
     return (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))

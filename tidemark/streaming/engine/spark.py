@@ -17,12 +17,12 @@ from tidemark.streaming.engine.executors import package
 from tidemark.streaming.engine.jvm import DRIVER_OPTIONS, Jvm, is_local, local_directory
 
 _HADOOP = "spark.hadoop."
-_FILES = f"{_HADOOP}fs.file.impl"
-TASKS = "spark.sql.shuffle.partitions"
-"""The number of tasks after the shuffle."""
+_LOCAL_FILE_SYSTEM = f"{_HADOOP}fs.file.impl"
+TASKS_SETTING = "spark.sql.shuffle.partitions"
+"""Spark's setting of the number of tasks after the shuffle."""
 # The JVMs only plan and pass on data, with a few hundred milliseconds of CPU per second, so the second compiler (C2)
 # would take hours to pay off. Large pages make a batch 10 % faster, because it touches much memory once.
-_JAVA = " ".join(
+_JVM_OPTIONS = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
 
@@ -36,7 +36,7 @@ SETTINGS = {
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
-    _FILES: "org.apache.hadoop.fs.RawLocalFileSystem",
+    _LOCAL_FILE_SYSTEM: "org.apache.hadoop.fs.RawLocalFileSystem",
     # No query reads files of another query (docs/design.md 5), so checksums are not worth their cost.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers use a Unix socket instead of loopback TCP, which reduces a batch from 125 ms to 90 ms.
@@ -71,8 +71,8 @@ SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     # Workers import installed modules, not modules in the working directory of the pipeline.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
-    DRIVER_OPTIONS: _JAVA,
-    "spark.executor.extraJavaOptions": _JAVA,
+    DRIVER_OPTIONS: _JVM_OPTIONS,
+    "spark.executor.extraJavaOptions": _JVM_OPTIONS,
     # The arrays of all batches have similar sizes, so a worker should not return memory to the system: page faults were
     # 8 % of the cost of RUN records. These variables are glibc's; other libraries ignore them.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -82,7 +82,7 @@ SETTINGS = {
 }
 
 # For a local master only: other executors get Tidemark's modules after their daemon has started.
-LOCAL = {
+LOCAL_SETTINGS = {
     "spark.python.daemon.module": "tidemark.streaming.engine.daemon",
     # The daemon forks, so no library may start threads before.
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
@@ -90,7 +90,7 @@ LOCAL = {
 }
 
 
-def _say_nothing(*_: object) -> None:
+def _ignore_error(*_: object) -> None:
     pass
 
 
@@ -124,31 +124,31 @@ def start(settings: SparkSettings) -> SparkSession:
 
 
 def configuration(settings: SparkSettings) -> SparkConf:
-    own = {
+    values = {
         "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
         "spark.jars": ",".join(str(jar) for jar in settings.jars),
-        TASKS: str(settings.tasks),
+        TASKS_SETTING: str(settings.tasks),
         "spark.local.dir": str(settings.local_dir),
     }
-    local = LOCAL if is_local(settings.master) else {}
-    conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
-    ours = " ".join(f'"{option}"' for option in settings.options)
+    local = LOCAL_SETTINGS if is_local(settings.master) else {}
+    conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **values, **settings.extra}.items()))
+    options = " ".join(f'"{option}"' for option in settings.options)
     # If an option is given twice, the JVM uses the last.
-    return conf.set(DRIVER_OPTIONS, f"{ours} {conf.get(DRIVER_OPTIONS, '')}".strip())
+    return conf.set(DRIVER_OPTIONS, f"{options} {conf.get(DRIVER_OPTIONS, '')}".strip())
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """Start the session in a JVM that was started with `conf`."""
     local = is_local(conf.get("spark.master", ""))
-    own_disk = local and conf.get(_FILES) == SETTINGS[_FILES]
-    if own_disk:
-        _write_without_processes(jvm.gateway)
+    has_local_checkpoint = local and conf.get(_LOCAL_FILE_SYSTEM) == SETTINGS[_LOCAL_FILE_SYSTEM]
+    if has_local_checkpoint:
+        _replace_file_system(jvm.gateway)
     context = SparkContext(conf=conf, gateway=jvm.gateway)
-    if own_disk:
-        _leave_out_defaults(context, conf)
+    if has_local_checkpoint:
+        _remove_default_settings(context, conf)
     # The JVM is the only client of this server. The server would print a stack trace when the JVM dies.
-    context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
+    context._accumulatorServer.handle_error = _ignore_error  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
     if local:
         set_tasks(session, one_task=False)
@@ -161,11 +161,11 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
     """Set the number of tasks after the shuffle for later queries. For a local master only."""
     context = session.sparkContext
     # The JVM knows the limits of the container.
-    tasks = min(int(context.getConf().get(TASKS, "1")), context.defaultParallelism)
-    session.conf.set(TASKS, 1 if one_task else tasks)
+    tasks = min(int(context.getConf().get(TASKS_SETTING, "1")), context.defaultParallelism)
+    session.conf.set(TASKS_SETTING, 1 if one_task else tasks)
 
 
-def _write_without_processes(gateway: JavaGateway) -> None:
+def _replace_file_system(gateway: JavaGateway) -> None:
     """Replace Hadoop's local file system, which starts a `chmod` process for each file: 14 of a batch's 90 ms of CPU.
 
     Hadoop caches one object for each file system; Spark has already used it for its jars.
@@ -181,7 +181,7 @@ def _write_without_processes(gateway: JavaGateway) -> None:
     java.org.apache.hadoop.fs.FileSystem.get(local, conf)
 
 
-def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
+def _remove_default_settings(context: SparkContext, conf: SparkConf) -> None:
     """Remove Hadoop's default settings, because Spark serialises all settings for each batch: 10 % of the planning.
 
     Only settings of `conf` remain.
@@ -193,7 +193,7 @@ def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
             hadoop.set(name.removeprefix(_HADOOP), value)
 
 
-def executors(session: SparkSession) -> frozenset[str]:
+def executor_addresses(session: SparkSession) -> frozenset[str]:
     """The addresses of the live registered executors. Not for a local master."""
     context = session.sparkContext._jsc.sc()
     driver = context.env().blockManager().blockManagerId().hostPort()
