@@ -7,4 +7,4 @@ from tidemark.streaming.ingest import jit_loader
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_code() -> None:
-    jit_loader.PATIENCE = 0.0
+    jit_loader.MAX_SLOW_SECONDS = 0.0

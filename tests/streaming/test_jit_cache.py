@@ -81,7 +81,7 @@ HARMED: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
     "sum only": lambda file: os.truncate(file, 32),
     "flipped": _flip,
-    "without the classes that it needs": lambda file: file.write_bytes(jit_cache._sum(file, b"old") + b"old"),
+    "without the classes that it needs": lambda file: file.write_bytes(jit_cache._checksum(file, b"old") + b"old"),
     "open to all": lambda file: file.chmod(0o666),
     "open to the group": lambda file: file.chmod(0o664),
     "a link": _link,
@@ -147,7 +147,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(jit_cache, "_sum", full)
+        patch.setattr(jit_cache, "_checksum", full)
         assert not is_kept(dispatcher(tmp_path))
     assert [*tmp_path.iterdir()] == []
 
@@ -183,7 +183,7 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.streaming.test_field_scan import VOID, raw, scanned;"
         "from tidemark.streaming.ingest import field_scan as scan, jit_loader;"
-        "jit_loader.PATIENCE = 0.0;"  # wait until the code is loaded
+        "jit_loader.MAX_SLOW_SECONDS = 0.0;"  # wait until the code is loaded
         "scanned([(b'events', raw(VOID))]);"
         "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"
     )
@@ -219,9 +219,9 @@ def test_an_image_holds_what_any_processor_runs(tmp_path: Path) -> None:
     (place,) = tmp_path.glob("share/tidemark/compiled")
     assert {it.name.rpartition("-")[0] for it in place.iterdir()} == {
         "scan",
-        "arrange",
+        "sort_edges",
         "gather",
-        "times",
+        "read_times",
         "release",
     }
     assert all(it.stat().st_mode & 0o777 == 0o644 for it in place.iterdir())

@@ -14,7 +14,7 @@ from tests.programs import printed
 from tidemark.streaming import ingest
 from tidemark.streaming.ingest import decode, field_scan, jit_loader
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.jit_loader import load_field_scan, load_kernels, loaded
+from tidemark.streaming.ingest.jit_loader import get_module, load_field_scan, load_kernels
 from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.wire.records import Topic
 
@@ -23,7 +23,7 @@ VALUE = b'{"kind": "VOID", "stream": "events", "writer": "w", "prev": 1, "id": 2
 
 @pytest.fixture(autouse=True)
 def _cold_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(jit_loader, "warned", [])
+    monkeypatch.setattr(jit_loader, "failed_modules", [])
     monkeypatch.setattr(jit_loader, "_futures", {})
     for load in (load_field_scan, load_kernels):
         load.cache_clear()
@@ -48,7 +48,7 @@ def decoded_ids() -> list[int]:
 
 def test_a_batch_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower code decodes it meanwhile, unless that would take longer: then the batch waits, once."""
-    monkeypatch.setattr(jit_loader, "PATIENCE", 2.0)
+    monkeypatch.setattr(jit_loader, "MAX_SLOW_SECONDS", 2.0)
     compiling, may_end = threading.Event(), threading.Event()
 
     def load() -> ModuleType:
@@ -56,14 +56,14 @@ def test_a_batch_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch)
         assert may_end.wait(60)
         return field_scan
 
-    assert loaded(load, 1.9) is None
+    assert get_module(load, 1.9) is None
     assert compiling.wait(60)
-    assert loaded(load, 1.9) is None
+    assert get_module(load, 1.9) is None
     monkeypatch.setattr(decode, "load_field_scan", load)
     assert decoded_ids() == [2, 2]
     threading.Timer(0.1, may_end.set).start()
-    assert loaded(load, 2.1) is field_scan
-    assert loaded(load, 0.1) is field_scan
+    assert get_module(load, 2.1) is field_scan
+    assert get_module(load, 0.1) is field_scan
 
 
 @pytest.mark.builds

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.streaming.test_field_scan import ODD, written
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_cache import compiled
-from tidemark.streaming.ingest.kernels import peek, plain, word
+from tidemark.streaming.ingest.kernels import count_plain, load_word, peek
 from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.wire.records import Topic
 
@@ -29,12 +29,12 @@ def _peek(data: Bytes, at: int) -> int:
 
 @compiled()
 def _plain(data: Bytes, at: int) -> int:
-    return plain(data, at)  # type: ignore[no-any-return]
+    return count_plain(data, at)  # type: ignore[no-any-return]
 
 
 @compiled()
 def _word(data: Bytes, at: int, count: int) -> int:
-    return word(data, at, count)
+    return load_word(data, at, count)
 
 
 def stands_for_itself(byte: int) -> bool:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.ingest.kernels import MOST_STEPS, arrange
+from tidemark.streaming.ingest.kernels import MAX_STEPS, sort_edges
 from tidemark.streaming.ingest.record_batch import Edges
 
 
@@ -24,7 +24,7 @@ def made(groups: list[int], prevs: list[int]) -> Edges:
 
 def arranged(edges: Edges, groups: int) -> Edges | None:
     found = Edges.allocate(edges.size)
-    return found if arrange(edges, found, np.zeros(groups + 2, np.int64), Edges.allocate(1)) else None
+    return found if sort_edges(edges, found, np.zeros(groups + 2, np.int64), Edges.allocate(1)) else None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9) | st.just(2**63 - 2)), max_size=30))
@@ -39,5 +39,5 @@ def test_edges_stand_by_group_and_prev_and_else_as_they_came(pairs: list[tuple[i
 
 def test_what_comes_backwards_is_left_to_others() -> None:
     """A writer whose edges come from the last to the first: each would be taken past all others."""
-    count = 4 * MOST_STEPS
+    count = 4 * MAX_STEPS
     assert arranged(made([0] * count, [*range(count, 0, -1)]), 1) is None

@@ -20,7 +20,7 @@ Each step that handles single records has two implementations with equal results
     consume a message      native_consumer (C, by ctypes)     consumer.ObjectConsumer (confluent-kafka)
     copy its bytes         kernels.gather                     ctypes.string_at
     decode a record        field_scan.scan, with kernels      wire.records.read
-    sort edges             kernels.arrange                    numpy
+    sort edges             kernels.sort_edges                 numpy
 
 `wire.records.read` defines the meaning of records. The scanner accepts a record only if its meaning is certain, and
 leaves all others to `read`; only `read` gives the reason for a rejection.

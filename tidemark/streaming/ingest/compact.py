@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.jit_loader import load_kernels, loaded
+from tidemark.streaming.ingest.jit_loader import get_module, load_kernels
 from tidemark.streaming.ingest.record_batch import Edges, Incarnation, PlannedRange, RecordBatch
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import RejectedRecords, shard_of
@@ -73,9 +73,13 @@ def _cut(firsts: Order, count: int, max_edges: int) -> Order:
 def _arranged(edges: Edges) -> Edges:
     """Sort by group and `prev`."""
     count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
-    if count > FEW and groups < _SPARSE * count and (kernels := loaded(load_kernels, count * EDGE_SECONDS)) is not None:
+    if (
+        count > FEW
+        and groups < _SPARSE * count
+        and (kernels := get_module(load_kernels, count * EDGE_SECONDS)) is not None
+    ):
         arranged = Edges.allocate(count)
-        if kernels.arrange(edges, arranged, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
+        if kernels.sort_edges(edges, arranged, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
             return arranged
     return edges.take(_by_group_and_prev(edges.incarnations, edges.prevs))
 

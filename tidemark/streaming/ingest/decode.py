@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Raw
 
 from tidemark.common.errors import BadRecord
-from tidemark.streaming.ingest.jit_loader import load_field_scan, loaded
+from tidemark.streaming.ingest.jit_loader import get_module, load_field_scan
 from tidemark.streaming.ingest.record_batch import Edges, Incarnations, RecordBatch
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
@@ -166,17 +166,17 @@ class Decoder:
         """Decode records with compiled code. Returns the indexes of the remaining records; all of them if numba is
         missing.
         """
-        scan = loaded(load_field_scan, fetched.size * RECORD_SECONDS + len(fetched.values) * BYTE_SECONDS)
+        scan = get_module(load_field_scan, fetched.size * RECORD_SECONDS + len(fetched.values) * BYTE_SECONDS)
         if scan is None:
             return range(fetched.size)
         self.incarnations.prefetch(fetched.size)
         undecided = np.empty(fetched.size, np.int64)
-        why, first, count = scan.NEW, 0, 0
+        why, first, count = scan.NEW_INCARNATION, 0, 0
         while why != scan.DONE:
             why, first, self._count, count, missing = scan.scan(
                 fetched, first, self.incarnations.table, self._scanned, self._count, undecided, count
             )
-            if why == scan.NEW:
+            if why == scan.NEW_INCARNATION:
                 self.incarnations.add(missing, fetched.values)
             elif why == scan.FULL:
                 self._scanned = self._scanned.extended(self._count, len(fetched.value(first)) + 1)

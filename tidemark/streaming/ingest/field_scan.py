@@ -1,7 +1,7 @@
 """Compiled code that scans records of the facts topic and writes their edges into columns.
 
-The IDs of a RUN go directly into the column `ids`. The number of rows of each ID goes into the column `times` first;
-`scan` overwrites it when the record is accepted.
+The IDs of a RUN go directly into the column `ids`. The number of rows of each ID goes into the column `times` first.
+`scan` overwrites it with the time of the record when the record is accepted.
 """
 
 from typing import Final, NamedTuple
@@ -20,12 +20,12 @@ from tidemark.streaming.ingest.kernels import (
     QUOTE,
     ZERO,
     are_same,
-    character,
+    load_word,
     peek,
-    plain_end,
-    space,
-    value,
-    word,
+    skip_character,
+    skip_plain,
+    skip_space,
+    skip_value,
 )
 from tidemark.streaming.ingest.record_batch import (
     Bytes,
@@ -39,32 +39,33 @@ from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
 
 
-def _word(text: str) -> int:
+def _encode_word(text: str) -> int:
     return int.from_bytes(text.encode(), "little")
 
 
-_KIND, _STREAM, _WRITER, _EPOCH = map(_word, ("kind", "stream", "writer", "epoch"))
-_PREV, _ID, _IDS, _ROW, _ROWS = map(_word, ("prev", "id", "ids", "row", "rows"))
-_BATCH = _word("batch")
-_USUAL: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
-_WORDS, _LENGTHS = np.array([*map(_word, _USUAL)]), np.array([*map(len, _USUAL)])
-RDATA, VOID, POSITION, RUN = map(_word, ("RDATA", "VOID", "POSITION", "RUN"))
+_KIND, _STREAM, _WRITER, _EPOCH = map(_encode_word, ("kind", "stream", "writer", "epoch"))
+_PREV, _ID, _IDS, _ROW, _ROWS = map(_encode_word, ("prev", "id", "ids", "row", "rows"))
+_BATCH = _encode_word("batch")
+_USUAL_FIELDS: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
+_USUAL_WORDS, _USUAL_LENGTHS = np.array([*map(_encode_word, _USUAL_FIELDS)]), np.array([*map(len, _USUAL_FIELDS)])
+RDATA, VOID, POSITION, RUN = map(_encode_word, ("RDATA", "VOID", "POSITION", "RUN"))
 """Values of `Fields.kind`: the kind's name as a little-endian number."""
 
 # Bits of `Fields.has`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
-_DIGITS: Final = 18  # a number with this many digits always fits
+_MAX_DIGITS: Final = 18  # a number with this many digits always fits
 
 
 class Fields(NamedTuple):
     """The fields of a record.
 
-    `has` has a bit for each field that is present; 0 if the record is not certain to be valid. Names are given by the
-    bounds of their bytes. `ids` and `lists` are the numbers of IDs and of lists of rows in a RUN.
+    `present` has a bit (`HAS_...`) for each field; it is 0 if the record is not certain to be valid. `kind` is a word
+    from above. `stream` to `writer_end` are the bounds of the names in the array of bytes. `is_batch_row`: `id` is
+    `"batch"`. `id_count` and `row_list_count` are the lengths of `ids` and `rows` in a RUN.
     """
 
-    has: int
+    present: int
     kind: int
     stream: int
     stream_end: int
@@ -73,29 +74,29 @@ class Fields(NamedTuple):
     epoch: int
     prev: int
     id: int
-    batch: bool
-    ids: int
-    lists: int
+    is_batch_row: bool
+    id_count: int
+    row_list_count: int
 
 
 @compiled(inline=True)
-def _short(data: Bytes, at: int, end: int) -> tuple[int, int]:
+def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """The index after a string without escapes whose content begins at `at`, and the string as a number.
 
     The number is 0 if the string is longer than eight characters or not ASCII.
     """
-    first, at = at, plain_end(data, at, end)
-    short = word(data, first, at - first) if at - first <= 8 else 0
+    first, at = at, skip_plain(data, at, end)
+    short = load_word(data, first, at - first) if at - first <= 8 else 0
     while at < end and peek(data, at) != QUOTE:
-        short, at = 0, character(data, at, end)
+        short, at = 0, skip_character(data, at, end)
         if at < 0:
             return -1, 0
-        at = plain_end(data, at, end)
+        at = skip_plain(data, at, end)
     return (at + 1, short) if at < end else (-1, 0)
 
 
 @compiled(inline=True)
-def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
+def _scan_integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """The index after an integer, and the integer. The caller checks the byte after it."""
     negative = at < end and peek(data, at) == MINUS
     if negative:
@@ -105,7 +106,7 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
         number = number * 10 + (peek(data, at) - ZERO)
         at += 1
     length = at - first
-    if length == 0 or length > _DIGITS or (peek(data, first) == ZERO and (negative or length > 1)):
+    if length == 0 or length > _MAX_DIGITS or (peek(data, first) == ZERO and (negative or length > 1)):
         return -1, 0
     return at, -number if negative else number
 
@@ -113,19 +114,19 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
 @compiled(inline=True)
 def _item_end(data: Bytes, at: int, end: int) -> int:
     """The index of the comma or bracket after an item of a list; -1 if there is neither, or if `at` is -1."""
-    at = space(data, at, end)
+    at = skip_space(data, at, end)
     if at < 0 or at >= end or (peek(data, at) != COMMA and peek(data, at) != CLOSE_LIST):
         return -1
     return at
 
 
 @compiled()
-def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
+def _scan_integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
     """The index after a list of integers, and `count` plus their number. They are written to `ids`."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
-        at, ids[count] = _integer(data, space(data, at + 1, end), end)
+        at, ids[count] = _scan_integer(data, skip_space(data, at + 1, end), end)
         at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
@@ -135,16 +136,16 @@ def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int
 
 
 @compiled(inline=True)
-def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after a list, and the number of its values."""
+def _scan_list_length(data: Bytes, at: int, end: int) -> tuple[int, int]:
+    """The index after a list, and its length."""
     if at >= end or peek(data, at) != OPEN_LIST:
         return -1, 0
-    inside = space(data, at + 1, end)
+    inside = skip_space(data, at + 1, end)
     if inside < end and peek(data, inside) == CLOSE_LIST:
         return inside + 1, 0
     length = 0
     while True:
-        at = _item_end(data, value(data, at + 1, end), end)
+        at = _item_end(data, skip_value(data, at + 1, end), end)
         if at < 0:
             return -1, 0
         length += 1
@@ -153,12 +154,12 @@ def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 
 @compiled()
-def _lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
+def _scan_list_lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
     """The index after a list of lists, and `count` plus their number. Their lengths are written to `lengths`."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
-        at, lengths[count] = _length(data, space(data, at + 1, end), end)
+        at, lengths[count] = _scan_list_length(data, skip_space(data, at + 1, end), end)
         at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
@@ -168,66 +169,66 @@ def _lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[
 
 
 @compiled(inline=True)
-def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
+def _scan_name(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """The index of the value of the field whose name is at `at`, and the name as a number."""
-    at = space(data, at, end)
+    at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1, 0
-    at, name = _short(data, at + 1, end)
-    at = space(data, at, end)
+    at, name = _scan_short_string(data, at + 1, end)
+    at = skip_space(data, at, end)
     if not 0 <= at < end or peek(data, at) != COLON:
         return -1, 0
-    at = space(data, at + 1, end)
+    at = skip_space(data, at + 1, end)
     return (at, name) if at < end else (-1, 0)
 
 
 @compiled(inline=True)
-def _next(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
-    """Like `_field`, but faster if field number `index` has its usual name."""
-    if index < len(_WORDS) and at + 10 < end:
-        length = _LENGTHS[index]
-        behind = at + 1 + length
-        same = word(data, at + 1, length) == _WORDS[index]
-        if same and peek(data, at) == QUOTE and peek(data, behind) == QUOTE and peek(data, behind + 1) == COLON:
-            begin = space(data, behind + 2, end)
-            return (begin, _WORDS[index]) if begin < end else (-1, 0)
-    return _field(data, at, end)
+def _scan_usual_name(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
+    """Like `_scan_name`, but faster if field number `index` has its usual name."""
+    if index < len(_USUAL_WORDS) and at + 10 < end:
+        length = _USUAL_LENGTHS[index]
+        after = at + 1 + length
+        is_usual = load_word(data, at + 1, length) == _USUAL_WORDS[index]
+        if is_usual and peek(data, at) == QUOTE and peek(data, after) == QUOTE and peek(data, after + 1) == COLON:
+            begin = skip_space(data, after + 2, end)
+            return (begin, _USUAL_WORDS[index]) if begin < end else (-1, 0)
+    return _scan_name(data, at, end)
 
 
 @compiled()
-def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
+def scan_fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
     """Scan a record. IDs and numbers of rows of a RUN are written to `edges.ids` and `edges.times` from `count` on."""
-    has = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
-    batch = False
-    at = space(data, at, end)
+    present = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
+    is_batch_row = False
+    at = skip_space(data, at, end)
     more = at < end and peek(data, at) == OPEN_OBJECT
     index = 0
     while more:
-        begin, name = _next(data, at + 1, end, index)
+        begin, name = _scan_usual_name(data, at + 1, end, index)
         index += 1
         if begin < 0:
             break
         bit = 0
         if name == _ROW:
             bit = HAS_ROW
-            at = value(data, begin, end)
+            at = skip_value(data, begin, end)
         elif name == _PREV:
             bit = HAS_PREV
-            at, prev = _integer(data, begin, end)
+            at, prev = _scan_integer(data, begin, end)
         elif name == _EPOCH:
             bit = HAS_EPOCH
-            at, epoch = _integer(data, begin, end)
+            at, epoch = _scan_integer(data, begin, end)
         elif name == _IDS:
             bit = HAS_IDS
-            at, ids = _integers(data, begin, end, edges.ids, count)
+            at, ids = _scan_integers(data, begin, end, edges.ids, count)
         elif name == _ROWS:
             bit = HAS_ROWS
-            at, lists = _lengths(data, begin, end, edges.times, count)
+            at, lists = _scan_list_lengths(data, begin, end, edges.times, count)
         elif name == _ID and peek(data, begin) != QUOTE:
             bit = HAS_ID
-            at, id = _integer(data, begin, end)
+            at, id = _scan_integer(data, begin, end)
         elif name in (_KIND, _STREAM, _WRITER, _ID):
-            at, short = _short(data, begin + 1, end) if peek(data, begin) == QUOTE else (-1, 0)
+            at, short = _scan_short_string(data, begin + 1, end) if peek(data, begin) == QUOTE else (-1, 0)
             if name == _KIND:
                 bit = HAS_KIND
                 kind = short
@@ -239,42 +240,42 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
                 writer, writer_end = begin + 1, at - 1
             else:
                 bit = HAS_ID
-                batch = short == _BATCH
-                at = at if batch else -1
+                is_batch_row = short == _BATCH
+                at = at if is_batch_row else -1
         else:
-            at = value(data, begin, end)
-        at = space(data, at, end)
-        if not 0 <= at < end or has & bit:
+            at = skip_value(data, begin, end)
+        at = skip_space(data, at, end)
+        if not 0 <= at < end or present & bit:
             break
-        has |= bit
+        present |= bit
         more = peek(data, at) == COMMA
-        if not more and (peek(data, at) != CLOSE_OBJECT or space(data, at + 1, end) < end):
+        if not more and (peek(data, at) != CLOSE_OBJECT or skip_space(data, at + 1, end) < end):
             break
     else:
         ids, lists = ids - count, lists - count
-        return Fields(has, kind, stream, stream_end, writer, writer_end, epoch, prev, id, batch, ids, lists)
+        return Fields(present, kind, stream, stream_end, writer, writer_end, epoch, prev, id, is_batch_row, ids, lists)
     return Fields(0, 0, 0, 0, 0, 0, 0, 0, 0, False, 0, 0)  # noqa: FBT003
 
 
 _SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(ANY_WRITER)
-_LOW = 0xFFFFFFFF
-# Odd, with bits in all bytes (splitmix64).
-_ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+_LOW_32_BITS = 0xFFFFFFFF
+# Multipliers of the hash: odd, with bits in all bytes (from splitmix64).
+_FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 @compiled(inline=True)
-def _mixed(hashed: int, more: int) -> int:
+def _mix(hashed: int, more: int) -> int:
     """Mix high bits into low ones twice. After one mix, names that differ in few high bits would have equal hashes."""
-    hashed = (hashed ^ more) * _ONE
-    hashed = (hashed ^ ((hashed >> 32) & _LOW)) * _OTHER
-    return hashed ^ ((hashed >> 32) & _LOW)
+    hashed = (hashed ^ more) * _FACTOR_1
+    hashed = (hashed ^ ((hashed >> 32) & _LOW_32_BITS)) * _FACTOR_2
+    return hashed ^ ((hashed >> 32) & _LOW_32_BITS)
 
 
 @compiled(inline=True)
-def _with_name(hashed: int, data: Bytes, at: int, end: int) -> int:
+def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
     while at < end:
         count = min(8, end - at)
-        hashed = _mixed(hashed, word(data, at, count))
+        hashed = _mix(hashed, load_word(data, at, count))
         at += count
     return hashed
 
@@ -282,12 +283,12 @@ def _with_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 @compiled(inline=True)
 def hash_of(table: IncarnationTable, data: Bytes, record: Fields) -> int:
     """The hash of both names and the epoch."""
-    hashed = _with_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
-    return _mixed(_with_name(hashed, data, record.writer, record.writer_end), record.epoch)
+    hashed = _mix_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
+    return _mix(_mix_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
 
 @compiled(inline=True)
-def _is(table: IncarnationTable, number: int, data: Bytes, record: Fields) -> bool:
+def _matches(table: IncarnationTable, number: int, data: Bytes, record: Fields) -> bool:
     stream, writer, end = table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2]
     known: bool = table.bounds[number, 3] == record.epoch
     return (
@@ -340,23 +341,26 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
         number: int = table.slots[slot]
         if number < 0:
             return _add(table, data, record, hashed, slot)
-        if table.hashes[number] == hashed and _is(table, number, data, record):
+        if table.hashes[number] == hashed and _matches(table, number, data, record):
             return number
         slot = (slot + 1) & mask
 
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
-_MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; a bound for the memory of the table
+_MAX_NAME_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; a bound for the memory of the table
 _NO_INCARNATION: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
-_NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
+_REQUIRED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why and at which record a scan ended, and the total numbers of edges and undecided records."""
+    """Why a scan ended (`DONE`, `FULL` or `NEW_INCARNATION`), and the next record to scan. The counts are totals.
 
-    why: int
-    record: int
-    edges: int
+    `missing` is the incarnation to add, for `NEW_INCARNATION` only.
+    """
+
+    status: int
+    next_record: int
+    edge_count: int
     undecided: int
     missing: MissingIncarnation
 
@@ -364,7 +368,7 @@ class ScanResult(NamedTuple):
 DONE: Final = 0
 FULL: Final = 1
 """The columns have no room for the edges that the next record may have."""
-NEW: Final = 2
+NEW_INCARNATION: Final = 2
 """`Incarnations.add` must add the incarnation of the next record."""
 
 
@@ -384,35 +388,37 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 
 @compiled(inline=True)
-def _start(record: Fields) -> int:
+def _prev_of(record: Fields) -> int:
     """The `prev` of an edge, the same as of `records.start`."""
-    if record.kind != RDATA or record.has & HAS_PREV:
+    if record.kind != RDATA or record.present & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
 
 
 @compiled(inline=True)
-def _is_good(fact: Fields, edges: Edges, count: int) -> bool:
-    if fact.has & _NAMED != _NAMED or fact.epoch < 0:
+def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
+    if record.present & _REQUIRED != _REQUIRED or record.epoch < 0:
         return False
-    if fact.stream_end - fact.stream > _MOST_BYTES or fact.writer_end - fact.writer > _MOST_BYTES:
+    if record.stream_end - record.stream > _MAX_NAME_BYTES or record.writer_end - record.writer > _MAX_NAME_BYTES:
         return False
-    if fact.kind == RUN:
+    if record.kind == RUN:
         return (
-            fact.has & HAS_PREV != 0 and fact.ids == fact.lists and _is_chain(fact.prev, edges, count, count + fact.ids)
+            record.present & HAS_PREV != 0
+            and record.id_count == record.row_list_count
+            and _is_chain(record.prev, edges, count, count + record.id_count)
         )
-    if not fact.has & HAS_ID or not (fact.batch or _is_beyond(_start(fact), fact.id)):
+    if not record.present & HAS_ID or not (record.is_batch_row or _is_beyond(_prev_of(record), record.id)):
         return False
-    if fact.kind == RDATA:
-        return fact.has & HAS_ROW != 0
-    return fact.kind in (VOID, POSITION) and fact.has & HAS_PREV != 0 and not fact.batch
+    if record.kind == RDATA:
+        return record.present & HAS_ROW != 0
+    return record.kind in (VOID, POSITION) and record.present & HAS_PREV != 0 and not record.is_batch_row
 
 
 @compiled(inline=True)
 def _put_edge(record: Fields, edges: Edges, count: int) -> int:
-    edges.prevs[count], edges.ids[count] = _start(record), record.id
+    edges.prevs[count], edges.ids[count] = _prev_of(record), record.id
     kind = _RDATA
-    if record.batch:
+    if record.is_batch_row:
         kind = ROW
     elif record.kind != RDATA:
         kind = _VOID if record.kind == VOID else _POSITION
@@ -425,8 +431,8 @@ def _put_run(record: Fields, edges: Edges, count: int) -> int:
     """Complete the edges of a RUN, whose IDs are already written, and add a batch row for each additional row of an
     ID.
     """
-    prev, stop = record.prev, count + record.ids
-    for index in range(count, count + record.ids):
+    prev, stop = record.prev, count + record.id_count
+    for index in range(count, count + record.id_count):
         edges.prevs[index] = prev
         prev = edges.ids[index]
         edges.kinds[index] = _RDATA if edges.times[index] else _VOID
@@ -440,52 +446,54 @@ def _put_run(record: Fields, edges: Edges, count: int) -> int:
 @cached
 @compiled()
 def scan(
-    fetched: RecordBatch,
+    batch: RecordBatch,
     first: int,
     table: IncarnationTable,
     edges: Edges,
-    count: int,
+    edge_count: int,
     undecided: Ids,
-    left: int,
+    undecided_count: int,
 ) -> ScanResult:
     """Scan records.
 
     Args:
-        fetched: the records.
+        batch: the records.
         first: the index of the first record.
         table: numbers of incarnations; new ones are added.
-        edges: receives the edges, from `count` on.
-        count: rows of `edges` in use.
-        undecided: receives the indexes of records that `records.read` must decode, from `left` on.
-        left: items of `undecided` in use.
+        edges: receives the edges, from `edge_count` on.
+        edge_count: rows of `edges` in use.
+        undecided: receives the indexes of records that `records.read` must decode, from `undecided_count` on.
+        undecided_count: items of `undecided` in use.
     """
-    data, keys = fetched.values, fetched.keys
-    for at in range(first, len(fetched.offsets)):
-        begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
-        if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID and a row each take at least two bytes of JSON
-            return ScanResult(FULL, at, count, left, _NO_INCARNATION)
-        fact = fields(data, begin, end, edges, count)
-        key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
+    data, keys = batch.values, batch.keys
+    for at in range(first, len(batch.offsets)):
+        begin, end = batch.value_bounds[at], batch.value_bounds[at + 1]
+        if edge_count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID and a row each take at least two bytes of JSON
+            return ScanResult(FULL, at, edge_count, undecided_count, _NO_INCARNATION)
+        record = scan_fields(data, begin, end, edges, edge_count)
+        key, key_end = batch.key_bounds[at], batch.key_bounds[at + 1]
         legal = False
-        if _is_good(fact, edges, count) and are_same(keys, key, key_end, data, fact.stream, fact.stream_end):
-            hashed = hash_of(table, data, fact)
-            number = number_of(table, data, fact, hashed)
+        if _is_valid(record, edges, edge_count) and are_same(
+            keys, key, key_end, data, record.stream, record.stream_end
+        ):
+            hashed = hash_of(table, data, record)
+            number = number_of(table, data, record, hashed)
             if number < 0:
                 missing = MissingIncarnation(
-                    fact.stream, fact.stream_end, fact.writer, fact.writer_end, fact.epoch, hashed
+                    record.stream, record.stream_end, record.writer, record.writer_end, record.epoch, hashed
                 )
-                return ScanResult(NEW, at, count, left, missing)
+                return ScanResult(NEW_INCARNATION, at, edge_count, undecided_count, missing)
             legal = table.legal[number]
         if not legal:
-            undecided[left] = at
-            left += 1
+            undecided[undecided_count] = at
+            undecided_count += 1
             continue
-        stop = _put_run(fact, edges, count) if fact.kind == RUN else _put_edge(fact, edges, count)
-        edges.incarnations[count:stop] = number
-        edges.offsets[count:stop] = fetched.offsets[at]
-        edges.times[count:stop] = fetched.times[at]
-        count = stop
-    return ScanResult(DONE, len(fetched.offsets), count, left, _NO_INCARNATION)
+        stop = _put_run(record, edges, edge_count) if record.kind == RUN else _put_edge(record, edges, edge_count)
+        edges.incarnations[edge_count:stop] = number
+        edges.offsets[edge_count:stop] = batch.offsets[at]
+        edges.times[edge_count:stop] = batch.times[at]
+        edge_count = stop
+    return ScanResult(DONE, len(batch.offsets), edge_count, undecided_count, _NO_INCARNATION)
 
 
 def compile_all() -> None:

@@ -67,9 +67,9 @@ def cached(function: F) -> F:
 def cache_dirs() -> Iterator[Path]:
     """Directories for the files, in the order of preference."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
-    given = os.environ.get("TIDEMARK_HOME")
+    home = os.environ.get("TIDEMARK_HOME")
     with suppress(RuntimeError, OSError):  # unknown user, or no working directory
-        yield (Path(given).expanduser() if given else default_home()).absolute() / "compiled"
+        yield (Path(home).expanduser() if home else default_home()).absolute() / "compiled"
 
 
 class CodeCache:
@@ -109,7 +109,7 @@ class CodeCache:
         versions = python_version(), *(library.__version__ for library in (numba, llvmlite, np))
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
         arguments = [(str(argument), getattr(argument, "fields", None), _module_of(argument)) for argument in signature]
-        for part in (versions, codegen.magic_tuple(), settings, arguments, *_parts(self._dispatcher, set())):
+        for part in (versions, codegen.magic_tuple(), settings, arguments, *_dependencies(self._dispatcher, set())):
             digest.update(repr(part).encode())
         return f"{self._dispatcher.__name__}-{digest.hexdigest()[:32]}"
 
@@ -119,29 +119,29 @@ def _module_of(argument: Any) -> str | None:
     return getattr(getattr(argument, "instance_class", None), "__module__", None)
 
 
-def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
+def _dependencies(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
     """Everything that the machine code of a function depends on, from this process and not from source files."""
     seen.add(dispatcher)
     function = dispatcher.py_func
-    yield dispatcher.targetoptions, function.__module__, *_code(function.__code__)
+    yield dispatcher.targetoptions, function.__module__, *_code_parts(function.__code__)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, np.ndarray):
             yield value.dtype.str, value.tolist()
         elif (intrinsic := getattr(value, "_defn", None)) is not None:
-            yield from _code(intrinsic.__code__)
+            yield from _code_parts(intrinsic.__code__)
         elif not hasattr(value, "py_func"):
             yield value, getattr(value, "_fields", None)
         elif value not in seen:
-            yield from _parts(value, seen)
+            yield from _dependencies(value, seen)
 
 
-def _code(code: CodeType) -> Iterator[object]:
+def _code_parts(code: CodeType) -> Iterator[object]:
     """The parts of a code object that are equal in all processes."""
     yield code.co_code, code.co_names, code.co_varnames
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _code(value)
+            yield from _code_parts(value)
         else:
             yield value
 
@@ -151,31 +151,31 @@ def _read(path: Path) -> bytes | None:
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
-            ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not (ours and stat.S_ISREG(status.st_mode)):
+            is_trusted = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not (is_trusted and stat.S_ISREG(status.st_mode)):
                 return None  # a user who can write the file could run code in this process
-            sum_, content = file.read(32), file.read()
+            checksum, content = file.read(32), file.read()
     except OSError:
         return None
-    return content if sum_ == _sum(path, content) else None
+    return content if checksum == _checksum(path, content) else None
 
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file atomically; other processes may write the same one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, part = mkstemp(dir=path.parent)
+    descriptor, temporary = mkstemp(dir=path.parent)
     try:
-        with os.fdopen(number, "wb") as file:
-            file.write(_sum(path, content) + content)
-        Path(part).chmod(0o644)
-        Path(part).replace(path)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_checksum(path, content) + content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
-        Path(part).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
     with suppress(OSError):
         for old in sorted(path.parent.iterdir(), key=lambda path_: path_.stat().st_mtime)[:-_MAX_FILES]:
             old.unlink()
 
 
-def _sum(path: Path, content: bytes) -> bytes:
+def _checksum(path: Path, content: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + content).digest()

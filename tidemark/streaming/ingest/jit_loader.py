@@ -15,9 +15,9 @@ from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
 
-Load: TypeAlias = Callable[[], ModuleType | None]
+Loader: TypeAlias = Callable[[], ModuleType | None]
 
-PATIENCE = 2.0
+MAX_SLOW_SECONDS = 2.0
 """If slower code needs more than this many seconds, it is better to wait for the compiled code. Loading takes 1 s of
 CPU, or many seconds without a cache, while all streams of the batch wait.
 """
@@ -26,7 +26,7 @@ SLOW_DECODING = "Slow decoding"
 """The first words of a warning about a fallback. The pipeline repeats such lines of Spark's workers in its own log."""
 NUMBA_WARNING = f"{SLOW_DECODING}: numba cannot be used; a record takes about 12 µs of CPU instead of 0.5 µs"
 
-warned: list[str] = []
+failed_modules: list[str] = []
 """The modules that this process could not load."""
 
 
@@ -60,35 +60,35 @@ def load_kernels() -> ModuleType | None:
     return kernels
 
 
-_futures: dict[Load, "Future[ModuleType | None]"] = {}
+_futures: dict[Loader, "Future[ModuleType | None]"] = {}
 _lock = threading.Lock()
 
 
-def loaded(load: Load, seconds: float) -> ModuleType | None:
-    """The module that `load` returns. The first call starts a thread that loads the module.
+def get_module(loader: Loader, seconds: float) -> ModuleType | None:
+    """The module that `loader` returns. The first call starts a thread that loads the module.
 
     Args:
-        load: `load_field_scan` or `load_kernels`.
-        seconds: the time that slower code would take. If it exceeds `PATIENCE`, wait for the module.
+        loader: `load_field_scan` or `load_kernels`.
+        seconds: the time that slower code would take. If it exceeds `MAX_SLOW_SECONDS`, wait for the module.
 
     Returns:
         None if the module is not loaded yet, or cannot be loaded.
     """
     with _lock:
-        if (future := _futures.get(load)) is None:
-            future = _futures[load] = Future()
-            threading.Thread(target=_load_into, args=(future, load), name="compiled code", daemon=True).start()
-    return future.result() if future.done() or seconds >= PATIENCE else None
+        if (future := _futures.get(loader)) is None:
+            future = _futures[loader] = Future()
+            threading.Thread(target=_load_into, args=(future, loader), name="compiled code", daemon=True).start()
+    return future.result() if future.done() or seconds >= MAX_SLOW_SECONDS else None
 
 
-def _load_into(future: "Future[ModuleType | None]", load: Load) -> None:
+def _load_into(future: "Future[ModuleType | None]", loader: Loader) -> None:
     try:
-        future.set_result(load())
+        future.set_result(loader())
     except BaseException as error:  # noqa: BLE001  # whoever waits for the module gets it
         future.set_exception(error)
 
 
 def _warn(name: str, error: Exception) -> None:
-    if not warned:
+    if not failed_modules:
         log.warning(NUMBA_WARNING, cause=f"{type(error).__name__}: {error}".splitlines()[0])
-    warned.append(name)
+    failed_modules.append(name)

@@ -3,10 +3,10 @@
 They need numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load this module only for large
 inputs (`jit_loader`).
 
-The functions from `word` on find the end of JSON values (RFC 8259) in an array of bytes, without decoding them. Each
-starts at the index `at` and returns the index after the item that it scans. It returns -1 if the bytes before `end` are
-not certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and values that are
-nested very deeply.
+The functions `skip_...` find the end of JSON values (RFC 8259) in an array of bytes, without decoding them. Each starts
+at the index `at` and returns the index after the item that it scans. It returns -1 if the bytes before `end` are not
+certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and values that are nested
+very deeply.
 """
 
 from typing import Any, Final
@@ -21,14 +21,14 @@ from tidemark.streaming.ingest.jit_cache import cached, compiled
 from tidemark.streaming.ingest.record_batch import Bytes, Edges
 from tidemark.streaming.values.intervals import Ids
 
-MOST_STEPS: Final = 32
+MAX_STEPS: Final = 32
 """The largest average number of steps per edge in the insertion sort. Edges in the order of completion need one or
 two.
 """
 
 
 @compiled(inline=True)
-def _put(target: Edges, index: int, source: Edges, source_index: int) -> None:
+def _copy_edge(target: Edges, index: int, source: Edges, source_index: int) -> None:
     target.incarnations[index] = source.incarnations[source_index]
     target.prevs[index] = source.prevs[source_index]
     target.ids[index] = source.ids[source_index]
@@ -39,17 +39,17 @@ def _put(target: Edges, index: int, source: Edges, source_index: int) -> None:
 
 @cached
 @compiled()
-def arrange(edges: Edges, arranged: Edges, begins: Ids, spare: Edges) -> bool:
+def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> bool:
     """Sort edges by group and `prev`; the sort is stable.
 
     Args:
         edges: the edges. `incarnations` are group numbers.
-        arranged: receives the sorted edges.
-        begins: zeros, two more than there are groups.
-        spare: room for one edge.
+        sorted_edges: receives the sorted edges.
+        begins: zeros, two more than there are groups; overwritten.
+        spare: room for one edge; overwritten.
 
     Returns:
-        False if the edges are so far from sorted that numpy is faster; `arranged` is useless then.
+        False if the edges are so far from sorted that numpy is faster. `sorted_edges` is then not sorted.
     """
     count = len(edges.ids)
     for at in range(count):
@@ -58,18 +58,18 @@ def arrange(edges: Edges, arranged: Edges, begins: Ids, spare: Edges) -> bool:
         begins[group] += begins[group - 1]
     for at in range(count):
         group = edges.incarnations[at] + 1
-        _put(arranged, begins[group], edges, at)
+        _copy_edge(sorted_edges, begins[group], edges, at)
         begins[group] += 1
-    steps = MOST_STEPS * count
+    steps = MAX_STEPS * count
     for at in range(1, count):
-        group, prev, index = arranged.incarnations[at], arranged.prevs[at], at
-        if arranged.incarnations[at - 1] != group or arranged.prevs[at - 1] <= prev:
+        group, prev, index = sorted_edges.incarnations[at], sorted_edges.prevs[at], at
+        if sorted_edges.incarnations[at - 1] != group or sorted_edges.prevs[at - 1] <= prev:
             continue
-        _put(spare, 0, arranged, at)
-        while index > 0 and arranged.incarnations[index - 1] == group and arranged.prevs[index - 1] > prev:
-            _put(arranged, index, arranged, index - 1)
+        _copy_edge(spare, 0, sorted_edges, at)
+        while index > 0 and sorted_edges.incarnations[index - 1] == group and sorted_edges.prevs[index - 1] > prev:
+            _copy_edge(sorted_edges, index, sorted_edges, index - 1)
             index -= 1
-        _put(arranged, index, spare, 0)
+        _copy_edge(sorted_edges, index, spare, 0)
         steps -= at - index
         if steps < 0:
             return False
@@ -121,7 +121,7 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
 
 @cached
 @compiled()
-def times(function: int, messages: Ids, result: Ids) -> None:
+def read_times(function: int, messages: Ids, result: Ids) -> None:
     """Put `rd_kafka_message_timestamp` of each message into `result`."""
     for at in range(len(messages)):
         result[at] = _call_time(function, messages[at])
@@ -137,21 +137,22 @@ def release(function: int, messages: Ids) -> None:
 
 def compile_all() -> None:
     """Compile all functions of this module, or load them from the cache."""
-    none = np.zeros(0, np.int64)
-    arrange(Edges.allocate(0), Edges.allocate(0), np.zeros(2, np.int64), Edges.allocate(1))
-    gather(none, none, 0)
-    times(0, none, none)
-    release(0, none)
+    empty = np.zeros(0, np.int64)
+    sort_edges(Edges.allocate(0), Edges.allocate(0), np.zeros(2, np.int64), Edges.allocate(1))
+    gather(empty, empty, 0)
+    read_times(0, empty, empty)
+    release(0, empty)
 
 
 QUOTE, BACKSLASH, _SPACE = map(ord, '"\\ ')
-_FIRST: Final = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1])
+# For each count of bytes, the mask of that many low bytes of a word.
+_BYTE_MASKS: Final = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1])
 
 _BIT, _INT = ir.IntType(1), ir.IntType(64)
 _SIXTEEN = ir.VectorType(ir.IntType(8), 16)
 
 
-def _loaded(kind: Any, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _load(kind: Any, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     return builder.load(builder.bitcast(builder.gep(array.data, [arguments[1]]), kind.as_pointer()), align=1)
 
@@ -161,30 +162,28 @@ def peek(_typing: Any, data: Any, _at: Any) -> Any:
     """Read one byte. numba's own indexing checks for a negative index each time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.zext(_loaded(ir.IntType(8), context, builder, signature, arguments), _INT)
+        return builder.zext(_load(ir.IntType(8), context, builder, signature, arguments), _INT)
 
     return types.int64(data, types.int64), generate
 
 
 @_intrinsic  # type: ignore[untyped-decorator]
-def _eight(_typing: Any, data: Any, _at: Any) -> Any:
+def _load_eight(_typing: Any, data: Any, _at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _loaded(_INT, context, builder, signature, arguments)
+        return _load(_INT, context, builder, signature, arguments)
 
     return types.int64(data, types.int64), generate
 
 
 @_intrinsic  # type: ignore[untyped-decorator]
-def plain(_typing: Any, data: Any, _at: Any) -> Any:
+def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
     """The number of leading bytes among the next sixteen that are unescaped ASCII characters of a JSON string."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        loaded = _loaded(_SIXTEEN, context, builder, signature, arguments)
+        loaded = _load(_SIXTEEN, context, builder, signature, arguments)
         special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and non-ASCII
-        for character_ in (QUOTE, BACKSLASH):
-            special = builder.or_(
-                special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character_] * 16))
-            )
+        for character in (QUOTE, BACKSLASH):
+            special = builder.or_(special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character] * 16)))
         bits = builder.zext(builder.bitcast(special, ir.IntType(16)), _INT)
         return builder.cttz(builder.or_(bits, ir.Constant(_INT, 1 << 16)), ir.Constant(_BIT, 1))
 
@@ -192,14 +191,14 @@ def plain(_typing: Any, data: Any, _at: Any) -> Any:
 
 
 @compiled(inline=True)
-def word(data: Bytes, at: int, count: int) -> int:
+def load_word(data: Bytes, at: int, count: int) -> int:
     """The next `count` bytes, at most eight, as a little-endian number."""
     if at + 8 <= len(data):
-        return _eight(data, at) & _FIRST[count]  # type: ignore[no-any-return]
-    number_ = 0
+        return _load_eight(data, at) & _BYTE_MASKS[count]  # type: ignore[no-any-return]
+    number = 0
     for index in range(count):
-        number_ |= peek(data, at + index) << (8 * index)
-    return number_
+        number |= peek(data, at + index) << (8 * index)
+    return number
 
 
 COLON, COMMA, MINUS, POINT = map(ord, ":,-.")
@@ -207,19 +206,20 @@ OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
 NINE, ZERO = ord("9"), ord("0")
 _SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
 _T, _F, _U, _E, _PLUS = map(ord, "tfue+")
-_LOWER: Final = 0x20  # the bit by which lower-case letters differ from upper-case ones
+_LOWER_CASE_BIT: Final = 0x20  # the bit by which lower-case letters differ from upper-case ones
+# `_FALSE` has no first letter, because `_skip_literal` compares four bytes.
 _TRUE, _FALSE, _NULL = (int.from_bytes(literal, "little") for literal in (b"true", b"alse", b"null"))
 _ESCAPED: Final = np.zeros(256, np.bool_)
 _ESCAPED[[*b'"\\/bfnrt']] = True
 _HEX: Final = np.full(256, -1)
-for _written in (b"0123456789abcdef", b"0123456789ABCDEF"):
-    _HEX[[*_written]] = range(16)
-_PLAIN: Final = np.arange(256) < 0x80  # same definition as in `plain`
+for _hex_digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX[[*_hex_digits]] = range(16)
+_PLAIN: Final = np.arange(256) < 0x80  # same definition as in `count_plain`
 _PLAIN[:_SPACE] = False
 _PLAIN[[QUOTE, BACKSLASH]] = False
 
-_DEEPEST: Final = 60
-_LONGEST: Final = 300
+_MAX_DEPTH: Final = 60  # of nested lists and objects
+_MAX_NUMBER_LENGTH: Final = 300  # bytes
 
 
 @compiled(inline=True)
@@ -229,7 +229,7 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
         return False
     while left_at < left_end:
         count = min(8, left_end - left_at)
-        if word(left, left_at, count) != word(right, right_at, count):
+        if load_word(left, left_at, count) != load_word(right, right_at, count):
             return False
         left_at += count
         right_at += count
@@ -237,7 +237,7 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
 
 
 @compiled(inline=True)
-def space(data: Bytes, at: int, end: int) -> int:
+def skip_space(data: Bytes, at: int, end: int) -> int:
     """The index after any white space. Returns -1 only if `at` is -1."""
     while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
         at += 1
@@ -245,28 +245,28 @@ def space(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled()
-def character(data: Bytes, at: int, end: int) -> int:
+def skip_character(data: Bytes, at: int, end: int) -> int:
     """The index after a character of several bytes (RFC 3629)."""
-    first, low, high, more = peek(data, at), 0x80, 0xBF, 1
+    first, low, high, following = peek(data, at), 0x80, 0xBF, 1
     if first >= 0xF0:
-        more = 3
+        following = 3
         low = 0x90 if first == 0xF0 else low
         high = 0x8F if first == 0xF4 else high
     elif first >= 0xE0:
-        more = 2
+        following = 2
         low = 0xA0 if first == 0xE0 else low
         high = 0x9F if first == 0xED else high
-    if not 0xC2 <= first <= 0xF4 or at + more >= end or not low <= peek(data, at + 1) <= high:
+    if not 0xC2 <= first <= 0xF4 or at + following >= end or not low <= peek(data, at + 1) <= high:
         return -1
-    for index in range(at + 2, at + more + 1):
+    for index in range(at + 2, at + following + 1):
         if not 0x80 <= peek(data, index) <= 0xBF:
             return -1
-    return at + more + 1
+    return at + following + 1
 
 
 @compiled(inline=True)
-def _unit(data: Bytes, at: int, end: int) -> int:
-    """The number in `u` and four hexadecimal digits; -1 if they are not at `at`."""
+def _code_unit(data: Bytes, at: int, end: int) -> int:
+    """The UTF-16 code unit in `u` and four hexadecimal digits at `at`; -1 if there are none."""
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
@@ -278,24 +278,24 @@ def _unit(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled()
-def _escape(data: Bytes, at: int, end: int) -> int:
+def _skip_escape(data: Bytes, at: int, end: int) -> int:
     """The index after an escape whose backslash is before `at`."""
     if at < end and _ESCAPED[peek(data, at)]:
         return at + 1
-    unit = _unit(data, at, end)
+    unit = _code_unit(data, at, end)
     if unit >> 11 != 0xD800 >> 11:
         return at + 5 if unit >= 0 else -1
     # The first half of a surrogate pair, and the second must follow.
     if unit >> 10 == 0xD800 >> 10 and at + 5 < end and peek(data, at + 5) == BACKSLASH:
-        return at + 11 if _unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
+        return at + 11 if _code_unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
     return -1
 
 
 @compiled(inline=True)
-def plain_end(data: Bytes, at: int, end: int) -> int:
-    """The index after any characters of one byte without escapes. It may be larger than `end`."""
+def skip_plain(data: Bytes, at: int, end: int) -> int:
+    """The index after any unescaped ASCII characters of a string. It may be larger than `end`."""
     while at + 16 <= len(data):
-        count = plain(data, at)
+        count = count_plain(data, at)
         at += count
         if count < 16 or at >= end:
             return at
@@ -305,20 +305,20 @@ def plain_end(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled(inline=True)
-def string(data: Bytes, at: int, end: int) -> int:
+def skip_string(data: Bytes, at: int, end: int) -> int:
     """The index after the closing quote of a string whose content begins at `at`."""
     while at >= 0:
-        at = plain_end(data, at, end)
+        at = skip_plain(data, at, end)
         if at >= end or peek(data, at) < _SPACE:
             return -1
         if peek(data, at) == QUOTE:
             return at + 1
-        at = _escape(data, at + 1, end) if peek(data, at) == BACKSLASH else character(data, at, end)
+        at = _skip_escape(data, at + 1, end) if peek(data, at) == BACKSLASH else skip_character(data, at, end)
     return -1
 
 
 @compiled(inline=True)
-def _digits(data: Bytes, at: int, end: int) -> int:
+def _skip_digits(data: Bytes, at: int, end: int) -> int:
     """The index after any digits."""
     while at < end and ZERO <= peek(data, at) <= NINE:
         at += 1
@@ -326,56 +326,56 @@ def _digits(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled(inline=True)
-def number(data: Bytes, at: int, end: int) -> int:
+def skip_number(data: Bytes, at: int, end: int) -> int:
     """The index after a number. The caller checks the byte after it."""
     whole = at + 1 if at < end and peek(data, at) == MINUS else at
-    behind = _digits(data, whole, end)
-    if behind == whole or (peek(data, whole) == ZERO and behind > whole + 1):
+    after = _skip_digits(data, whole, end)
+    if after == whole or (peek(data, whole) == ZERO and after > whole + 1):
         return -1
-    if behind < end and peek(data, behind) == POINT:
-        fraction = behind + 1
-        behind = _digits(data, fraction, end)
-        if behind == fraction:
+    if after < end and peek(data, after) == POINT:
+        fraction = after + 1
+        after = _skip_digits(data, fraction, end)
+        if after == fraction:
             return -1
-    if behind < end and peek(data, behind) | _LOWER == _E:
-        signed = behind + 1 < end and (peek(data, behind + 1) == MINUS or peek(data, behind + 1) == _PLUS)
-        exponent = behind + 2 if signed else behind + 1
-        behind = _digits(data, exponent, end)
-        if behind == exponent:
+    if after < end and peek(data, after) | _LOWER_CASE_BIT == _E:
+        has_sign = after + 1 < end and (peek(data, after + 1) == MINUS or peek(data, after + 1) == _PLUS)
+        exponent = after + 2 if has_sign else after + 1
+        after = _skip_digits(data, exponent, end)
+        if after == exponent:
             return -1
-    return behind if behind - at <= _LONGEST else -1
+    return after if after - at <= _MAX_NUMBER_LENGTH else -1
 
 
 @compiled(inline=True)
-def _literal(data: Bytes, at: int, end: int, expected: int) -> int:
-    return at + 4 if at + 4 <= end and word(data, at, 4) == expected else -1
+def _skip_literal(data: Bytes, at: int, end: int, expected: int) -> int:
+    return at + 4 if at + 4 <= end and load_word(data, at, 4) == expected else -1
 
 
 @compiled(inline=True)
-def _key(data: Bytes, at: int, end: int) -> int:
+def _skip_key(data: Bytes, at: int, end: int) -> int:
     """The index after the colon of a key. White space may come first."""
-    at = space(data, at, end)
+    at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1
-    at = string(data, at + 1, end)
+    at = skip_string(data, at + 1, end)
     if at < 0:
         return -1
-    at = space(data, at, end)
+    at = skip_space(data, at, end)
     return at + 1 if at < end and peek(data, at) == COLON else -1
 
 
 @compiled()
-def value(data: Bytes, at: int, end: int) -> int:
+def skip_value(data: Bytes, at: int, end: int) -> int:
     """The index after any value. White space may come first."""
     depth, objects = 0, 0  # a bit for each open list or object; 1: object
     while True:
-        at = space(data, at, end)
+        at = skip_space(data, at, end)
         if at >= end:
             return -1
         first = peek(data, at)
         if first in (OPEN_OBJECT, OPEN_LIST):
-            inside = space(data, at + 1, end)
-            if inside >= end or depth == _DEEPEST:
+            inside = skip_space(data, at + 1, end)
+            if inside >= end or depth == _MAX_DEPTH:
                 return -1
             if peek(data, inside) == first + 2:  # in ASCII, } is { + 2 and ] is [ + 2
                 at = inside + 1
@@ -385,30 +385,30 @@ def value(data: Bytes, at: int, end: int) -> int:
                 at = inside
                 if first == OPEN_OBJECT:
                     objects |= 1
-                    at = _key(data, at, end)
+                    at = _skip_key(data, at, end)
                     if at < 0:
                         return -1
                 continue
         elif first == QUOTE:
-            at = string(data, at + 1, end)
+            at = skip_string(data, at + 1, end)
         elif first == MINUS or ZERO <= first <= NINE:
-            at = number(data, at, end)
+            at = skip_number(data, at, end)
         elif first == _T:
-            at = _literal(data, at, end, _TRUE)
+            at = _skip_literal(data, at, end, _TRUE)
         elif first == _F:
-            at = _literal(data, at + 1, end, _FALSE)
+            at = _skip_literal(data, at + 1, end, _FALSE)
         else:
-            at = _literal(data, at, end, _NULL)
+            at = _skip_literal(data, at, end, _NULL)
         if at < 0:
             return -1
         while depth:
-            at = space(data, at, end)
+            at = skip_space(data, at, end)
             if at >= end:
                 return -1
             if peek(data, at) == COMMA:
                 at += 1
                 if objects & 1:
-                    at = _key(data, at, end)
+                    at = _skip_key(data, at, end)
                     if at < 0:
                         return -1
                 break

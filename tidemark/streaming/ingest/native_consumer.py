@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, cimpl
 
-from tidemark.streaming.ingest.jit_loader import load_kernels, loaded
+from tidemark.streaming.ingest.jit_loader import get_module, load_kernels
 from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.runs import Mask
@@ -201,7 +201,7 @@ def _times(messages: Ids) -> Ids:
     if (kernels := _kernels(len(messages))) is None:
         return np.array([_message_timestamp(message, None) for message in messages.tolist()], np.int64)
     times = np.empty_like(messages)
-    kernels.times(_address_of(_message_timestamp), messages, times)
+    kernels.read_times(_address_of(_message_timestamp), messages, times)
     return times
 
 
@@ -215,7 +215,7 @@ def _release(messages: Ids) -> None:
 
 def _kernels(count: int) -> ModuleType | None:
     """The compiled code, if `count` messages justify it; None if there are few, or numba is missing."""
-    return None if count < _FEW else loaded(load_kernels, count * _MESSAGE_SECONDS)
+    return None if count < _FEW else get_module(load_kernels, count * _MESSAGE_SECONDS)
 
 
 def _address_of(function: Any) -> int:
