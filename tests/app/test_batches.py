@@ -19,7 +19,7 @@ from tidemark.sinks.publisher import Publisher, PublishResult
 from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
-from tidemark.streaming.ingest.source import LIGHT_RECORDS, ONE_TASK
+from tidemark.streaming.ingest.source import LIGHT_RECORDS, RECORDS_PER_TASK
 
 
 class _Empty:
@@ -238,7 +238,7 @@ def test_a_full_batch_ends_a_query_for_light_traffic(one_task: bool, records: in
 def test_a_query_for_heavy_traffic_counts_the_time_without_a_large_batch() -> None:
     """BatchHandler that one task reads are not large."""
     going = batches()
-    for number, (records, is_large) in enumerate([(ONE_TASK, False), (2 * ONE_TASK + 1, True)]):
+    for number, (records, is_large) in enumerate([(RECORDS_PER_TASK, False), (2 * RECORDS_PER_TASK + 1, True)]):
         going._large_at -= 100
         going(cast("DataFrame", _Read(records)), number)
         assert going.finish(60)

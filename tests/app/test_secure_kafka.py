@@ -47,7 +47,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
     producer.deliver(60)
     carried = connection.portable_settings()
     assert not any(name.endswith(".location") for name in carried)
-    assert EndOffsets(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
+    assert EndOffsets(carried).fetch({prefix: {0: 0}}) == {prefix: {0: 1}}
     reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=60)
     assert [part.values.tobytes() for _, part in reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)])] == [b"hello"]
     reader.close()
@@ -85,11 +85,11 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
         EndOffsets(connection.portable_settings()),
         RangeReader(connection.portable_settings(), {Topic.FACTS: prefix}, patience=60),
     )
-    assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
+    assert ends.fetch({prefix: {0: 0}}) == {prefix: {0: 3}}
     for number in range(3):
         ((_, part),) = reader.read([PlannedRange(Topic.FACTS, 0, number, number + 1)])
         assert part.values.tobytes() == b"%d" % number
-        reader.park()
+        reader.stop_fetching()
     reader.close()
     again = PartitionReader(connection.client_settings(), ErrorListener(connection.bootstrap), 60, "read_committed")
     assert [message and message.value() for message in again.read(prefix, 0, 0)] == [b"0", b"1", b"2", None]
@@ -100,7 +100,7 @@ def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnectio
     """In Spark's workers as in the driver, and as soon."""
     wrong = with_wrong_secret(connection, stranger).portable_settings()
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
-        EndOffsets(wrong, patience=60).beyond({"any": {0: 0}})
+        EndOffsets(wrong, patience=60).fetch({"any": {0: 0}})
     reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=60)
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
         list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)]))

@@ -16,7 +16,7 @@ from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
-from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.compact import MAX_FACTS, compact
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Topic
@@ -47,7 +47,7 @@ class LoneShard:
         """One batch; returns how many records it applied."""
         wanted = PlannedRange(Topic.FACTS, 0, self._next, self._next + len(values))
         read = ((wanted, part) for part in self._fetched(values))
-        compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, max_facts=MOST_FACTS)
+        compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, max_facts=MAX_FACTS)
         packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
         effects = advance(0, States(self._states), packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)

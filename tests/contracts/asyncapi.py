@@ -22,8 +22,8 @@ from tidemark.sinks import dead_letters
 from tidemark.sinks.positions_topic import FENCE_HEADER, PositionRecord
 from tidemark.sinks.redis import client
 from tidemark.streaming.values.limits import Reason
-from tidemark.streaming.wire.line_protocol import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
-from tidemark.streaming.wire.records import LONGEST_NAME, RecordName, Topic
+from tidemark.streaming.wire.line_protocol import RELAYED_COMMANDS, PositionCommand, RdataCommand, ReplicateCommand
+from tidemark.streaming.wire.records import MAX_NAME_LENGTH, RecordName, Topic
 
 SCHEMAS: Final = "#/components/schemas/"
 SUFFIX: Final = "Answer"  # of our types, which public names leave out
@@ -164,7 +164,7 @@ def _dead_letter_headers() -> Schema:
 
 
 def _redis() -> dict[str, Any]:
-    relayed = [f"{word} {form.pattern}" for word, form in RELAYED.items()]
+    relayed = [f"{word} {form.pattern}" for word, form in RELAYED_COMMANDS.items()]
     lines = {
         "position": _line("POSITION", str(PositionCommand("orders", "shop", 3, 4)), f"{_name()} {_name()} {_ID} {_ID}"),
         "rdata": _line("RDATA", str(RdataCommand("orders", "shop", 4, "{}")), f"{_name()} {_name()} (batch|{_ID}) .*"),
@@ -217,7 +217,7 @@ def _redis() -> dict[str, Any]:
 def _name() -> str:
     """A name of a stream or a writer, as part of a pattern."""
     forbidden = msgspec.json.schema(RecordName)["not"]["pattern"]
-    return f"[^{forbidden[1:]}{{1,{LONGEST_NAME}}}"
+    return f"[^{forbidden[1:]}{{1,{MAX_NAME_LENGTH}}}"
 
 
 def _line(word: str, example: str, words: str = "") -> Schema:

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 from tidemark.sources.transactions import OpenTransaction, SourceReports
-from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS
+from tidemark.streaming.wire.records import MAX_TRANSACTION_LENGTH, MAX_TRANSACTIONS
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
@@ -59,9 +59,9 @@ def test_no_value_of_a_query_leaves_the_database() -> None:
 def test_what_is_told_has_a_bound() -> None:
     """Of very many the oldest are named, the others counted; no line is longer than the pipeline takes."""
     (lines,) = said(SourceReports(TELLERS), *(held(pid, application="x" * 900) for pid in range(30))).values()
-    assert len(lines) == MOST_TRANSACTIONS
-    assert lines[-1] == f"and {30 - MOST_TRANSACTIONS + 1} more"
-    assert max(map(len, lines)) == LONGEST_TRANSACTION
+    assert len(lines) == MAX_TRANSACTIONS
+    assert lines[-1] == f"and {30 - MAX_TRANSACTIONS + 1} more"
+    assert max(map(len, lines)) == MAX_TRANSACTION_LENGTH
 
 
 def test_each_stream_sends_a_heartbeat_in_its_time_and_all_at_once() -> None:

@@ -17,7 +17,7 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
+from tidemark.streaming.ingest.compact import MAX_FACTS, RangeRecords, compact
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
@@ -195,19 +195,19 @@ def compacted(batch: Sequence[Sent]) -> list[Packet]:
 def packed(records: Iterable[Taken], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
     """What compaction makes of one task's records, all in one shard."""
     names = {Topic.FACTS: facts, Topic.CONTROL: control}
-    out = compact(ranges(records), keys=[0], names=names, max_facts=MOST_FACTS)
+    out = compact(ranges(records), keys=[0], names=names, max_facts=MAX_FACTS)
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
 
 
-def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[RangesRead]:
+def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[RangeRecords]:
     """Of each partition one, to its last record, `at_once` of them at a time."""
     partitions: dict[tuple[Topic, int], list[Taken]] = defaultdict(list)
     for it in records:
         partitions[it[2]].append(it)
 
-    def read(wanted: PlannedRange, of: Sequence[Taken]) -> RangesRead:
+    def read(wanted: PlannedRange, of: Sequence[Taken]) -> RangeRecords:
         return [wanted], ((wanted, fetched(of[at : at + at_once])) for at in range(0, len(of), at_once))
 
     return [read(PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), of) for place, of in partitions.items()]

@@ -59,7 +59,7 @@ class Log:
         eventually(marked)
 
     def end(self, partition: int = 0) -> int:
-        return EndOffsets(self.connection.client_settings()).beyond({self.name: {partition: 0}})[self.name][partition]
+        return EndOffsets(self.connection.client_settings()).fetch({self.name: {partition: 0}})[self.name][partition]
 
 
 def values(part: RecordBatch) -> list[bytes]:

@@ -100,7 +100,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
         elif isinstance(record.id, str):
             result.rows[record.stream, record.writer, record.epoch, segment, message.offset] += 1
         else:
-            prev = records.start(record) if isinstance(record, records.Rdata) else record.prev
+            prev = records.effective_prev(record) if isinstance(record, records.Rdata) else record.prev
             kind = Kind[str(record.__struct_config__.tag)]
             group = Group(record.stream, record.writer, record.epoch, Direction.of(record.id), segment)
             groups[group].append(Edge(abs(prev), abs(record.id), kind, message.offset))

@@ -136,7 +136,7 @@ def test_how_much_a_packet_holds_does_not_matter(log: list[Record], where: list[
     whole, divided = Shard(), Shard()
     for batch in cut(log, where):
         wanted = whole.feed_packets(compacted(batch))
-        with patch.object(compact, "MOST_EDGES", edges):
+        with patch.object(compact, "MAX_EDGES", edges):
             made = compacted(batch)
         assert all(len(run.kinds) <= edges or len(packet.runs) == 1 for packet in made for run in packet.runs)
         assert effects.encode(divided.feed_packets(made)) == effects.encode(wanted)

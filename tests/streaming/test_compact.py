@@ -19,7 +19,7 @@ from tests.streaming.test_records import BAD, GOOD
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.ingest import compact as edge_chains
-from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
+from tidemark.streaming.ingest.compact import MAX_FACTS, RangeRecords, compact
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.values.direction import Direction
@@ -38,18 +38,18 @@ decoder = msgspec.msgpack.Decoder(Packet)
 def _compiled_code_takes_all() -> Iterator[None]:
     """Also what is few. In the tests of the other modules all is read one by one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "FEW", 0)
-        patch.setattr(edge_chains, "FEW", 0)
+        patch.setattr(Decoder, "MIN_COMPILED_BYTES", 0)
+        patch.setattr(edge_chains, "MAX_NUMPY_EDGES", 0)
         yield
 
 
-def rows_of(read: Iterable[RangesRead], most: int = MOST_FACTS) -> list[tuple[int, bytes]]:
+def rows_of(read: Iterable[RangeRecords], most: int = MAX_FACTS) -> list[tuple[int, bytes]]:
     """Key and packet of each row."""
     batches = compact(read, keys=range(SHARDS), names=NAMES, max_facts=most)
     return [(row["key"], row["packet"]) for batch in batches for row in batch.to_pylist()]
 
 
-def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
+def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MAX_FACTS) -> list[tuple[int, Packet]]:
     rows = rows_of(ranges(map(as_taken, messages), batch_size), most)
     return [(key, decoder.decode(packet)) for key, packet in rows]
 
@@ -434,7 +434,7 @@ def test_an_empty_task_says_nothing() -> None:
 # -- offset ranges
 
 
-def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
+def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MAX_FACTS) -> list[Packet]:
     wanted = PlannedRange(Topic.FACTS, 0, start, end)
     twice = [([wanted], ((wanted, fetched([*map(as_taken, part)])) for part in parts)) for _ in range(2)]
     return [decoder.decode(packet) for _, packet in rows_of(twice, most)]

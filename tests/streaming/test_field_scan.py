@@ -31,7 +31,7 @@ def decoded(records: Sequence[Record], few: int) -> tuple[list[tuple[Any, ...]],
     """The edges with the names of their incarnations, what was rejected, the markers, and what is held back."""
     decoder = Decoder(Topic.FACTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "FEW", few)
+        patch.setattr(Decoder, "MIN_COMPILED_BYTES", few)
         decoder.add(fetched(records))
     incarnations, ranks = decoder.incarnations.ranked()
     edges = decoder.edges()
@@ -40,7 +40,7 @@ def decoded(records: Sequence[Record], few: int) -> tuple[list[tuple[Any, ...]],
         (incarnations[rank], kind, [] if kind == ROW else edge, offset, time)
         for rank, kind, *edge, offset, time in rows
     ]
-    return named, dict(decoder.rejected), decoder.markers, decoder.refused
+    return named, dict(decoder.rejected), decoder.markers, decoder.possible_facts
 
 
 def scanned(records: Sequence[Record]) -> tuple[Edges, Incarnations, list[int]]:
@@ -285,7 +285,7 @@ def test_room_follows_what_records_say_and_not_their_length() -> None:
     decoder = Decoder(Topic.FACTS)
     left = decoder._scan(fetched([*rows, *names, *writers]))
     assert left == [*range(40, 80)]
-    assert decoder._scanned.size < 2 * len(long)
+    assert decoder._scanned_edges.size < 2 * len(long)
     assert len(decoder.incarnations.table.names) < len(long)
 
 

@@ -205,7 +205,7 @@ from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.wire.records import Topic
 import numpy as np
 zero = np.zeros(1, np.int64)
-Decoder(Topic.FACTS).add(RecordBatch.of([b"events"], [b" " * (Decoder.FEW - 1)], zero, zero))
+Decoder(Topic.FACTS).add(RecordBatch.of([b"events"], [b" " * (Decoder.MIN_COMPILED_BYTES - 1)], zero, zero))
 assert not {"numba", "llvmlite"} & {*sys.modules}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

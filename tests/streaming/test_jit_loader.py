@@ -34,7 +34,7 @@ def _cold_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _all_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decoder, "FEW", 0)
+    monkeypatch.setattr(Decoder, "MIN_COMPILED_BYTES", 0)
 
 
 def decoded_ids() -> list[int]:

@@ -56,7 +56,7 @@ def test_a_range_is_read_from_its_start_to_its_end(log: Log, reader: RangeReader
     assert numbers(reader, 3, 7) == [(at, at) for at in range(3, 7)]
     assert numbers(reader, 0, 10, partition=1) == [(at, 100 + at) for at in range(10)]
     assert numbers(reader, 9, 10) == [(9, 9)]
-    reader.park()
+    reader.stop_fetching()
     assert numbers(reader, 0, 1) == [(0, 0)]
 
 
@@ -106,13 +106,13 @@ def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: 
         numbers(impatient, 0, 3)
     impatient.close()
     with pytest.raises(Unavailable, match="ends at 1, and 2 was read"):
-        EndOffsets(log.connection.client_settings(), patience=6).beyond({log.name: {0: 2}})
+        EndOffsets(log.connection.client_settings(), patience=6).fetch({log.name: {0: 2}})
 
 
 @pytest.mark.parametrize("few", [1, 100_000])
 def test_many_messages_come_as_few_do(few: int, log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiled code, and one by one: nulls, what is empty, bytes of all kinds, and what is larger than the rest."""
-    monkeypatch.setattr(native_consumer, "_FEW", few)
+    monkeypatch.setattr(native_consumer, "_MIN_COMPILED_MESSAGES", few)
     random, now = Random(few), int(time.time() * 1000)
     sent: list[tuple[bytes | None, bytes | None, int]] = [
         (
@@ -168,7 +168,7 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
         for partition, end in enumerate(ends):
             pieces[partition] += numbers(reader, min(start, end), min(start + 3, end), partition)
             if start % 2:
-                reader.park()
+                reader.stop_fetching()
     assert pieces == whole
     together: list[list[tuple[int, int]]] = [[], []]
     for start in range(0, max(ends), 3):
@@ -176,7 +176,7 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
         for it, part in reader.read(wanted):
             together[it.partition] += zip(part.offsets.tolist(), map(int, values(part)), strict=True)
         if start % 2:
-            reader.park()
+            reader.stop_fetching()
     assert together == whole
 
 
@@ -203,17 +203,17 @@ def test_a_broker_that_is_away_is_named() -> None:
     """With what keeps us from it, after the patience of whoever asks."""
     nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable, match="Kafka at"):
-        EndOffsets(nowhere.client_settings(), patience=0.3).beyond({"t": {0: 0}})
+        EndOffsets(nowhere.client_settings(), patience=0.3).fetch({"t": {0: 0}})
 
 
 def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -> None:
     """Whoever plans ranges asks the same object for weeks."""
     ends = EndOffsets(log.connection.client_settings(), patience=60)
     log.send(0)
-    assert ends.beyond({log.name: {0: 0}}) == {log.name: {0: 1}}
+    assert ends.fetch({log.name: {0: 0}}) == {log.name: {0: 1}}
     kafka.stop()
     kafka.start()
-    assert ends.beyond({log.name: {0: 1}}) == {log.name: {0: 1}}
+    assert ends.fetch({log.name: {0: 1}}) == {log.name: {0: 1}}
 
 
 # -- ranges of several partitions that are fetched together
@@ -240,7 +240,7 @@ def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConn
         PlannedRange(Topic.CONTROL, 1, 1, 1),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_consumer, "_FEW", few)
+        patch.setattr(native_consumer, "_MIN_COMPILED_MESSAGES", few)
         for _ in range(20):
             found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
             for it, part in reader.read(wanted):

@@ -260,7 +260,7 @@ def test_evidence_does_not_come_through_the_control_topic(record: dict[str, Any]
 def test_prev_of_a_fact_defaults_to_the_neighbour_towards_zero() -> None:
     """A single writer without a chain of its own need not send `prev`."""
     facts = [records.Rdata(stream="events", writer="w", id=id, row=records.row({})) for id in (1, 7, -1, -7)]
-    assert [records.start(fact) for fact in facts] == [0, 6, 0, -6]
+    assert [records.effective_prev(fact) for fact in facts] == [0, 6, 0, -6]
 
 
 @pytest.mark.parametrize(

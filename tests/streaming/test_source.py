@@ -18,8 +18,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from tidemark.streaming.ingest.ranges import EndOffsets, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.ingest.source import (
-    LONGEST_WAIT,
-    ONE_TASK,
+    MAX_WAIT_SECONDS,
+    RECORDS_PER_TASK,
     KafkaConfig,
     Pace,
     PacketReader,
@@ -37,12 +37,12 @@ CONFIG = KafkaConfig(
     facts="f",
     control="c",
     start={"f": {1: 7, 0: 3}, "c": {0: 0}},
-    records=9,
-    limit=200,
-    share=1e9,
-    driver=0,
+    first_limit=9,
+    max_records=200,
+    cpu_share=1e9,
+    driver_pid=0,
     keys=[0, 1, 2, 3],
-    most=99,
+    max_facts=99,
 )
 sizes = st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1)
 
@@ -64,7 +64,7 @@ class _Far(EndOffsets):
 
     asked = 0
 
-    def beyond(self, known: TopicOffsets) -> TopicOffsets:
+    def fetch(self, known: TopicOffsets) -> TopicOffsets:
         self.asked += 1
         return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
 
@@ -72,33 +72,33 @@ class _Far(EndOffsets):
 def test_batches_grow_again_after_one_that_had_too_many_facts() -> None:
     """Bit by bit and to the limit; the same question has the same answer, because Spark may ask twice."""
     reader = PacketReader(CONFIG)
-    reader._ends = _Far(CONFIG.client)
+    reader._end_offsets = _Far(CONFIG.client)
     at, sizes = reader.initialOffset(), []
     for _ in range(300):
-        end = reader.latestOffset(at, ReadMaxRows(CONFIG.records))
-        assert reader.latestOffset(at, ReadMaxRows(CONFIG.records)) == end
+        end = reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit))
+        assert reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit)) == end
         sizes.append(sum(end["f"].values()) + end["c"]["0"] - sum(at["f"].values()) - at["c"]["0"])
         at = end
-    assert sizes[0] <= CONFIG.records + 3
+    assert sizes[0] <= CONFIG.first_limit + 3
     assert sizes == sorted(sizes)
-    assert CONFIG.limit <= sizes[-1] <= CONFIG.limit + 3
+    assert CONFIG.max_records <= sizes[-1] <= CONFIG.max_records + 3
     assert all(after - before <= before // 64 + 4 for before, after in itertools.pairwise(sizes))
 
 
 def test_a_batch_that_is_not_full_is_no_reason_to_grow() -> None:
     """Nothing is known then of how much memory a full one takes."""
     reader = PacketReader(CONFIG)
-    reader._ends = _Near(CONFIG.client)
+    reader._end_offsets = _Near(CONFIG.client)
     at = reader.initialOffset()
     for _ in range(9):
-        at = reader.latestOffset(at, ReadMaxRows(CONFIG.records))
-    assert reader._records == CONFIG.records
+        at = reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit))
+    assert reader._max_records == CONFIG.first_limit
 
 
 class _Near(EndOffsets):
     """Where each partition has one record more."""
 
-    def beyond(self, known: TopicOffsets) -> TopicOffsets:
+    def fetch(self, known: TopicOffsets) -> TopicOffsets:
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in known.items()}
 
 
@@ -114,11 +114,11 @@ def paced(rate: float, seconds: float, share: float = SHARE) -> tuple[list[float
     now, taken = 0.0, 0
     while now < seconds:
         records = int(rate * now) - taken
-        if pace.begins(records, now):
+        if pace.try_begin(records, now):
             begun.append(now)
             sizes.append(records)
             taken += records
-        now += max(0.001, pace.pause(records, now)) if records else 0.001
+        now += max(0.001, pace.estimate_pause(records, now)) if records else 0.001
     return begun, sizes
 
 
@@ -129,11 +129,11 @@ def test_batches_take_their_share_of_a_core(rate: float, share: float) -> None:
     known = [start for start in begun if start > 2.0]
     waits = [after - before for before, after in itertools.pairwise(known)]
     assert COST / (sum(waits) / len(waits)) <= share * 1.001
-    assert max(waits) <= LONGEST_WAIT + 1 / rate + 0.03
+    assert max(waits) <= MAX_WAIT_SECONDS + 1 / rate + 0.03
 
 
 def test_few_records_take_less_than_the_share() -> None:
-    """At 20 records a second a batch begins when LONGEST_WAIT or little less has passed; at 200, when it may."""
+    """At 20 records a second a batch begins when MAX_WAIT_SECONDS or little less has passed; at 200, when it may."""
     assert len(paced(20, 10.0)[0]) <= 20
     assert 44 <= len(paced(200, 10.0)[0]) <= 52
 
@@ -141,11 +141,11 @@ def test_few_records_take_less_than_the_share() -> None:
 def test_many_records_do_not_wait() -> None:
     """More than fit into one task begin a batch at once, although the last batch has just begun."""
     pace = Pace(0.001, itertools.count().__next__)
-    assert pace.begins(1, 6.0)
-    assert pace.begins(1, 7.0)
-    assert not pace.begins(ONE_TASK - 1, 7.001)
-    assert pace.begins(ONE_TASK, 7.001)
-    assert not pace.begins(0, 99.0)
+    assert pace.try_begin(1, 6.0)
+    assert pace.try_begin(1, 7.0)
+    assert not pace.try_begin(RECORDS_PER_TASK - 1, 7.001)
+    assert pace.try_begin(RECORDS_PER_TASK, 7.001)
+    assert not pace.try_begin(0, 99.0)
 
 
 def test_a_pause_without_records_does_not_count_as_cost() -> None:
@@ -153,24 +153,24 @@ def test_a_pause_without_records_does_not_count_as_cost() -> None:
     used = iter([0.0, 0.05, 70.0, 70.05])
     pace = Pace(SHARE, used.__next__)
     for now in (1.0, 2.0, 3600.0, 3601.0):
-        assert pace.begins(1, now)
+        assert pace.try_begin(1, now)
     assert pace.cost == pytest.approx(0.05)
 
 
 @given(st.integers(1, 100), st.floats(0.01, 0.99))
 def test_the_next_question_comes_when_a_batch_is_likely_to_begin(records: int, part: float) -> None:
-    """If as many records come as since the last batch began, the batch begins then, and not after LONGEST_WAIT."""
+    """If as many records come as since the last batch began, the batch begins then, and not after MAX_WAIT_SECONDS."""
     used = itertools.count(0.0, COST)
     pace = Pace(SHARE, used.__next__)
-    assert pace.begins(1, 6.0)
-    assert pace.begins(1, 7.0)
-    passed = part * LONGEST_WAIT
-    if pace.begins(records, 7.0 + passed):
+    assert pace.try_begin(1, 6.0)
+    assert pace.try_begin(1, 7.0)
+    passed = part * MAX_WAIT_SECONDS
+    if pace.try_begin(records, 7.0 + passed):
         return
-    pause = pace.pause(records, 7.0 + passed)
-    assert 0.02 <= pause <= max(0.02, LONGEST_WAIT - passed) + 1e-9
+    pause = pace.estimate_pause(records, 7.0 + passed)
+    assert 0.02 <= pause <= max(0.02, MAX_WAIT_SECONDS - passed) + 1e-9
     if pause > 0.02:
-        assert pace.begins(math.ceil(records * (passed + pause) / passed), 7.0 + passed + pause + 1e-6)
+        assert pace.try_begin(math.ceil(records * (passed + pause) / passed), 7.0 + passed + pause + 1e-6)
 
 
 _BURN = """
@@ -203,42 +203,42 @@ class _Coming(EndOffsets):
 
     asked = 0
 
-    def beyond(self, known: TopicOffsets) -> TopicOffsets:
+    def fetch(self, known: TopicOffsets) -> TopicOffsets:
         self.asked += 1
         return {topic: {number: at + self.asked for number, at in of.items()} for topic, of in known.items()}
 
 
 def test_a_question_waits_for_the_start_of_the_batch() -> None:
     """While records wait, Spark's question is answered when the batch begins; without records, at once."""
-    reader = PacketReader(msgspec.structs.replace(CONFIG, share=0.001))
-    reader._ends = _Coming(CONFIG.client)
+    reader = PacketReader(msgspec.structs.replace(CONFIG, cpu_share=0.001))
+    reader._end_offsets = _Coming(CONFIG.client)
     first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
     reader._pace._costs.append(1.0)
-    ends = reader._ends = _Coming(CONFIG.client)
+    ends = reader._end_offsets = _Coming(CONFIG.client)
     second = reader.latestOffset(first, ReadMaxRows(99))
     assert second["f"]["0"] - first["f"]["0"] == ends.asked > 1
-    reader._ends = _Nothing(CONFIG.client)
+    reader._end_offsets = _Nothing(CONFIG.client)
     assert reader.latestOffset(second, ReadMaxRows(99)) == second
 
 
 class _Nothing(EndOffsets):
     """Without new records."""
 
-    def beyond(self, known: TopicOffsets) -> TopicOffsets:
+    def fetch(self, known: TopicOffsets) -> TopicOffsets:
         return known
 
 
 def test_a_source_that_is_read_to_its_end_waits_for_nothing() -> None:
     """Spark asks so for a query that ends with the records that are there."""
-    reader = PacketReader(msgspec.structs.replace(CONFIG, share=0.001))
-    reader._ends = _Near(CONFIG.client)
+    reader = PacketReader(msgspec.structs.replace(CONFIG, cpu_share=0.001))
+    reader._end_offsets = _Near(CONFIG.client)
     first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
     assert reader.latestOffset(first, ReadAllAvailable()) != first
 
 
 def test_one_task_reads_all_ranges_of_light_traffic() -> None:
     """However many records there are: the query has one task, and a second Python worker after the first is no gain."""
-    many = {"f": {"0": 3 * ONE_TASK, "1": 3 * ONE_TASK}, "c": {"0": 0}}
+    many = {"f": {"0": 3 * RECORDS_PER_TASK, "1": 3 * RECORDS_PER_TASK}, "c": {"0": 0}}
     for one_task, tasks in ((True, 1), (False, 2)):
         reader = PacketReader(msgspec.structs.replace(CONFIG, one_task=one_task))
         assert len(reader.partitions(reader.initialOffset(), many)) == tasks
@@ -259,7 +259,7 @@ def test_few_records_are_one_task_and_many_are_spread() -> None:
     """A task costs Spark milliseconds: sixteen partitions with a record each are not worth sixteen."""
     few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
     assert [len(task) for task in split_ranges(few)] == [16]
-    many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(16)]
+    many = [PlannedRange(Topic.FACTS, number, 0, RECORDS_PER_TASK) for number in range(16)]
     assert [len(task) for task in split_ranges(many)] == [1] * 16
 
 
@@ -267,7 +267,7 @@ def test_few_records_are_fetched_together_and_many_range_by_range() -> None:
     """Each range is a question to the brokers; and where there is more, what lies behind a range comes in vain."""
     few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
     assert fetch_groups(few) == [few]
-    many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(3)]
+    many = [PlannedRange(Topic.FACTS, number, 0, RECORDS_PER_TASK) for number in range(3)]
     assert fetch_groups(many) == [[it] for it in many]
     assert fetch_groups([]) == [[]]
 

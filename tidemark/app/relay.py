@@ -29,7 +29,7 @@ from tidemark.sources.relay.relay import AppendRelay, RelayMetrics
 from tidemark.sources.run_loop import LoopMetrics
 from tidemark.sources.topics import Topics
 from tidemark.streaming.values.direction import DirectionName
-from tidemark.streaming.wire.records import is_name, why_no_name
+from tidemark.streaming.wire.records import explain_bad_name, is_name
 
 Say = Callable[[str], None]
 
@@ -136,7 +136,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
     """
     for name in streams:
         if not is_name(name):
-            raise BadSetting("stream", why_no_name(name))
+            raise BadSetting("stream", explain_bad_name(name))
     with session_of(dsn, "tidemark relay migrate") as session:
         with session.use() as connection:
             row = connection.execute("show server_encoding").fetchone()

@@ -27,7 +27,7 @@ from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS, synapse_session, table_writers
 from tidemark.sources.transactions import is_reported
-from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
+from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
 
 REDIS_TIMEOUT_SECONDS = 5.0
 
@@ -66,7 +66,7 @@ class BridgePlan:
         ]
         for bridged in streams:
             if not is_name(bridged.name):
-                raise BadSetting("--prefix", why_no_name(bridged.name))
+                raise BadSetting("--prefix", explain_bad_name(bridged.name))
         return streams
 
 

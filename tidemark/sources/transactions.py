@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from tidemark.common.errors import Unavailable
 from tidemark.common.postgres_session import Connection
-from tidemark.streaming.wire.records import LONGEST_HEARTBEAT, LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
+from tidemark.streaming.wire.records import MAX_HEARTBEAT_SECONDS, MAX_TRANSACTION_LENGTH, MAX_TRANSACTIONS, Open
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class SourceReports:
     def heartbeat(self) -> int:
         """Seconds between two heartbeats of a stream; 0 without heartbeats."""
         shortest = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
-        return min(max(self._heartbeat, shortest), LONGEST_HEARTBEAT) if self._heartbeat else 0
+        return min(max(self._heartbeat, shortest), MAX_HEARTBEAT_SECONDS) if self._heartbeat else 0
 
     def due_records(
         self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
@@ -194,7 +194,7 @@ class SourceReports:
                 for transaction in transactions
                 if transaction.stream == name and is_reported(transaction, now)
             ]
-            cause = blocked.get(name, "")[:LONGEST_TRANSACTION]
+            cause = blocked.get(name, "")[:MAX_TRANSACTION_LENGTH]
             known = (
                 [transaction.process for transaction in old],
                 cause,
@@ -232,8 +232,8 @@ def is_reported(transaction: OpenTransaction, now: datetime) -> bool:
 
 
 def _descriptions(old: Sequence[OpenTransaction]) -> list[str]:
-    lines = [transaction.description[:LONGEST_TRANSACTION] for transaction in old]
-    if len(lines) <= MOST_TRANSACTIONS:
+    lines = [transaction.description[:MAX_TRANSACTION_LENGTH] for transaction in old]
+    if len(lines) <= MAX_TRANSACTIONS:
         return lines
-    shown = lines[: MOST_TRANSACTIONS - 1]
+    shown = lines[: MAX_TRANSACTIONS - 1]
     return [*shown, f"and {len(lines) - len(shown)} more"]

@@ -22,7 +22,7 @@ from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
 from tidemark.common.postgres_session import address, first_line, row_security_problem
-from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
+from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
 from tidemark.streaming.wire.records import row as encoded
 
 MAX_ROW_BYTES = 900_000
@@ -111,7 +111,7 @@ class AsyncWriter:
 
 def _check_writer(name: str | None) -> str:
     if name is not None and not is_writer(name):
-        raise BadSetting("writer", why_no_name(name))
+        raise BadSetting("writer", explain_bad_name(name))
     return name or ""
 
 
@@ -150,7 +150,7 @@ class _WriterStatements:
 
 def _check_stream(stream: str) -> str:
     if not is_name(stream):
-        raise BadSetting("stream", why_no_name(stream))
+        raise BadSetting("stream", explain_bad_name(stream))
     return stream
 
 

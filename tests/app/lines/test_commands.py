@@ -120,7 +120,7 @@ def test_lines_do_not_depend_on_how_they_arrive(lines: list[bytes], size: int) -
     found: list[bytes] = []
     data = b"".join(line + b"\n" for line in lines) + b"half"
     for start in range(0, len(data), size):
-        found.extend(splitter.lines(data[start : start + size]))
+        found.extend(splitter.split(data[start : start + size]))
     assert found == lines
 
 
@@ -128,6 +128,6 @@ def test_lines_do_not_depend_on_how_they_arrive(lines: list[bytes], size: int) -
 def test_line_beyond_the_limit_is_refused_before_it_ends(end: bytes) -> None:
     """No more than a line's length is ever held."""
     splitter = LineSplitter(10)
-    assert list(splitter.lines(b"0123456789\n0123456789")) == [b"0123456789"]
+    assert list(splitter.split(b"0123456789\n0123456789")) == [b"0123456789"]
     with pytest.raises(BadCommand, match="longer than 10 bytes"):
-        list(splitter.lines(b"x" + end))
+        list(splitter.split(b"x" + end))

@@ -15,7 +15,17 @@ from tidemark.sources.relay.evidence import EmptyRange
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
-from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
+from tidemark.streaming.wire.records import (
+    FactRun,
+    Position,
+    Rdata,
+    Record,
+    Timeline,
+    Topic,
+    effective_prev,
+    encode,
+    read,
+)
 
 
 def of(direction: Direction = Direction.FORWARD) -> StreamEpoch:
@@ -35,7 +45,7 @@ def sent(decided: Decision, most: int) -> list[Record]:
 def said(records: Iterable[Record]) -> list[bytes]:
     """One by one, in one form."""
     return [
-        encode(replace(one, prev=start(one)) if isinstance(one, Rdata) and one.id != "batch" else one)
+        encode(replace(one, prev=effective_prev(one)) if isinstance(one, Rdata) and one.id != "batch" else one)
         for record in records
         for one in split_edges(record)
     ]

@@ -27,7 +27,7 @@ from tidemark.streaming.wire.line_protocol import (
     RelayedCommand,
     ReplicateCommand,
     ServerCommand,
-    encoded,
+    encode_commands,
     parse,
 )
 
@@ -155,7 +155,7 @@ class LinesClient:
                     return
                 if data:
                     received = time.monotonic()
-                    yield from self._parse(splitter.lines(data))
+                    yield from self._parse(splitter.split(data))
                 now = time.monotonic()
                 if now - received >= SERVER_TIMEOUT_SECONDS:
                     raise TimeoutError(f"nothing was received for {SERVER_TIMEOUT_SECONDS:g} s")
@@ -182,7 +182,7 @@ class LinesClient:
 
 
 def _send(connection: socket.socket, *commands: Command) -> None:
-    connection.sendall(encoded(commands))
+    connection.sendall(encode_commands(commands))
 
 
 def _ping() -> PingCommand:

@@ -91,13 +91,13 @@ class UnannouncedRows:
             case records.Rdata(id="batch"):
                 batch = self._batch_rows(record.epoch)
                 if batch is not None:
-                    batch.append(records.in_one_line(record.row))
+                    batch.append(records.format_row(record.row))
                     self.size += len(batch[-1])
             case records.Rdata(id=int() as id):
                 batch = self._batch_rows(record.epoch) if beyond(id, self._highest_named) else None
-                rows = None if batch is None else (*batch, records.in_one_line(record.row))
+                rows = None if batch is None else (*batch, records.format_row(record.row))
                 self._begin_fact(record.epoch)
-                self._add_edge(records.start(record), _Edge(id, record.epoch, rows))
+                self._add_edge(records.effective_prev(record), _Edge(id, record.epoch, rows))
             case records.Void() | records.Position():
                 self._begin_fact(record.epoch)
                 self._add_edge(record.prev, _Edge(record.id, record.epoch, ()))

@@ -33,7 +33,7 @@ from tidemark.streaming.wire.line_protocol import (
     RelayedCommand,
     ReplicateCommand,
     ServerCommand,
-    encoded,
+    encode_commands,
 )
 
 
@@ -210,7 +210,7 @@ class LineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._transport.pause_reading()
-        self._unparsed_lines, self.has_lines = self._splitter.lines(data), True
+        self._unparsed_lines, self.has_lines = self._splitter.split(data), True
         self._server.schedule(self)
 
     def handle_lines(self, limit: int) -> int:
@@ -247,7 +247,7 @@ class LineConnection(asyncio.Protocol):
         self._perform(self._session.tick(now, self._config.tick_seconds))
 
     def _send(self, command: Command) -> None:
-        self.send(encoded([command]), 1)
+        self.send(encode_commands([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
         """Send complete lines. If the client has too many unread bytes, disconnect it instead."""
@@ -368,7 +368,7 @@ class LineServer:
     def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
         """Send a command to every client except its sender. Returns the number of clients."""
         others = self._connections - {sender}
-        self._send(others, encoded([command]), 1)
+        self._send(others, encode_commands([command]), 1)
         return len(others)
 
     # -- for connections
@@ -437,7 +437,7 @@ class LineServer:
         began = time.monotonic()
         waiting, self._waiting_for_positions, self._answer_task = self._waiting_for_positions, set(), None
         positions = self._hub.positions()
-        self._send(waiting, encoded(positions), len(positions))
+        self._send(waiting, encode_commands(positions), len(positions))
         for connection in waiting:
             connection.has_positions = True
         ended = time.monotonic()
@@ -447,7 +447,7 @@ class LineServer:
         subscribers = [connection for connection in self._replicating if connection.has_positions]
         if subscribers:
             commands = [command for announcement in announcements for command in announcement.commands]
-            self._send(subscribers, encoded(commands), len(commands))
+            self._send(subscribers, encode_commands(commands), len(commands))
 
     def _send(self, connections: Iterable[LineConnection], text: bytes, lines: int) -> None:
         for connection in [*connections]:

@@ -24,7 +24,7 @@ from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.jvm import Jvm
 from tidemark.streaming.engine.spark import SparkSettings, configuration, connect, set_tasks
-from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.compact import MAX_FACTS, compact
 from tidemark.streaming.ingest.ranges import TopicOffsets
 from tidemark.streaming.ingest.source import KafkaConfig, PacketReader, PacketSource
 from tidemark.streaming.values.limits import Bounds
@@ -41,13 +41,13 @@ class _StubReader(PacketReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         ranges = partition.ranges  # type: ignore[attr-defined]
-        return compact([(ranges, ())], keys=_KEYS, names=self._config.names, max_facts=MOST_FACTS)
+        return compact([(ranges, ())], keys=_KEYS, names=self._config.names, max_facts=MAX_FACTS)
 
 
 class _StubSource(PacketSource):
     def streamReader(self, schema: StructType) -> _StubReader:
         start: TopicOffsets = {"facts": {0: 0}, "control": {}}
-        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _KEYS, MOST_FACTS))
+        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _KEYS, MAX_FACTS))
 
 
 def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:

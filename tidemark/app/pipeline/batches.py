@@ -45,10 +45,10 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.engine.query import collect, decode_effects
-from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.compact import MAX_FACTS, compact
 from tidemark.streaming.ingest.ranges import RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
-from tidemark.streaming.ingest.source import LIGHT_RECORDS, ONE_TASK
+from tidemark.streaming.ingest.source import LIGHT_RECORDS, RECORDS_PER_TASK
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
 from tidemark.streaming.wire.runs import Packet
@@ -199,7 +199,7 @@ class BatchHandler:
             self._require_known_partitions(effects)
             collected = _ComputedBatch(number, began, effects, trace)
             read = self._collector.new_offsets(effects)
-            if read > ONE_TASK:
+            if read > RECORDS_PER_TASK:
                 self._large_at = time.monotonic()
             if any(shard.cut for shard in effects):
                 # This query ends before it computes another batch. The next query reads the rest of the range.
@@ -421,7 +421,7 @@ class Isolation:
             keys, values = [record.key for record in part], [record.value for record in part]
             read.append(([planned], [(planned, RecordBatch.of(keys, values, offsets, times))]))
         compacted = compact(
-            read, keys=[0], names=dict(self.names), max_facts=MOST_FACTS, refused=self._by_partition(refused)
+            read, keys=[0], names=dict(self.names), max_facts=MAX_FACTS, not_storable=self._by_partition(refused)
         )
         packets = [_packets.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()]
         return advance(0, States(dict(state)), packets, now, self.bounds)

@@ -27,7 +27,7 @@ from tidemark.streaming.engine.jvm import Jvm, is_local
 from tidemark.streaming.engine.query import shard_keys
 from tidemark.streaming.engine.spark import TASKS_SETTING, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source
-from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
+from tidemark.streaming.ingest.compact import MAX_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
 SLOW_PYTHON_START = "a Python process of Spark did not start within 10 s; check whether this machine is overloaded"
@@ -119,13 +119,13 @@ def packets(
         facts=facts,
         control=control,
         start=start.offsets,
-        records=min(records, limit),
-        limit=limit,
-        share=settings.batch_cpu_share,
-        driver=os.getpid(),
+        first_limit=min(records, limit),
+        max_records=limit,
+        cpu_share=settings.batch_cpu_share,
+        driver_pid=os.getpid(),
         keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),
-        most=MOST_FACTS,
-        refused={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
+        max_facts=MAX_FACTS,
+        not_storable={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
         one_task=one_task,
     )
     return source.packets(spark, config)

@@ -301,7 +301,7 @@ def statement_of(record: records.Record, id: int) -> Statement | None:
     """What a record states about the ID; None if the record is not about it."""
     match record:
         case records.Rdata(id=int(top)):
-            return _edge(records.start(record), top, id, "fact")
+            return _edge(records.effective_prev(record), top, id, "fact")
         case records.Void():
             return _edge(record.prev, record.id, id, "void")
         case records.FactRun():

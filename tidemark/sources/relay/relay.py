@@ -28,7 +28,7 @@ from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, SCHEMA, 
 from tidemark.sources.run_loop import LoopMetrics, RunLoop, set_lock_timeout
 from tidemark.sources.transactions import SourceReports, server_history
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import Join, is_writer, why_no_name
+from tidemark.streaming.wire.records import Join, explain_bad_name, is_writer
 
 
 class RelayMetrics(LoopMetrics):
@@ -149,7 +149,7 @@ class AppendRelay(RunLoop):
         history = server_history(connection, self._session.where, OUTBOX)
         self._writer = self._configured_writer or connection.info.dbname
         if not is_writer(self._writer):
-            raise BadSetting("writer", why_no_name(self._writer))
+            raise BadSetting("writer", explain_bad_name(self._writer))
         stream_epochs = epochs.begin(connection, history, self._writer, self._unknown_writers)
         for stream_epoch in stream_epochs:
             if stream_epoch.regression:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tidemark.common.errors import Reject, message
-from tidemark.streaming.wire.records import is_name, why_no_name
+from tidemark.streaming.wire.records import explain_bad_name, is_name
 
 MAX_NEW_PREV_EVENTS = 10
 """The maximum number of prev events of an event that this server creates."""
@@ -200,13 +200,13 @@ def _compared_fields(event: RoomEvent) -> tuple[object, ...]:
 
 def _check_fields(event: RoomEvent) -> None:
     for name_of, name in (("ID", event.id), ("room", event.room), ("type", event.type), ("sender", event.sender)):
-        _require(event, _is_valid_name(name), f"its {name_of}: {why_no_name(name)}")
+        _require(event, _is_valid_name(name), f"its {name_of}: {explain_bad_name(name)}")
     if event.state_key:
-        _require(event, _is_valid_name(event.state_key), f"its state key: {why_no_name(event.state_key)}")
+        _require(event, _is_valid_name(event.state_key), f"its state key: {explain_bad_name(event.state_key)}")
     count = len(event.prevs)
     _require(event, count <= MAX_PREV_EVENTS, f"it names {count} prev events, and {MAX_PREV_EVENTS} are the most")
     for id in event.prevs:
-        _require(event, _is_valid_name(id), f"a prev event: {why_no_name(id)}")
+        _require(event, _is_valid_name(id), f"a prev event: {explain_bad_name(id)}")
     _require(event, event.id not in event.prevs, "it names itself as a prev event")
     _require(event, len({*event.prevs}) == len(event.prevs), "it names a prev event twice")
     is_valid_depth = type(event.depth) is int and 1 <= event.depth <= MAX_DEPTH

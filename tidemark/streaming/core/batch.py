@@ -45,7 +45,7 @@ from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterS
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, EncodedState, Reason, RejectedRecords
 from tidemark.streaming.wire.records import CURRENT_EPOCH
-from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, Run, RunColumns, TurnedAway
+from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, PossibleFacts, Run, RunColumns
 
 
 def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
@@ -171,7 +171,7 @@ class StreamBatch:
             self.outcome.has_unordered_rejections = True
             self.stream.apply_segment((), refused, self._bounds, self.outcome)
 
-    def _feed_facts(self, topic: str, partition: int, items: list[AcceptedRecord | TurnedAway]) -> None:
+    def _feed_facts(self, topic: str, partition: int, items: list[AcceptedRecord | PossibleFacts]) -> None:
         for segment, marker in split_segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [
@@ -190,7 +190,7 @@ class StreamBatch:
             self.refusals.append((topic, partition, Refusal(refusal.reason, refusal.offsets, sign * refusal.ids)))
         self.outcome.refusals.clear()
         for item in items:
-            if not isinstance(item, TurnedAway):
+            if not isinstance(item, PossibleFacts):
                 self._note_seen(item)
 
     def _note_seen(self, item: AcceptedRecord) -> None:

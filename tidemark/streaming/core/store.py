@@ -22,7 +22,7 @@ from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.records import Kind, Topic
-from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
+from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, PossibleFacts, RunColumns
 
 UNREADABLE_STATE = codec.encode(StreamState(uncertain_up_to=UNBOUNDED))
 """The state of a stream of which no record could be read yet."""
@@ -232,8 +232,8 @@ class StreamInput:
     columns: RunColumns
     runs: dict[Partition, list[int]] = field(default_factory=dict)
     rows_and_markers: dict[Partition, list[AcceptedRecord]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[Partition, list[TurnedAway]] = field(default_factory=lambda: defaultdict(list))
-    refused_control: list[TurnedAway] = field(default_factory=list)
+    refused: dict[Partition, list[PossibleFacts]] = field(default_factory=lambda: defaultdict(list))
+    refused_control: list[PossibleFacts] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
     def partitions(self) -> set[Partition]:
@@ -244,17 +244,17 @@ class StreamInput:
         """All records of a partition that are not rejected."""
         return [*map(self.columns.run, self.runs.get(partition, ())), *self.rows_and_markers.get(partition, ())]
 
-    def as_rejected(self, partition: Partition) -> Iterator[TurnedAway]:
+    def as_rejected(self, partition: Partition) -> Iterator[PossibleFacts]:
         """The facts that may be hidden in the records of a partition if all of them are rejected."""
         yield from self.refused.get(partition, ())
         for item in self.items(partition):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
-                yield TurnedAway(item.stream, item.writer, item.epoch, reach, item.first_offset)
+                yield PossibleFacts(item.stream, item.writer, item.epoch, reach, item.first_offset)
             elif isinstance(item, BatchRows):
-                yield TurnedAway(item.stream, item.writer, item.epoch, UNBOUNDED, item.first_offset)
+                yield PossibleFacts(item.stream, item.writer, item.epoch, UNBOUNDED, item.first_offset)
             elif item.kind is Kind.JOIN:
-                yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
+                yield PossibleFacts(item.stream, item.writer, item.epoch, 0, item.offset)
 
 
 def group_by_stream(
@@ -286,13 +286,13 @@ def group_by_stream(
         items: list[AcceptedRecord] = [*packet.rows, *packet.markers]
         for item in items:
             inputs[item.stream].rows_and_markers[partition].append(item)
-    refused = [(packet, record) for packet in packets for record in packet.refused]
+    refused = [(packet, record) for packet in packets for record in packet.possible_facts]
     if not refused:
         return inputs
     admitted = inputs.keys() | {
         record.stream for _, record in refused if record.writer is not None or record.stream in states
     }
-    unreadable = {record.stream for _, record in refused if not record.only_known} - admitted
+    unreadable = {record.stream for _, record in refused if not record.is_key_only} - admitted
     if unreadable:
         admitted |= {*sorted(unreadable)[: max(bounds.unreadable - states.unreadable_count(), 0)]}
     for packet, record in refused:
@@ -306,8 +306,8 @@ def group_by_stream(
 
 
 def split_segments(
-    items: list[AcceptedRecord | TurnedAway],
-) -> Iterator[tuple[list[PackedRun | BatchRows | TurnedAway], Marker | None]]:
+    items: list[AcceptedRecord | PossibleFacts],
+) -> Iterator[tuple[list[PackedRun | BatchRows | PossibleFacts], Marker | None]]:
     """Sort records by offset and cut them after each marker.
 
     A run never spans a marker of its stream: compaction cuts it there.
@@ -316,7 +316,7 @@ def split_segments(
         The records of a segment and the marker that ends it, which is None for the last segment.
     """
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
-    segment: list[PackedRun | BatchRows | TurnedAway] = []
+    segment: list[PackedRun | BatchRows | PossibleFacts] = []
     for item in ordered:
         if isinstance(item, Marker):
             yield segment, item

@@ -46,7 +46,7 @@ from tidemark.streaming.core.writers import (
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds, Reason, replace_unprintable
 from tidemark.streaming.wire.records import ANY_WRITER, Kind
-from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, Run, TurnedAway
+from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, PossibleFacts, Run
 
 
 def _reach(writer: WriterState, marker: Marker) -> int:
@@ -54,7 +54,7 @@ def _reach(writer: WriterState, marker: Marker) -> int:
     return writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer
 
 
-UnknownWriterItem = Run | PartialRows | TurnedAway
+UnknownWriterItem = Run | PartialRows | PossibleFacts
 
 
 def _split_at_retirement(writer: WriterState, item: UnknownWriterItem) -> tuple[list[Run], list[UnknownWriterItem]]:
@@ -432,7 +432,7 @@ class StreamState:
     # -- segments
 
     def apply_segment(
-        self, runs: Sequence[Run], others: Sequence[PartialRows | TurnedAway], bounds: Bounds, batch: BatchOutcome
+        self, runs: Sequence[Run], others: Sequence[PartialRows | PossibleFacts], bounds: Bounds, batch: BatchOutcome
     ) -> None:
         """Apply the edges of one segment.
 
@@ -460,7 +460,7 @@ class StreamState:
         self.advance_linear()
 
     def _split_known_and_unknown(
-        self, runs: Sequence[Run], others: Sequence[PartialRows | TurnedAway], batch: BatchOutcome
+        self, runs: Sequence[Run], others: Sequence[PartialRows | PossibleFacts], batch: BatchOutcome
     ) -> tuple[list[Run], list[UnknownWriterItem]]:
         """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
 
@@ -469,7 +469,7 @@ class StreamState:
         """
         known: list[Run] = []
         unknown: list[UnknownWriterItem] = []
-        items: list[Run | PartialRows | TurnedAway] = [*runs, *others]
+        items: list[Run | PartialRows | PossibleFacts] = [*runs, *others]
         for item in sorted(items, key=attrgetter("first_offset")):
             if item.writer is None:
                 continue
@@ -478,7 +478,7 @@ class StreamState:
                 continue
             writer = self.writers.get(item.writer)
             if writer is None and item.epoch == 0 and self._is_new() and not unknown:
-                if isinstance(item, TurnedAway):
+                if isinstance(item, PossibleFacts):
                     self.uncertain_up_to = max(
                         self.uncertain_up_to, item.reach
                     )  # a writer may still join as the first one
@@ -487,7 +487,7 @@ class StreamState:
                 self.writers[item.writer] = writer
                 self.active_count += 1
             if writer is not None and item.epoch < writer.epoch:
-                if not isinstance(item, TurnedAway):
+                if not isinstance(item, PossibleFacts):
                     batch.refusals.append(Refusal.of_records(Reason.ZOMBIE, item.offsets))
                 continue
             if isinstance(item, Run):
@@ -499,7 +499,7 @@ class StreamState:
                 before, after = _split_at_retirement(writer, item)
                 known.extend(before)
                 unknown.extend(after)
-            elif isinstance(item, TurnedAway):
+            elif isinstance(item, PossibleFacts):
                 writer.chain.mark_uncertain_up_to(item.reach)
             elif isinstance(item, PartialRows):
                 batch.counts["batch"] += len(item.offsets)
@@ -557,7 +557,7 @@ class StreamState:
         """Buffer an item of a writer that has not joined. Returns its completions; None if the buffers are full."""
         unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
-            if not isinstance(item, TurnedAway):
+            if not isinstance(item, PossibleFacts):
                 batch.refusals.append(Refusal.of_records(Reason.BUFFER_OVERFLOW, item.offsets))
             return None
         if isinstance(item, Run):

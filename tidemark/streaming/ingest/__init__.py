@@ -28,7 +28,8 @@ leaves all others to `read`; only `read` gives the reason for a rejection.
 The slow forms are used in three cases:
 
 - The batch has few records. Loading numba takes 0.4 s of CPU, so a process with little traffic never loads it. The
-  limits are `Decoder.FEW`, `compact.FEW` and `native_consumer._FEW`.
+  limits are `Decoder.MIN_COMPILED_BYTES`, `compact.MAX_NUMPY_EDGES` and
+  `native_consumer._MIN_COMPILED_MESSAGES`.
 - numba is missing or broken (`jit_loader`). A record then takes about 12 µs of CPU instead of 0.5 µs.
 - confluent-kafka hides the symbols of librdkafka (`consumer`). A message then takes about 2 µs instead of 0.3 µs.
 

@@ -29,18 +29,18 @@ from tidemark.streaming.ingest.record_batch import Edges, Incarnation, PlannedRa
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import RejectedRecords, shard_of
 from tidemark.streaming.wire.records import ROW, Topic
-from tidemark.streaming.wire.runs import NUMBERS, BatchRows, Marker, PackedRuns, Packet, RunColumns, TurnedAway
+from tidemark.streaming.wire.runs import RUN_DTYPE, BatchRows, Marker, PackedRuns, Packet, PossibleFacts, RunColumns
 
 Order = npt.NDArray[np.intp]
 
-FEW = 16_384
-"""The number of edges that numpy sorts in 2 ms. `decode.Decoder.FEW` bytes contain fewer, so a process that never has
-more bytes loads no compiled code.
+MAX_NUMPY_EDGES = 16_384
+"""The largest number of edges that numpy sorts, in 2 ms; compiled code sorts more. `decode.Decoder.MIN_COMPILED_BYTES`
+bytes contain fewer edges, so a process that never has more bytes loads no compiled code.
 """
 
 EDGE_SECONDS = 2e-7  # for numpy to sort an edge
-_SPARSE = 4
-"""If there are more groups than this multiple of the edges, the counting sort is not used."""
+_MAX_GROUPS_PER_EDGE = 4
+"""With more groups per edge, numpy sorts the edges, because the compiled sort takes a step for each group."""
 
 
 def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
@@ -53,15 +53,18 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
     Returns:
         The edges chain by chain, and the index of each chain's first edge.
     """
-    ordered = _arranged(edges)
-    same = ordered.incarnations[1:] == ordered.incarnations[:-1]
-    if np.any(same & (ordered.prevs[1:] < ordered.ids[:-1])):
-        order, firsts = _link_tangled(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
+    ordered = _sort_by_group(edges)
+    is_same_group = ordered.incarnations[1:] == ordered.incarnations[:-1]
+    if np.any(is_same_group & (ordered.prevs[1:] < ordered.ids[:-1])):
+        order, firsts = _link_overlapping(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
         return edges.take(order), firsts
-    return ordered, _cut(_firsts(same & (ordered.prevs[1:] == ordered.ids[:-1])), len(edges.ids), max_edges)
+    return ordered, _split_chains(
+        _firsts(is_same_group & (ordered.prevs[1:] == ordered.ids[:-1])), len(edges.ids), max_edges
+    )
 
 
-def _cut(firsts: Order, count: int, max_edges: int) -> Order:
+def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
+    """Split chains with more than `max_edges` of the `count` edges. Returns the first index of each chain."""
     lengths = np.diff(firsts, append=count)
     cuts = [
         np.arange(firsts[chain] + max_edges, firsts[chain] + lengths[chain], max_edges)
@@ -70,17 +73,17 @@ def _cut(firsts: Order, count: int, max_edges: int) -> Order:
     return np.sort(np.concatenate((firsts, *cuts)))
 
 
-def _arranged(edges: Edges) -> Edges:
-    """Sort by group and `prev`."""
+def _sort_by_group(edges: Edges) -> Edges:
+    """Sort edges by group and `prev`."""
     count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
     if (
-        count > FEW
-        and groups < _SPARSE * count
+        count > MAX_NUMPY_EDGES
+        and groups < _MAX_GROUPS_PER_EDGE * count
         and (kernels := get_module(load_kernels, count * EDGE_SECONDS)) is not None
     ):
-        arranged = Edges.allocate(count)
-        if kernels.sort_edges(edges, arranged, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
-            return arranged
+        sorted_edges = Edges.allocate(count)
+        if kernels.sort_edges(edges, sorted_edges, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
+            return sorted_edges
     return edges.take(_by_group_and_prev(edges.incarnations, edges.prevs))
 
 
@@ -89,35 +92,47 @@ def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
     order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy has a radix sort for up to 16 bits
     for shift in range(16, int(groups.max()).bit_length(), 16):
         order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
-    grouped, within = groups[order], prevs[order]
-    ranks = np.cumsum(np.concatenate(([0], grouped[1:] != grouped[:-1])))
-    low = int(within.min())
-    span = int(within.max()) - low + 1
+    ordered_groups, ordered_prevs = groups[order], prevs[order]
+    ranks = np.cumsum(np.concatenate(([0], ordered_groups[1:] != ordered_groups[:-1])))
+    low = int(ordered_prevs.min())
+    span = int(ordered_prevs.max()) - low + 1
     if (int(ranks[-1]) + 1) * span >= 2**63:
         return np.lexsort((prevs, groups))
-    return order[np.argsort(ranks * span + (within - low), kind="stable")]
+    return order[np.argsort(ranks * span + (ordered_prevs - low), kind="stable")]
 
 
-def _firsts(joined: npt.NDArray[np.bool_]) -> Order:
-    """The first index of each chain; `joined[i]` says whether edge `i + 1` continues the chain of edge `i`."""
-    return np.flatnonzero(np.concatenate(([True], ~joined)))
+def _firsts(is_joined: npt.NDArray[np.bool_]) -> Order:
+    """The first index of each chain; `is_joined[i]` says whether edge `i + 1` continues the chain of edge `i`."""
+    return np.flatnonzero(np.concatenate(([True], ~is_joined)))
 
 
-def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tuple[Order, Order]:
+def _link_overlapping(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tuple[Order, Order]:
+    """Like `link`, for edges that may overlap or repeat. An edge that overlaps another one is a chain of its own.
+
+    Args:
+        arrival: the indexes of the edges, in the order of arrival.
+
+    Returns:
+        The indexes of the edges chain by chain, and the index of each chain's first edge.
+    """
     order = np.lexsort((arrival, ids, prevs, groups))
     groups, prevs, ids, arrival = groups[order], prevs[order], ids[order], arrival[order]
     indexes = np.arange(len(groups))
-    again = np.concatenate(([False], (groups[1:] == groups[:-1]) & (prevs[1:] == prevs[:-1]) & (ids[1:] == ids[:-1])))
-    layers = indexes - np.maximum.accumulate(np.where(again, 0, indexes))
-    clashing = _clashing(groups[~again], prevs[~again], ids[~again])[np.cumsum(~again) - 1]
+    is_duplicate = np.concatenate(
+        ([False], (groups[1:] == groups[:-1]) & (prevs[1:] == prevs[:-1]) & (ids[1:] == ids[:-1]))
+    )
+    layers = indexes - np.maximum.accumulate(np.where(is_duplicate, 0, indexes))
+    overlapping = _find_overlapping(groups[~is_duplicate], prevs[~is_duplicate], ids[~is_duplicate])[
+        np.cumsum(~is_duplicate) - 1
+    ]
 
     order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the previous one
-    groups, prevs, ids, clashing = groups[order], prevs[order], ids[order], clashing[order]
-    joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
-    return arrival[order], _firsts(joined & ~clashing[1:] & ~clashing[:-1])
+    groups, prevs, ids, overlapping = groups[order], prevs[order], ids[order], overlapping[order]
+    is_joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
+    return arrival[order], _firsts(is_joined & ~overlapping[1:] & ~overlapping[:-1])
 
 
-def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
+def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
     """A mask of the edges (distinct, sorted by group and `prev`) that overlap another edge, directly or
     transitively.
     """
@@ -128,21 +143,21 @@ def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
     begins = np.concatenate(([True], (groups[1:] != groups[:-1]) | (prevs[1:] >= reach[:-1])))
     clusters = np.cumsum(begins) - 1
     sizes = np.bincount(clusters)
-    clashing: npt.NDArray[np.bool_] = sizes[clusters] > 1
-    return clashing
+    overlapping: npt.NDArray[np.bool_] = sizes[clusters] > 1
+    return overlapping
 
 
-MOST_FACTS = 2_000_000
+MAX_FACTS = 2_000_000
 """The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes."""
 
-MOST_EDGES = 16_384
+MAX_EDGES = 16_384
 """The largest number of edges of a packet, about 200 KiB. The JVM copies each packet six times, and larger ones need
 new allocations.
 """
 
-PACKETS = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
+PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
-_BYTES = 1 << 20  # packets that are handed to the JVM together
+_FLUSH_BYTES = 1 << 20  # of packets that are passed to the JVM together
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -150,53 +165,53 @@ _encoder = msgspec.msgpack.Encoder()
 RefusedOffsets = Mapping[str, Mapping[int, Sequence[int]]]
 """Offsets by topic and partition of records whose effects the database cannot store."""
 
-RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
+RangeRecords = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
 """Ranges that are fetched together, and an iterable of their records."""
 
 
 def compact(
-    read: Iterable[RangesRead],
+    groups: Iterable[RangeRecords],
     *,
     keys: Sequence[int],
     names: dict[Topic, str],
     max_facts: int,
-    refused: RefusedOffsets | None = None,
+    not_storable: RefusedOffsets | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Compact the ranges of a task.
 
     Args:
-        read: the ranges and their records.
-        keys: Spark's group-by key of each shard (`engine.query.keys_of`).
+        groups: groups of ranges that are fetched together, and their records.
+        keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
         names: the names of the topics.
         max_facts: stop when the task has this many facts beyond one for each record.
-        refused: records to reject as not storable.
+        not_storable: records to reject as not storable.
 
     Yields:
-        Rows of `PACKETS`: one packet for each range and shard with content, and at least one for each range, which
-        gives its next offset.
+        Rows of `PACKETS_SCHEMA`: one packet for each range and shard with content, and at least one for each range.
+        A packet has the next offset of its range.
     """
-    rejected_offsets = refused or {}
-    extra = 0  # facts beyond one for each record
-    for ranges, records in read:
+    rejected_offsets = not_storable or {}
+    extra_facts = 0  # facts beyond one for each record
+    for ranges, records in groups:
         decoders = {
             planned: Decoder(planned.topic, rejected_offsets.get(names[planned.topic], {}).get(planned.partition, ()))
             for planned in ranges
         }
         cut = False
         for planned, batch in records:
-            if cut := extra >= max_facts:
+            if cut := extra_facts >= max_facts:
                 break
             decoder = decoders[planned]
             before = decoder.size
             decoder.add(batch)
-            extra += max(0, decoder.size - before - batch.size)
+            extra_facts += max(0, decoder.size - before - batch.size)
         for planned, decoder in decoders.items():
             decoder.next_offset = max(decoder.next_offset, planned.start) if cut else planned.end
             packets = pack(names[planned.topic], planned.partition, decoder, len(keys), cut=cut)
-            yield from _encoded((keys[shard], packet) for shard, packet in packets)
+            yield from _encode((keys[shard], packet) for shard, packet in packets)
 
 
-def _encoded(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
+def _encode(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
     keys: list[int] = []
     encoded: list[bytes] = []
     size = 0
@@ -204,21 +219,21 @@ def _encoded(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
         keys.append(key)
         encoded.append(_encoder.encode(packet))
         size += len(encoded[-1])
-        if size > _BYTES:
-            yield _batch(keys, encoded)
+        if size > _FLUSH_BYTES:
+            yield _arrow_batch(keys, encoded)
             keys, encoded, size = [], [], 0
     if encoded:
-        yield _batch(keys, encoded)
+        yield _arrow_batch(keys, encoded)
 
 
-def _batch(keys: list[int], packets: list[bytes]) -> pa.RecordBatch:
-    return pa.record_batch([pa.array(keys, pa.int32()), pa.array(packets, pa.binary())], schema=PACKETS)
+def _arrow_batch(keys: list[int], packets: list[bytes]) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(keys, pa.int32()), pa.array(packets, pa.binary())], schema=PACKETS_SCHEMA)
 
 
 OFFSET_BITS = 32
 
 
-def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
+def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
     """Pack the decoded records of one range.
 
     Returns:
@@ -226,52 +241,58 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
         packets.
     """
     packets: list[tuple[int, Packet]] = []
-    first: dict[int, Packet] = {}
+    first_packets: dict[int, Packet] = {}
 
     def put(shard: int, runs: PackedRuns) -> Packet:
-        packet = Packet(topic, partition, columns.topic, columns.next_offset, runs, [], [], [], [], cut)
+        packet = Packet(topic, partition, decoder.topic, decoder.next_offset, runs, [], [], [], [], cut)
         packets.append((shard, packet))
-        return first.setdefault(shard, packet)
+        return first_packets.setdefault(shard, packet)
 
     def packet_of(shard: int) -> Packet:
-        return first[shard] if shard in first else put(shard, PackedRuns())
+        return first_packets[shard] if shard in first_packets else put(shard, PackedRuns())
 
-    markers = [Marker.of(*marker) for marker in sorted(columns.markers, key=itemgetter(1))]
-    if columns.size:
-        edges = columns.edges()
-        incarnations, ranks = columns.incarnations.ranked()
+    markers = [Marker.of(*marker) for marker in sorted(decoder.markers, key=itemgetter(1))]
+    if decoder.size:
+        edges = decoder.edges()
+        incarnations, ranks = decoder.incarnations.ranked()
         shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
         order = sorted(range(len(incarnations)), key=lambda at: shard[incarnations[at][0]])
         incarnations = [incarnations[at] for at in order]
         edges = edges._replace(incarnations=np.argsort(order)[ranks][edges.incarnations])
         segments = _segments(edges, incarnations, markers)
         is_row = edges.kinds == ROW
-        runs = _runs(edges.select(~is_row), segments[~is_row], incarnations)
-        for number, part in runs.divided(np.array([shard[stream] for stream in runs.streams]), MOST_EDGES):
+        runs = _link_runs(edges.select(~is_row), segments[~is_row], incarnations)
+        for number, part in runs.divide(np.array([shard[stream] for stream in runs.streams]), MAX_EDGES):
             put(number, part)
-        for rows in _rows(edges.select(is_row), segments[is_row], incarnations):
+        for rows in _batch_rows(edges.select(is_row), segments[is_row], incarnations):
             packet_of(shard[rows.stream]).rows.append(rows)
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
-    for reason, offsets in sorted(columns.rejected.items()):
+    for reason, offsets in sorted(decoder.rejected.items()):
         rejected = RejectedRecords(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
-    for refused in _refused(columns.refused, markers):
-        packet_of(shard_of(refused.stream, shards)).refused.append(refused)
+    for refused in _merge_possible_facts(decoder.possible_facts, markers):
+        packet_of(shard_of(refused.stream, shards)).possible_facts.append(refused)
     if not packets:
         packet_of(partition % shards)
     return packets
 
 
-def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
-    """Merge the refused facts of an incarnation between two markers of its stream."""
-    marks: dict[str, list[int]] = defaultdict(list)
+def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> list[PossibleFacts]:
+    """Merge the possible facts of an incarnation between two markers of its stream."""
+    marker_offsets: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
-        marks[marker.stream].append(marker.offset)
-    merged: dict[tuple[str, str | None, int, bool, int], TurnedAway] = {}
-    for fact in sorted(refused, key=attrgetter("first_offset")):
-        key = fact.stream, fact.writer, fact.epoch, fact.only_known, bisect(marks[fact.stream], fact.first_offset)
+        marker_offsets[marker.stream].append(marker.offset)
+    merged: dict[tuple[str, str | None, int, bool, int], PossibleFacts] = {}
+    for fact in sorted(facts, key=attrgetter("first_offset")):
+        key = (
+            fact.stream,
+            fact.writer,
+            fact.epoch,
+            fact.is_key_only,
+            bisect(marker_offsets[fact.stream], fact.first_offset),
+        )
         first = merged.setdefault(key, fact)
         if fact.reach > first.reach:
             merged[key] = msgspec.structs.replace(first, reach=fact.reach)
@@ -279,7 +300,7 @@ def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAwa
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before it: JOIN and RETIRE records of its stream, and boundaries of 2**32
+    """For each edge the number of cuts before it. A cut is a JOIN or RETIRE of its stream, or a boundary of 2**32
     offsets.
     """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
@@ -289,14 +310,14 @@ def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marke
         return blocks
     # Give each stream a range of numbers with room for every edge, so that one search finds the cuts of all streams.
     room = len(edges.ids) + 1
-    before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
-    cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + before)
+    indexes = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
+    cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + indexes)
     begins = np.array([numbers[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
-    passed: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
-    return blocks + passed
+    cuts_before: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
+    return blocks + cuts_before
 
 
-def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
+def _batch_rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
     if not len(rows.ids):
         return
     groups = rows.incarnations * (segments.max() + 1) + segments
@@ -309,26 +330,26 @@ def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterat
         yield BatchRows(stream, writer, epoch, (offsets[first:stop] - low).astype("<u4").tobytes(), low, high)
 
 
-def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
+def _link_runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
     """Link edges into runs, in the order of their incarnations."""
     if not len(edges.ids):
         return RunColumns.of([])
-    parts = int(segments.max()) + 1  # (incarnation, direction)
-    groups = (edges.incarnations * 2 + (edges.ids < 0)) * parts + segments
+    segment_count = int(segments.max()) + 1  # for each incarnation and direction
+    groups = (edges.incarnations * 2 + (edges.ids < 0)) * segment_count + segments
     edges = edges._replace(incarnations=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
-    chains, firsts = link(edges, MOST_EDGES)
-    numbers, backward = np.divmod(chains.incarnations[firsts] // parts, 2)
-    writers = [incarnations[number] for number in numbers.tolist()]
-    rows = np.empty(len(firsts), NUMBERS)
-    rows["epoch"] = [epoch for _, _, epoch in writers]
+    chains, firsts = link(edges, MAX_EDGES)
+    numbers, backward = np.divmod(chains.incarnations[firsts] // segment_count, 2)
+    run_incarnations = [incarnations[number] for number in numbers.tolist()]
+    rows = np.empty(len(firsts), RUN_DTYPE)
+    rows["epoch"] = [epoch for _, _, epoch in run_incarnations]
     rows["direction"], rows["start"] = 1 - 2 * backward, chains.prevs[firsts]
     rows["stop"] = np.append(firsts[1:], len(chains.ids))
     for column, first, last in ((chains.offsets, "first_offset", "last_offset"), (chains.times, "oldest", "newest")):
         rows[first], rows[last] = np.minimum.reduceat(column, firsts), np.maximum.reduceat(column, firsts)
     offsets = chains.offsets - np.repeat(rows["first_offset"], np.diff(firsts, append=len(chains.ids)))
     return RunColumns(
-        [stream for stream, _, _ in writers],
-        [writer for _, writer, _ in writers],
+        [stream for stream, _, _ in run_incarnations],
+        [writer for _, writer, _ in run_incarnations],
         rows,
         chains.ids,
         chains.kinds,

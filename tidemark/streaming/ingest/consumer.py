@@ -1,6 +1,6 @@
-"""The consumer of Kafka's messages: the native one, or confluent-kafka's if librdkafka's symbols cannot be found.
+"""The consumer of Kafka messages: the native one, or confluent-kafka's if librdkafka's symbols cannot be found.
 
-Both have the same methods. All methods raise `KafkaException`, and are for one thread.
+Both classes have the same methods. All methods raise `KafkaException`, and are for one thread.
 """
 
 import weakref
@@ -68,10 +68,10 @@ class ObjectConsumer:
         self._consumer.unassign()
 
     @contextmanager
-    def consume(self, most: int, timeout: float) -> Iterator["ObjectMessages"]:
-        """Wait up to `timeout` seconds for `most` messages."""
+    def consume(self, max_messages: int, timeout: float) -> Iterator["ObjectMessages"]:
+        """Wait up to `timeout` seconds for `max_messages` messages."""
         self._check_open()
-        yield ObjectMessages(self._consumer.consume(most, timeout))
+        yield ObjectMessages(self._consumer.consume(max_messages, timeout))
 
     def _check_open(self) -> None:
         if not self.close.alive:
@@ -89,7 +89,7 @@ class ObjectMessages:
             [-1 if message.offset() is None else message.offset() for message in messages], np.int64
         )
 
-    def by_partition(self) -> dict[tuple[str, int], Mask]:
+    def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
         """A mask of the messages for each topic and partition. Errors may belong to none."""
         masks: dict[tuple[str, int], Mask] = {}
         for index, message in enumerate(self._messages):
@@ -107,7 +107,7 @@ class ObjectMessages:
             text = f"{message.topic()}[{message.partition()}]: {text}"
         return KafkaError(message.error().code(), text)
 
-    def fetched(self, chosen: Mask) -> RecordBatch:
+    def record_batch(self, chosen: Mask) -> RecordBatch:
         """The records in the mask `chosen`, none of them an error."""
         records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
         return RecordBatch.of(

@@ -20,21 +20,21 @@ from tidemark.streaming.ingest.record_batch import Edges, Incarnations, RecordBa
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
-from tidemark.streaming.wire.runs import UNBOUNDED, TurnedAway
+from tidemark.streaming.wire.runs import UNBOUNDED, PossibleFacts
 
-_NOTHING: Final = Raw(b"null")
+_ABSENT: Final = Raw(b"null")
 
 
 class _AnyRecord(msgspec.Struct):
     """The fields of any record, each as undecoded JSON."""
 
-    kind: Raw = _NOTHING
-    stream: Raw = _NOTHING
-    writer: Raw = _NOTHING
-    epoch: Raw = _NOTHING
-    id: Raw = _NOTHING
-    ids: Raw = _NOTHING
-    by: Raw = _NOTHING
+    kind: Raw = _ABSENT
+    stream: Raw = _ABSENT
+    writer: Raw = _ABSENT
+    epoch: Raw = _ABSENT
+    id: Raw = _ABSENT
+    ids: Raw = _ABSENT
+    by: Raw = _ABSENT
 
 
 _object: Final = msgspec.json.Decoder(_AnyRecord)
@@ -45,8 +45,8 @@ _numbers: Final = msgspec.json.Decoder(list[int])
 _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
-def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
-    """The facts that a rejected record may contain: one for the stream in its value, one for the stream in its key.
+def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[PossibleFacts]:
+    """The facts that a rejected record may contain, for the stream in its value and for the stream in its key.
 
     SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
     no fact either, but the writer may have reserved IDs since.
@@ -56,18 +56,18 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
     except (ValueError, RecursionError):
         fields = _AnyRecord()
     kind = _string(fields.kind)
-    by_operator = fields.by is not _NOTHING or (topic is Topic.CONTROL and fields.epoch is _NOTHING)
+    by_operator = fields.by is not _ABSENT or (topic is Topic.CONTROL and fields.epoch is _ABSENT)
     if kind in (Kind.SKIP.name, Kind.RETIRE.name, Kind.OPEN.name) or (kind == Kind.JOIN.name and by_operator):
         return
-    stream, keyed = _string(fields.stream), _utf8(key)
+    stream, key_stream = _string(fields.stream), _utf8(key)
     if is_name(stream):
-        writer, epoch = _string(fields.writer), 0 if fields.epoch is _NOTHING else _integer(fields.epoch)
+        writer, epoch = _string(fields.writer), 0 if fields.epoch is _ABSENT else _integer(fields.epoch)
         if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
-            yield TurnedAway(stream, writer, epoch, _reach(kind, fields), offset)
+            yield PossibleFacts(stream, writer, epoch, _reach(kind, fields), offset)
         else:
-            yield TurnedAway(stream, None, 0, UNBOUNDED, offset)
-    if keyed != stream and is_name(keyed):
-        yield TurnedAway(keyed, None, 0, UNBOUNDED, offset, only_known=is_name(stream))
+            yield PossibleFacts(stream, None, 0, UNBOUNDED, offset)
+    if key_stream != stream and is_name(key_stream):
+        yield PossibleFacts(key_stream, None, 0, UNBOUNDED, offset, is_key_only=is_name(stream))
 
 
 def _reach(kind: str, fields: _AnyRecord) -> int:
@@ -84,7 +84,7 @@ def _reach(kind: str, fields: _AnyRecord) -> int:
 
 
 def _string(raw: Raw) -> str:
-    """The string, or the empty string, which is not a name."""
+    """The string. The empty string, which is not a name, if the value is not a string."""
     try:
         return _text.decode(raw)
     except ValueError:
@@ -106,7 +106,7 @@ def _utf8(key: bytes) -> str:
 
 
 RECORD_SECONDS, BYTE_SECONDS = 12e-6, 50e-9
-"""Seconds to decode a record, and a byte of a RUN, one by one."""
+"""Seconds to decode a record with `records.read`, and in addition for each byte."""
 
 
 class Decoder:
@@ -114,90 +114,90 @@ class Decoder:
 
     Args:
         topic: the topic of the records.
-        refused: offsets of records to reject as not storable, regardless of their content.
+        not_storable: offsets of records to reject as not storable, regardless of their content.
 
     Attributes:
         markers: each marker with its offset and time.
         rejected: the offsets of rejected records for each reason.
-        refused: the facts that rejected records may contain.
+        possible_facts: the facts that rejected records may contain.
         next_offset: one more than the highest offset that was added.
     """
 
-    FEW: ClassVar[int] = 64 << 10
-    """Fewer bytes of records are decoded one by one, in at most 1.5 ms, without loading compiled code."""
+    MIN_COMPILED_BYTES: ClassVar[int] = 64 << 10
+    """A batch with fewer bytes is decoded record by record, in at most 1.5 ms, without loading compiled code."""
 
-    def __init__(self, topic: Topic, refused: Collection[int] = ()) -> None:
+    def __init__(self, topic: Topic, not_storable: Collection[int] = ()) -> None:
         self.topic = topic
-        self._refused = frozenset(refused)
+        self._not_storable = frozenset(not_storable)
         self.incarnations = Incarnations()
         self.markers: list[tuple[records.Marker | records.Open, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
-        self.refused: list[TurnedAway] = []
+        self.possible_facts: list[PossibleFacts] = []
         self.next_offset = 0
-        self._scanned = Edges.allocate(0)
-        self._count = 0  # rows of `_scanned` in use
-        self._read: list[tuple[int, int, int, int, int, int]] = []
+        self._scanned_edges = Edges.allocate(0)
+        self._scanned_count = 0  # rows of `_scanned_edges` in use
+        self._decoded_edges: list[tuple[int, int, int, int, int, int]] = []
 
     @property
     def size(self) -> int:
         """The number of edges and batch rows."""
-        return self._count + len(self._read)
+        return self._scanned_count + len(self._decoded_edges)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
-        edges = self._scanned.take(slice(self._count))
-        if self._read:
-            edges = edges.concatenated(Edges.of(self._read))
+        edges = self._scanned_edges.take(slice(self._scanned_count))
+        if self._decoded_edges:
+            edges = edges.concatenate(Edges.of(self._decoded_edges))
         if np.any(edges.offsets[1:] < edges.offsets[:-1]):
             return edges.take(np.argsort(edges.offsets, kind="stable"))
         return edges
 
-    def add(self, fetched: RecordBatch) -> None:
+    def add(self, batch: RecordBatch) -> None:
         """Decode a batch of at least one record."""
-        indexes: Iterable[int] = range(fetched.size)
-        has_refused = bool(self._refused) and not self._refused.isdisjoint(fetched.offsets.tolist())
-        if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW and not has_refused:
-            indexes = self._scan(fetched)
+        indexes: Iterable[int] = range(batch.size)
+        has_not_storable = bool(self._not_storable) and not self._not_storable.isdisjoint(batch.offsets.tolist())
+        if self.topic is Topic.FACTS and len(batch.values) >= self.MIN_COMPILED_BYTES and not has_not_storable:
+            indexes = self._scan(batch)
         for index in indexes:
-            self._take(fetched, index)
-        self.next_offset = max(self.next_offset, int(fetched.offsets.max()) + 1)
+            self._decode_one(batch, index)
+        self.next_offset = max(self.next_offset, int(batch.offsets.max()) + 1)
 
-    def _scan(self, fetched: RecordBatch) -> Iterable[int]:
+    def _scan(self, batch: RecordBatch) -> Iterable[int]:
         """Decode records with compiled code. Returns the indexes of the remaining records; all of them if numba is
         missing.
         """
-        scan = get_module(load_field_scan, fetched.size * RECORD_SECONDS + len(fetched.values) * BYTE_SECONDS)
+        scan = get_module(load_field_scan, batch.size * RECORD_SECONDS + len(batch.values) * BYTE_SECONDS)
         if scan is None:
-            return range(fetched.size)
-        self.incarnations.prefetch(fetched.size)
-        undecided = np.empty(fetched.size, np.int64)
-        why, first, count = scan.NEW_INCARNATION, 0, 0
-        while why != scan.DONE:
-            why, first, self._count, count, missing = scan.scan(
-                fetched, first, self.incarnations.table, self._scanned, self._count, undecided, count
+            return range(batch.size)
+        self.incarnations.prefetch(batch.size)
+        undecided = np.empty(batch.size, np.int64)
+        status, first, count = scan.NEW_INCARNATION, 0, 0
+        while status != scan.DONE:
+            status, first, self._scanned_count, count, missing = scan.scan(
+                batch, first, self.incarnations.table, self._scanned_edges, self._scanned_count, undecided, count
             )
-            if why == scan.NEW_INCARNATION:
-                self.incarnations.add(missing, fetched.values)
-            elif why == scan.FULL:
-                self._scanned = self._scanned.extended(self._count, len(fetched.value(first)) + 1)
+            if status == scan.NEW_INCARNATION:
+                self.incarnations.add(missing, batch.values)
+            elif status == scan.FULL:
+                self._scanned_edges = self._scanned_edges.with_room(self._scanned_count, len(batch.value(first)) + 1)
         indexes: list[int] = undecided[:count].tolist()
         return indexes
 
-    def _take(self, fetched: RecordBatch, index: int) -> None:
+    def _decode_one(self, batch: RecordBatch, index: int) -> None:
         """Decode one record with `records.read`."""
         value, key, offset, time = (
-            fetched.value(index),
-            fetched.key(index),
-            int(fetched.offsets[index]),
-            int(fetched.times[index]),
+            batch.value(index),
+            batch.key(index),
+            int(batch.offsets[index]),
+            int(batch.times[index]),
         )
         try:
-            if offset in self._refused:
+            if offset in self._not_storable:
                 raise BadRecord(Reason.NOT_STORABLE, "the database cannot store its effects")
             record = records.read(value, key, self.topic)
-        except BadRecord as bad:
-            self.rejected[Reason(bad.reason)].append(offset)
-            self.refused.extend(possible_facts(value, key, self.topic, offset))
+        except BadRecord as error:
+            self.rejected[Reason(error.reason)].append(offset)
+            self.possible_facts.extend(possible_facts(value, key, self.topic, offset))
             return
         if isinstance(record, records.Marker | records.Open):
             self.markers.append((record, offset, time))
@@ -207,11 +207,11 @@ class Decoder:
             case records.Rdata(id="batch"):
                 edges = [(ROW, 0, 0)]
             case records.Rdata(id=int(id)):
-                edges = [(int(Kind.RDATA), records.start(record), id)]
+                edges = [(int(Kind.RDATA), records.effective_prev(record), id)]
             case records.FactRun():
                 kinds = [int(Kind.RDATA if rows else Kind.VOID) for rows in record.rows]
                 edges = [(kind, *edge) for kind, edge in zip(kinds, pairwise([record.prev, *record.ids]), strict=True)]
                 edges += [(ROW, 0, 0)] * sum(len(rows) - 1 for rows in record.rows if rows)
             case records.Void() | records.Position():
                 edges = [(int(records.kind_of(record)), record.prev, record.id)]
-        self._read += [(number, kind, prev, id, offset, time) for kind, prev, id in edges]
+        self._decoded_edges += [(number, kind, prev, id, offset, time) for kind, prev, id in edges]

@@ -36,7 +36,7 @@ from tidemark.streaming.ingest.record_batch import (
     RecordBatch,
 )
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
+from tidemark.streaming.wire.records import ANY_WRITER, MAX_NAME_LENGTH, ROW, Kind
 
 
 def _encode_word(text: str) -> int:
@@ -305,7 +305,7 @@ def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
         if not _SPACE < data[index] < _DELETE:
             return False
         names[to + index - at] = data[index]
-    return 0 < stop - at <= LONGEST_NAME
+    return 0 < stop - at <= MAX_NAME_LENGTH
 
 
 @compiled()
@@ -347,7 +347,7 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
 
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
-_MAX_NAME_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; a bound for the memory of the table
+_MAX_NAME_BYTES: Final = 4 * MAX_NAME_LENGTH  # of UTF-8; a bound for the memory of the table
 _NO_INCARNATION: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
 _REQUIRED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
@@ -389,7 +389,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _prev_of(record: Fields) -> int:
-    """The `prev` of an edge, the same as of `records.start`."""
+    """The `prev` of an edge, the same as of `records.effective_prev`."""
     if record.kind != RDATA or record.present & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1

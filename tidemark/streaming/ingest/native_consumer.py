@@ -25,10 +25,10 @@ _ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p,
 
 _CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
 _OK: Final = 0
-_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
-_MESSAGE_SECONDS: Final = 5e-6  # for a message that is handled singly
-_FEW: Final = 100
-"""Fewer messages are handled one by one, so that a process with little traffic loads no compiled code."""
+_MESSAGE_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
+_MESSAGE_SECONDS: Final = 5e-6  # for a message without compiled code
+_MIN_COMPILED_MESSAGES: Final = 100
+"""Fewer messages are copied one by one, so that a process with little traffic loads no compiled code."""
 
 
 class _TopicPartition(ctypes.Structure):
@@ -83,11 +83,11 @@ class NativeConsumer:
     """
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
-        def error_cb(_client: int, code: int, reason: bytes, _opaque: int) -> None:
+        def error_cb(_handle: int, code: int, reason: bytes, _opaque: int) -> None:
             on_error(KafkaError(code, reason.decode(errors="replace")))
 
         callback = _ErrorCallback(error_cb)
-        self._client = _client(config, callback)
+        self._client = _create_client(config, callback)
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
@@ -116,12 +116,12 @@ class NativeConsumer:
         _check(_assign(self._client, None))
 
     @contextmanager
-    def consume(self, most: int, timeout: float) -> Iterator["NativeMessages"]:
-        """Wait up to `timeout` seconds for `most` messages. They are freed at the end of the block."""
+    def consume(self, max_messages: int, timeout: float) -> Iterator["NativeMessages"]:
+        """Wait up to `timeout` seconds for `max_messages` messages. They are freed at the end of the block."""
         self._check_open()
-        if len(self._addresses) < most:
-            self._addresses = np.empty(most, np.int64)
-        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, most)
+        if len(self._addresses) < max_messages:
+            self._addresses = np.empty(max_messages, np.int64)
+        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, max_messages)
         if count < 0:
             _check(_last_error())
         try:
@@ -139,17 +139,23 @@ class NativeMessages:
 
     def __init__(self, addresses: Ids) -> None:
         self._addresses = addresses
-        words = _joined(addresses, np.full(len(addresses), 8 * _WORDS)).view(np.int64).reshape(-1, _WORDS).T
+        words = (
+            _join_bytes(addresses, np.full(len(addresses), 8 * _MESSAGE_WORDS))
+            .view(np.int64)
+            .reshape(-1, _MESSAGE_WORDS)
+            .T
+        )
+        # The fields of a rd_kafka_message_t: err, rkt, partition, payload, len, key, key_len, offset, _private.
         self.codes = words[0].astype(np.int32)
-        self._handles = words[1]
+        self._topic_handles = words[1]
         self._partitions = words[2].astype(np.int32)
         self._values = words[3:5]
         self._keys = words[5:7]
         self.offsets = words[7]
 
-    def by_partition(self) -> dict[tuple[str, int], Mask]:
+    def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
         """A mask of the messages for each topic and partition. Errors may belong to none."""
-        handles, partitions = self._handles, self._partitions
+        handles, partitions = self._topic_handles, self._partitions
         first = handles[:1], partitions[:1]
         if (handles == first[0]).all() and (
             partitions == first[1]
@@ -159,32 +165,32 @@ class NativeMessages:
         for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
             if handle:
                 name = _topic_name(handle).decode(), partition
-                mask = (self._handles == handle) & (self._partitions == partition)
+                mask = (self._topic_handles == handle) & (self._partitions == partition)
                 masks[name] = masks[name] | mask if name in masks else mask
         return masks
 
     def error(self, index: int) -> KafkaError:
         """The error at `index`; its text names the partition if there is one."""
         text = (_message_errstr(int(self._addresses[index])) or b"").decode(errors="replace")
-        if handle := int(self._handles[index]):
+        if handle := int(self._topic_handles[index]):
             text = f"{_topic_name(handle).decode()}[{self._partitions[index]}]: {text}"
         return KafkaError(int(self.codes[index]), text)
 
-    def fetched(self, chosen: Mask) -> RecordBatch:
+    def record_batch(self, chosen: Mask) -> RecordBatch:
         """The records in the mask `chosen`, none of them an error."""
         selection = slice(None) if chosen.all() else chosen
         values, keys = self._values[:, selection], self._keys[:, selection]
         return RecordBatch(
-            _joined(*values),
+            _join_bytes(*values),
             _bounds(values[1]),
-            _joined(*keys),
+            _join_bytes(*keys),
             _bounds(keys[1]),
             np.ascontiguousarray(self.offsets[selection]),
             _times(self._addresses[selection]),
         )
 
 
-def _joined(addresses: Ids, lengths: Ids) -> Bytes:
+def _join_bytes(addresses: Ids, lengths: Ids) -> Bytes:
     """Copy `lengths[i]` bytes from each address, end to end."""
     if (kernels := _kernels(len(addresses))) is None:
         return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
@@ -214,27 +220,27 @@ def _release(messages: Ids) -> None:
 
 
 def _kernels(count: int) -> ModuleType | None:
-    """The compiled code, if `count` messages justify it; None if there are few, or numba is missing."""
-    return None if count < _FEW else get_module(load_kernels, count * _MESSAGE_SECONDS)
+    """The compiled code, if it pays off for `count` messages; otherwise None, and also if numba is missing."""
+    return None if count < _MIN_COMPILED_MESSAGES else get_module(load_kernels, count * _MESSAGE_SECONDS)
 
 
 def _address_of(function: Any) -> int:
     return ctypes.cast(function, _Pointer).value or 0
 
 
-def _client(config: Mapping[str, str], callback: Any) -> int:
-    text = ctypes.create_string_buffer(512)
+def _create_client(config: Mapping[str, str], callback: Any) -> int:
+    error_text = ctypes.create_string_buffer(512)
     conf = _conf_new()
     for name, value in config.items():
-        if _conf_set(conf, name.encode(), value.encode(), text, len(text)) != _OK:
+        if _conf_set(conf, name.encode(), value.encode(), error_text, len(error_text)) != _OK:
             _conf_destroy(conf)
-            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, error_text.value.decode(errors="replace")))
     _conf_set_error_cb(conf, callback)
-    client: int | None = _new(_CONSUMER, conf, text, len(text))  # on success it owns the configuration
+    client: int | None = _new(_CONSUMER, conf, error_text, len(error_text))  # on success it owns the configuration
     if client is None:
         code = _last_error()
         _conf_destroy(conf)
-        raise KafkaException(KafkaError(code, text.value.decode(errors="replace")))
+        raise KafkaException(KafkaError(code, error_text.value.decode(errors="replace")))
     return client
 
 

@@ -17,7 +17,7 @@ from tidemark.streaming.ingest.consumer import open_consumer
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic
 
-READING: Final = {
+CONSUMER_SETTINGS: Final = {
     "group.id": "tidemark-pipeline",  # librdkafka requires it; offsets are never committed
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
@@ -36,13 +36,13 @@ READING: Final = {
 }
 
 PATIENCE = 60.0  # seconds for the next record
-_WAIT = 0.01  # seconds that one call waits
+_POLL_SECONDS = 0.01  # that one call of the consumer waits
 _MAX_MESSAGES = 4_000  # of a call; with 50,000 a message costs 50 % more
 _FIRST_MESSAGES = 50  # of a call while the size of messages is unknown
-_BYTES = 2 << 20  # of a call, approximately
+_POLL_BYTES = 2 << 20  # of a call, approximately
 
-_ANSWER = 1.0  # seconds for one answer of the brokers
-_STALE = 5.0  # seconds without an answer until the client is opened again, because it may not know new brokers
+_ANSWER_SECONDS = 1.0  # for one answer of the brokers
+_REOPEN_SECONDS = 5.0  # without an answer; then the client is opened again, because it may not know new brokers
 
 TopicOffsets = dict[str, dict[int, int]]
 """An offset for each partition, by topic."""
@@ -66,10 +66,10 @@ class RangeReader:
         self._max_messages = _FIRST_MESSAGES
         self._errors = ErrorListener(client["bootstrap.servers"])
         with self._errors.translate_errors():
-            self._consumer = open_consumer({**client, **READING}, self._errors)
+            self._consumer = open_consumer({**client, **CONSUMER_SETTINGS}, self._errors)
 
     def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
-        """Fetch ranges together. Call `park` or `read` after leaving the iterator before its end.
+        """Fetch ranges together. Call `stop_fetching` or `read` after leaving the iterator before its end.
 
         Args:
             ranges: of different partitions.
@@ -83,17 +83,17 @@ class RangeReader:
         """
         positions = {planned: planned.start for planned in ranges if planned.start < planned.end}
         self._errors.forget()
-        self._fetch(positions)
+        self._start_fetching(positions)
         deadline = time.monotonic() + self._patience
         while positions:
             with self._errors.translate_errors():
-                batches, fetched_beyond = self._next(positions)
+                batches, fetched_beyond = self._poll(positions)
             yield from batches
             positions = {planned: offset for planned, offset in positions.items() if offset < planned.end}
             if batches:
                 deadline = time.monotonic() + self._patience
             elif fetched_beyond and positions:
-                self._fetch(positions)  # stop fetching beyond finished ranges
+                self._start_fetching(positions)  # stop fetching beyond finished ranges
             self._errors.raise_refusal()
             if positions and time.monotonic() > deadline:
                 planned, offset = next(iter(positions.items()))
@@ -102,29 +102,29 @@ class RangeReader:
                 problem = f"no record of {name} from {offset} to {planned.end}{others}"
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
-    def park(self) -> None:
-        """Stop fetching until the next range, which a pending fetch would delay."""
+    def stop_fetching(self) -> None:
+        """Stop fetching until the next `read`, which a pending fetch would delay."""
         with self._errors.translate_errors():
             self._consumer.unassign()
 
     def close(self) -> None:
         self._consumer.close()
 
-    def _fetch(self, positions: _Positions) -> None:
+    def _start_fetching(self, positions: _Positions) -> None:
         with self._errors.translate_errors():
             self._consumer.assign(
                 (self._names[planned.topic], planned.partition, offset) for planned, offset in positions.items()
             )
 
-    def _next(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
+    def _poll(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
         """The next records of the ranges, and whether messages beyond the ranges arrived. Advances `positions`."""
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
-        with self._consumer.consume(min(self._max_messages, remaining), _WAIT) as messages:
+        with self._consumer.consume(min(self._max_messages, remaining), _POLL_SECONDS) as messages:
             offsets, codes = messages.offsets, messages.codes
             failed = np.flatnonzero(codes).tolist()
             ends = [number for number in failed if _is_end(messages.error(number))]
-            masks = messages.by_partition()
+            masks = messages.masks_by_partition()
             for planned, offset in positions.items():
                 mask = masks.get((self._names[planned.topic], planned.partition))
                 if mask is None:
@@ -136,12 +136,12 @@ class RangeReader:
                 positions[planned] = max([offset, *passed.tolist(), *partition_ends])
                 inside = records & (offsets < planned.end)
                 if inside.any():
-                    batches.append((planned, messages.fetched(inside)))
+                    batches.append((planned, messages.record_batch(inside)))
             count = sum(batch.size for _, batch in batches)
             fetched_beyond = len(codes) - len(failed) > count
         if batches:
             size = sum(len(batch.values) for _, batch in batches)
-            self._max_messages = max(1, min(_MAX_MESSAGES, _BYTES * count // (size + 1)))
+            self._max_messages = max(1, min(_MAX_MESSAGES, _POLL_BYTES * count // (size + 1)))
         return batches, fetched_beyond
 
 
@@ -171,30 +171,33 @@ class EndOffsets:
         self._errors = ErrorListener(client["bootstrap.servers"])
         self._consumer: Consumer | None = None
 
-    def beyond(self, known: TopicOffsets) -> TopicOffsets:
-        """The end offsets of all partitions in `known`, which has the offsets that were already read.
+    def fetch(self, known: TopicOffsets) -> TopicOffsets:
+        """Fetch the end offsets of all partitions in `known`.
+
+        Args:
+            known: the next offset to read of each partition.
 
         Raises:
             Unavailable: the brokers did not answer, or an end is below its offset in `known`.
             Refused: a person must resolve the problem.
         """
-        began = fresh = time.monotonic()
+        started = last_opened = time.monotonic()
         while True:
             patience = self._patience
             try:
-                ends = self._ask(known)
-                back = [(topic, number) for topic, number, end in _each(ends) if end < known[topic][number]]
-                if not back:
+                ends = self._query(known)
+                regressed = [(topic, number) for topic, number, end in _flatten(ends) if end < known[topic][number]]
+                if not regressed:
                     return ends
-                topic, number = back[0]
+                topic, number = regressed[0]
                 problem = f"{topic}[{number}] ends at {ends[topic][number]}, and {known[topic][number]} was read"
                 failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
             except Unavailable as error:
                 failure = error
-                if time.monotonic() - fresh > _STALE:
+                if time.monotonic() - last_opened > _REOPEN_SECONDS:
                     self.close()
-                    fresh = time.monotonic()
-            if time.monotonic() - began > patience:
+                    last_opened = time.monotonic()
+            if time.monotonic() - started > patience:
                 raise failure
             time.sleep(0.1)
 
@@ -203,14 +206,14 @@ class EndOffsets:
             self._consumer.close()
             self._consumer = None
 
-    def _ask(self, known: TopicOffsets) -> TopicOffsets:
+    def _query(self, known: TopicOffsets) -> TopicOffsets:
         self._errors.forget()
         with self._errors.translate_errors():
             if self._consumer is None:
-                self._consumer = Consumer({**self._client, **READING, "error_cb": self._errors})
-            latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _each(known)]
+                self._consumer = Consumer({**self._client, **CONSUMER_SETTINGS, "error_cb": self._errors})
+            latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _flatten(known)]
             try:
-                answers = self._consumer.offsets_for_times(latest, _ANSWER)
+                answers = self._consumer.offsets_for_times(latest, _ANSWER_SECONDS)
             except KafkaException:
                 self._consumer.poll(0.1)  # calls the listener, which gets the cause
                 self._errors.raise_refusal()
@@ -223,5 +226,5 @@ class EndOffsets:
         return ends
 
 
-def _each(offsets: TopicOffsets) -> Iterator[tuple[str, int, int]]:
+def _flatten(offsets: TopicOffsets) -> Iterator[tuple[str, int, int]]:
     return ((topic, number, offset) for topic, partitions in offsets.items() for number, offset in partitions.items())

@@ -46,7 +46,7 @@ class RecordBatch(NamedTuple):
     def of(
         cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids
     ) -> "RecordBatch":
-        return cls(*_joined(values), *_joined(keys), np.ascontiguousarray(offsets), np.ascontiguousarray(times))
+        return cls(*_join(values), *_join(keys), np.ascontiguousarray(offsets), np.ascontiguousarray(times))
 
     @property
     def size(self) -> int:
@@ -87,17 +87,17 @@ class Edges(NamedTuple):
     def size(self) -> int:
         return len(self.ids)
 
-    def concatenated(self, more: "Edges") -> "Edges":
+    def concatenate(self, more: "Edges") -> "Edges":
         pairs: Any = zip(self, more, strict=True)
         return Edges(*map(np.concatenate, pairs))
 
-    def extended(self, count: int, more: int) -> "Edges":
+    def with_room(self, count: int, more: int) -> "Edges":
         """A copy of the first `count` rows with room for at least `more` rows. Unused pages take no memory."""
-        room = Edges.allocate(max(count + more, 2 * self.size, 4096))
-        pairs: Any = zip(room, self, strict=True)
+        edges = Edges.allocate(max(count + more, 2 * self.size, 4096))
+        pairs: Any = zip(edges, self, strict=True)
         for column, known in pairs:
             column[:count] = known[:count]
-        return room
+        return edges
 
     def select(self, chosen: Mask) -> "Edges":
         if chosen.all():
@@ -115,7 +115,7 @@ def read_only(data: Bytes) -> Bytes:
     return data
 
 
-def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
+def _join(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
     _, bounds, data = pa.array(parts, pa.large_binary()).buffers()
     return read_only(np.frombuffer(data or b"", np.uint8)), np.frombuffer(bounds, np.int64)[: len(parts) + 1]
 
@@ -123,8 +123,8 @@ def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
 Incarnation = tuple[str, str, int]
 
 _SEED = secrets.randbits(62)
-_LINE = 64  # bytes of the processor's cache
-_FEW = 500  # incarnations; a smaller table needs no prefetch
+_CACHE_LINE_BYTES = 64  # of the processor's cache
+_MIN_PREFETCH = 500  # incarnations; a smaller table needs no prefetch
 
 
 class IncarnationTable(NamedTuple):
@@ -205,7 +205,7 @@ class Incarnations:
         table.bounds[number] = begin, middle, end, missing.epoch
         table.hashes[number] = missing.hash
         table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
-        _put(table.slots, missing.hash, number)
+        _insert(table.slots, missing.hash, number)
 
     def prefetch(self, records: int) -> None:
         """Load the table into the cache sequentially before a large scan: random cache misses cost ten times as much.
@@ -214,31 +214,31 @@ class Incarnations:
             records: the number of records to scan. Does nothing for few records or a small table.
         """
         table, (count, length) = self.table, self.table.counts.tolist()
-        if _FEW < count <= 4 * records:
+        if _MIN_PREFETCH < count <= 4 * records:
             for array in (table.slots, table.hashes[:count], table.bounds[:count].ravel(), table.legal[:count]):
-                array[:: _LINE // array.itemsize].sum()
-            table.names[:length:_LINE].sum()
+                array[:: _CACHE_LINE_BYTES // array.itemsize].sum()
+            table.names[:length:_CACHE_LINE_BYTES].sum()
 
     def _make_room(self, incarnations: int, names: int) -> None:
         table = self.table
         if incarnations > len(table.hashes):
             slots = np.full(8 * len(table.slots), -1, np.int64)
             for number, hashed in enumerate(table.hashes.tolist()):
-                _put(slots, hashed, number)
-            longer: Any = {name: _longer(getattr(table, name)) for name in ("bounds", "hashes", "legal")}
-            self.table = table._replace(slots=slots, **longer)
+                _insert(slots, hashed, number)
+            enlarged: Any = {name: _enlarge(getattr(table, name)) for name in ("bounds", "hashes", "legal")}
+            self.table = table._replace(slots=slots, **enlarged)
         while names > len(self.table.names):
-            self.table = self.table._replace(names=_longer(self.table.names))
+            self.table = self.table._replace(names=_enlarge(self.table.names))
 
     def ranked(self) -> tuple[list[Incarnation], Ids]:
         """All incarnations in sorted order, and for each number its rank. The same records give the same ranks."""
-        listed = [*self.table.all(), *reversed(self._numbers)]
-        ordered = sorted({*listed})
+        incarnations = [*self.table.all(), *reversed(self._numbers)]
+        ordered = sorted({*incarnations})
         rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
-        return ordered, np.array([rank[incarnation] for incarnation in listed], np.int64)
+        return ordered, np.array([rank[incarnation] for incarnation in incarnations], np.int64)
 
 
-def _put(slots: Ids, hashed: int, number: int) -> None:
+def _insert(slots: Ids, hashed: int, number: int) -> None:
     """Put a number into its slot. `field_scan.number_of` probes in the same way."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
@@ -247,7 +247,7 @@ def _put(slots: Ids, hashed: int, number: int) -> None:
     slots[slot] = number
 
 
-def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    longer = np.empty((8 * len(array), *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    return longer
+def _enlarge(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    enlarged = np.empty((8 * len(array), *array.shape[1:]), array.dtype)
+    enlarged[: len(array)] = array
+    return enlarged

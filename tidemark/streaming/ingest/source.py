@@ -26,17 +26,17 @@ from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader, TopicOffse
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
-ONE_TASK = 20_000
+RECORDS_PER_TASK = 20_000
 """The number of records per task. Fewer are not worth another task, which costs Spark a few milliseconds."""
 LIGHT_RECORDS = 200_000
 """The largest number of records of a batch that one task computes (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
 
-FEW = 40
+WORTHWHILE_RECORDS = 40
 """The number of records for which a batch is worth its cost (`Pace`): 0.2 s at 200 records/s."""
-LONGEST_WAIT = 0.6  # seconds from the start of one batch to the start of the next one that has records
-_IDLE = 2.0  # seconds without a batch, after which the cost of a batch is not known
+MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
+_IDLE_SECONDS = 2.0  # without a batch; then the cost of a batch is not known
 _LIST_SECONDS = 10.0  # between two lists of processes, each of which takes a few milliseconds
-_STEP = 0.02  # the shortest pause between two queries, each of which costs 1 ms in this process and 1 ms in the broker
+_MIN_PAUSE_SECONDS = 0.02  # between two queries, each of which costs 1 ms in this process and 1 ms in the broker
 
 _OPTION = "secret"  # Spark redacts an option with this name
 
@@ -48,13 +48,13 @@ class KafkaConfig(msgspec.Struct, frozen=True):
         client: librdkafka's settings, valid on any host.
         facts, control: the names of the topics.
         start: the next offset of every partition.
-        records: the largest number of records of the first batch.
-        limit: the largest number of records of any batch.
-        share: see `Pace`.
-        driver: the process whose CPU time is measured, with its descendants.
+        first_limit: the largest number of records of the first batch.
+        max_records: the largest number of records of any batch.
+        cpu_share: see `Pace`.
+        driver_pid: the process whose CPU time is measured, together with its descendants.
         keys: Spark's group-by key of each shard.
-        most: the largest number of facts of a task beyond one for each record.
-        refused: records to reject as not storable.
+        max_facts: the largest number of facts of a task beyond one for each record.
+        not_storable: records to reject as not storable.
         one_task: whether one task reads all records of a batch.
     """
 
@@ -62,13 +62,13 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     facts: str
     control: str
     start: TopicOffsets
-    records: int
-    limit: int
-    share: float
-    driver: int
+    first_limit: int
+    max_records: int
+    cpu_share: float
+    driver_pid: int
     keys: list[int]
-    most: int
-    refused: dict[str, dict[int, list[int]]] = {}
+    max_facts: int
+    not_storable: dict[str, dict[int, list[int]]] = {}
     one_task: bool = False
 
     @property
@@ -111,43 +111,43 @@ class PacketReader(DataSourceStreamReader):
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
-        self._ends: EndOffsets | None = None
-        self._records = config.records
-        self._full: _Offsets | None = None
-        """The start of the last batch that was as large as it may be."""
-        self._pace = Pace(config.share, ProcessTree(config.driver).cpu_seconds)
+        self._end_offsets: EndOffsets | None = None
+        self._max_records = config.first_limit
+        self._full_start: _Offsets | None = None
+        """The start of the last batch that had the largest number of records."""
+        self._pace = Pace(config.cpu_share, ProcessTree(config.driver_pid).cpu_seconds)
 
     def initialOffset(self) -> _Offsets:
-        return _written(self._config.start)
+        return _to_json(self._config.start)
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        return ReadMaxRows(self._config.records)
+        return ReadMaxRows(self._config.first_limit)
 
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
-        if self._ends is None:
-            self._ends = EndOffsets(self._config.client)
-        if self._full not in (None, start):
-            self._records = grown_limit(self._records, self._config.limit)
-            self._full = None
-        known = _read(start)
-        ends = self._ends.beyond(known)
+        if self._end_offsets is None:
+            self._end_offsets = EndOffsets(self._config.client)
+        if self._full_start not in (None, start):
+            self._max_records = grown_limit(self._max_records, self._config.max_records)
+            self._full_start = None
+        known = _from_json(start)
+        ends = self._end_offsets.fetch(known)
         if not isinstance(limit, ReadMaxRows):
-            return _written(ends)
-        while not self._pace.begins(records := _count(known, ends), now := time.monotonic()):
+            return _to_json(ends)
+        while not self._pace.try_begin(records := _unread_count(known, ends), now := time.monotonic()):
             if not records:
                 return start  # Spark polls again after its polling delay (`engine.spark`)
-            time.sleep(self._pace.pause(records, now))
-            ends = self._ends.beyond(known)
-        end = bounded_ends(known, ends, self._records)
+            time.sleep(self._pace.estimate_pause(records, now))
+            ends = self._end_offsets.fetch(known)
+        end = bounded_ends(known, ends, self._max_records)
         if end is not ends:
-            self._full = start
-        return _written(end)
+            self._full_start = start
+        return _to_json(end)
 
     def partitions(self, start: _Offsets, end: _Offsets) -> list[_Task]:
-        known, names = _read(start), {name: topic for topic, name in self._config.names.items()}
+        known, names = _from_json(start), {name: topic for topic, name in self._config.names.items()}
         ranges = [
             PlannedRange(names[name], number, known[name][number], stop)
-            for name, stops in _read(end).items()
+            for name, stops in _from_json(end).items()
             for number, stop in stops.items()
         ]
         ranges = [range_ for range_ in ranges if range_.start < range_.end]
@@ -158,30 +158,34 @@ class PacketReader(DataSourceStreamReader):
         config = self._config
         freeze()
         with gc_disabled(), _reader(config) as reader:
-            read = ((ranges, reader.read(ranges)) for ranges in fetch_groups(partition.ranges))
+            groups = ((ranges, reader.read(ranges)) for ranges in fetch_groups(partition.ranges))
             yield from compact(
-                read, keys=config.keys, names=config.names, max_facts=config.most, refused=config.refused
+                groups,
+                keys=config.keys,
+                names=config.names,
+                max_facts=config.max_facts,
+                not_storable=config.not_storable,
             )
 
     def stop(self) -> None:
-        if self._ends is not None:
-            self._ends.close()
+        if self._end_offsets is not None:
+            self._end_offsets.close()
 
 
 class Pace:
     """Decides when a batch begins, so that batches use at most a share of a core at a low rate of records.
 
     A batch of one record costs about as much as one of a thousand. The time from one batch to the next is the cost of
-    the last batches, divided by `share`. With fewer than `FEW` records it is proportionally longer. It is never longer
-    than `LONGEST_WAIT`, and `ONE_TASK` records do not wait.
+    the last batches, divided by `share`. With fewer than `WORTHWHILE_RECORDS` records this time is longer in
+    proportion, up to `MAX_WAIT_SECONDS`. A batch of `RECORDS_PER_TASK` records begins at once.
     """
 
     def __init__(self, share: float, cpu: Callable[[], float]) -> None:
-        """`cpu` returns the CPU seconds that all processes of the pipeline have taken since their start."""
+        """`share`: of a core. `cpu` returns the CPU seconds that all processes of the pipeline have used so far."""
         self._share = share
         self._cpu = cpu
-        self._began = -math.inf
-        self._before = 0.0
+        self._last_begin = -math.inf
+        self._cpu_at_last_begin = 0.0
         self._costs: deque[float] = deque(maxlen=9)
 
     @property
@@ -189,29 +193,30 @@ class Pace:
         """CPU seconds of a batch: the median of the last batches."""
         return statistics.median(self._costs) if self._costs else 0.0
 
-    def begins(self, records: int, now: float) -> bool:
-        """Whether a batch of `records` records begins `now` (monotonic seconds). If so, `now` becomes its start."""
-        if not records or (records < ONE_TASK and now < self._began + self._wait(records)):
+    def try_begin(self, records: int, now: float) -> bool:
+        """Begin a batch of `records` records at `now` (monotonic seconds) if it is time. Returns whether it begins."""
+        if not records or (records < RECORDS_PER_TASK and now < self._last_begin + self._wait_seconds(records)):
             return False
         cpu = self._cpu()
-        if now - self._began < _IDLE:
-            self._costs.append(cpu - self._before)
-        self._began, self._before = now, cpu
+        if now - self._last_begin < _IDLE_SECONDS:
+            self._costs.append(cpu - self._cpu_at_last_begin)
+        self._last_begin, self._cpu_at_last_begin = now, cpu
         return True
 
-    def pause(self, records: int, now: float) -> float:
-        """Estimated seconds until a batch begins, at the rate of records since the last batch began.
+    def estimate_pause(self, records: int, now: float) -> float:
+        """Estimate the seconds until a batch begins, at the rate of records since the last batch began.
 
         Args:
-            records: number of waiting records, at least 1.
+            records: number of unread records, at least 1.
+            now: monotonic seconds.
         """
-        passed, shortest = now - self._began, self.cost / self._share
-        wait = max(shortest, math.sqrt(shortest * FEW * passed / records))
-        return max(_STEP, min(LONGEST_WAIT, wait, passed * ONE_TASK / records) - passed)
+        passed, shortest = now - self._last_begin, self.cost / self._share
+        wait = max(shortest, math.sqrt(shortest * WORTHWHILE_RECORDS * passed / records))
+        return max(_MIN_PAUSE_SECONDS, min(MAX_WAIT_SECONDS, wait, passed * RECORDS_PER_TASK / records) - passed)
 
-    def _wait(self, records: int) -> float:
-        """Seconds from the start of the last batch to the start of the next one, if that has `records` records."""
-        return min(LONGEST_WAIT, self.cost / self._share * max(1.0, FEW / records))
+    def _wait_seconds(self, records: int) -> float:
+        """Seconds from the start of the last batch to the start of the next one, if the next has `records` records."""
+        return min(MAX_WAIT_SECONDS, self.cost / self._share * max(1.0, WORTHWHILE_RECORDS / records))
 
 
 class ProcessTree:
@@ -223,13 +228,13 @@ class ProcessTree:
     def __init__(self, root: int) -> None:
         self._root = root
         self._members: list[psutil.Process] = []
-        self._listed = -math.inf
+        self._listed_at = -math.inf
 
     def cpu_seconds(self) -> float:
         """CPU seconds since the start, including reaped children."""
         now = time.monotonic()
-        if now > self._listed + _LIST_SECONDS:
-            self._members, self._listed = _family(self._root), now
+        if now > self._listed_at + _LIST_SECONDS:
+            self._members, self._listed_at = _process_tree(self._root), now
         used = 0.0
         for member in self._members:
             with suppress(psutil.Error):
@@ -237,7 +242,7 @@ class ProcessTree:
         return used or now
 
 
-def _family(root: int) -> list[psutil.Process]:
+def _process_tree(root: int) -> list[psutil.Process]:
     """The process `root` and all its descendants. Empty if there is no such process."""
     try:
         process = psutil.Process(root)
@@ -248,7 +253,7 @@ def _family(root: int) -> list[psutil.Process]:
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
     """End offsets that cover at most `max_records` offsets in total: the same share of each partition."""
-    total = _count(start, ends)
+    total = _unread_count(start, ends)
     if total <= max_records:
         return ends
     return {
@@ -271,7 +276,7 @@ def grown_limit(records: int, limit: int) -> int:
 
 def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Distribute ranges over tasks: the longest first, each to the smallest task."""
-    task_count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
+    task_count = min(len(ranges), -(-_record_count(ranges) // RECORDS_PER_TASK))
     tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
     sizes = [0] * task_count
     for range_ in sorted(ranges, key=lambda range_: range_.start - range_.end):
@@ -287,7 +292,7 @@ def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     A few records are fetched in one group, because a request for each range would take longer than the rest of the
     task. Many records are fetched range by range, because messages beyond the end of a range are dropped.
     """
-    return [ranges] if _size(ranges) <= ONE_TASK else [[range_] for range_ in ranges]
+    return [ranges] if _record_count(ranges) <= RECORDS_PER_TASK else [[range_] for range_ in ranges]
 
 
 # -- one consumer in each Python worker
@@ -306,27 +311,27 @@ def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
     reader = _open_readers[0][1]
     try:
         yield reader
-        reader.park()
+        reader.stop_fetching()
     except BaseException:
         _open_readers.clear()
         reader.close()
         raise
 
 
-def _size(ranges: list[PlannedRange]) -> int:
+def _record_count(ranges: list[PlannedRange]) -> int:
     return sum(range_.end - range_.start for range_ in ranges)
 
 
-def _count(start: TopicOffsets, end: TopicOffsets) -> int:
+def _unread_count(start: TopicOffsets, end: TopicOffsets) -> int:
     return sum(end[topic][number] - offset for topic, known in start.items() for number, offset in known.items())
 
 
-def _written(offsets: TopicOffsets) -> _Offsets:
+def _to_json(offsets: TopicOffsets) -> _Offsets:
     return {
         topic: {str(number): offset for number, offset in sorted(known.items())}
         for topic, known in sorted(offsets.items())
     }
 
 
-def _read(offsets: _Offsets) -> TopicOffsets:
+def _from_json(offsets: _Offsets) -> TopicOffsets:
     return {topic: {int(number): offset for number, offset in known.items()} for topic, known in offsets.items()}

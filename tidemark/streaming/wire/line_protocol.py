@@ -17,30 +17,32 @@ class LineSplitter:
     """Splits the bytes of a connection into lines.
 
     Args:
-        longest: the largest number of bytes of a line without its newline. Of an incomplete line, no more bytes are
-            stored.
+        max_bytes: the largest number of bytes of a line without its newline, complete or not.
     """
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._begun = b""
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._partial = b""
 
-    def lines(self, data: bytes) -> Iterator[bytes]:
-        """The lines that `data` completes, without their newlines. Exhaust the iterator before the next call.
+    def split(self, data: bytes) -> Iterator[bytes]:
+        """Add received bytes. Exhaust the iterator before the next call.
+
+        Yields:
+            The lines that `data` completes, without their newlines.
 
         Raises:
             BadCommand: a line is too long. The connection can no longer be used.
         """
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
-            begun, self._begun = self._begun, b""
-            yield self._within(begun + data[at:end])
+            partial, self._partial = self._partial, b""
+            yield self._check_length(partial + data[at:end])
             at = end + 1
-        self._begun = self._within(self._begun + data[at:])
+        self._partial = self._check_length(self._partial + data[at:])
 
-    def _within(self, line: bytes) -> bytes:
-        if len(line) > self._longest:
-            raise BadCommand(f"a line is longer than {self._longest} bytes")
+    def _check_length(self, line: bytes) -> bytes:
+        if len(line) > self._max_bytes:
+            raise BadCommand(f"a line is longer than {self._max_bytes} bytes")
         return line
 
 
@@ -137,8 +139,8 @@ Command = (
     | RelayedCommand
 )
 
-# The syntax of the arguments. Only workers use the last four commands.
-RELAYED: Final = {
+# The syntax of the arguments of relayed commands. Only workers use the last four.
+RELAYED_COMMANDS: Final = {
     "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # with or without a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),
     "FEDERATION_ACK": re.compile(r"\S+ -?[0-9]+"),
@@ -152,8 +154,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows 
 _ID = re.compile(r"-?[0-9]{1,19}")
 
 
-def encoded(commands: Iterable[Command]) -> bytes:
-    """Commands as lines in bytes."""
+def encode_commands(commands: Iterable[Command]) -> bytes:
+    """The lines of commands, in UTF-8."""
     return "".join(f"{command}\n" for command in commands).encode()
 
 
@@ -175,8 +177,8 @@ def parse(line: bytes) -> Command | None:
     if _CONTROL.search(text):
         raise BadCommand("the line has control characters")
     word, _, rest = text.partition(" ")
-    if form := RELAYED.get(word):
-        if not form.fullmatch(rest):
+    if syntax := RELAYED_COMMANDS.get(word):
+        if not syntax.fullmatch(rest):
             raise BadCommand(f"{word} has wrong arguments")
         return RelayedCommand(text)
     match word:
@@ -187,9 +189,9 @@ def parse(line: bytes) -> Command | None:
         case "REPLICATE":
             return ReplicateCommand()
         case "POSITION":
-            return _position(rest)
+            return _parse_position(rest)
         case "RDATA":
-            return _rdata(rest)
+            return _parse_rdata(rest)
         case "ERROR":
             return ErrorCommand(rest)
         case "SERVER" if is_name(rest):
@@ -199,28 +201,28 @@ def parse(line: bytes) -> Command | None:
     raise BadCommand(f"unknown command {word[:40]!r}")
 
 
-def _position(rest: str) -> PositionCommand:
+def _parse_position(rest: str) -> PositionCommand:
     words = rest.split(" ")
     if len(words) != 4:
         raise BadCommand("POSITION needs stream, writer, prev and new position")
-    return PositionCommand(_named(words[0]), _named(words[1]), _id(words[2]), _id(words[3]))
+    return PositionCommand(_parse_name(words[0]), _parse_name(words[1]), _parse_id(words[2]), _parse_id(words[3]))
 
 
-def _rdata(rest: str) -> RdataCommand:
+def _parse_rdata(rest: str) -> RdataCommand:
     words = rest.split(" ", 3)
     if len(words) != 4:
         raise BadCommand("RDATA needs stream, writer, token and row")
     stream, writer, token, row = words
-    return RdataCommand(_named(stream), _named(writer), None if token == "batch" else _id(token), row)
+    return RdataCommand(_parse_name(stream), _parse_name(writer), None if token == "batch" else _parse_id(token), row)
 
 
-def _named(word: str) -> str:
+def _parse_name(word: str) -> str:
     if not is_name(word):
         raise BadCommand(f"{word[:40]!r} is not the name of a stream or a writer")
     return word
 
 
-def _id(word: str) -> int:
+def _parse_id(word: str) -> int:
     if not _ID.fullmatch(word) or abs(int(word)) > MAX_ID:
         raise BadCommand(f"{word[:40]!r} is not a stream ID")
     return int(word)

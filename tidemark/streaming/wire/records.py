@@ -26,14 +26,16 @@ ANY_WRITER: Final = "*"
 CURRENT_EPOCH: Final = -1
 """In an operator's record, instead of an epoch: the current epoch of the writer. Not a legal epoch."""
 
-LONGEST_NAME: Final = 255
+MAX_NAME_LENGTH: Final = 255
 """The largest number of characters in the name of a stream or writer."""
 
-MOST_TRANSACTIONS: Final = 10
-LONGEST_TRANSACTION: Final = 500
-"""The largest number of lines of an OPEN, and of characters of a line and of `blocked`."""
+MAX_TRANSACTIONS: Final = 10
+"""The largest number of `transactions` of an OPEN."""
 
-LONGEST_HEARTBEAT: Final = 7 * 24 * 3600
+MAX_TRANSACTION_LENGTH: Final = 500
+"""The largest number of characters of each of the `transactions` of an OPEN, and of `blocked`."""
+
+MAX_HEARTBEAT_SECONDS: Final = 7 * 24 * 3600
 """The largest `heartbeat` of an OPEN, in seconds."""
 
 # Unicode's Default_Ignorable_Code_Point (zero-width and bidirectional control characters), and other invisible marks,
@@ -43,7 +45,7 @@ _INVISIBLE = (
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
 _NOT_IN_NAMES = rf"\s\x00-\x1f\x7f-\x9f{_INVISIBLE}"
-_name_schema: Final = {"minLength": 1, "maxLength": LONGEST_NAME, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
+_name_schema: Final = {"minLength": 1, "maxLength": MAX_NAME_LENGTH, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
 _writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": ANY_WRITER}}]}
 
 # For the JSON Schema only: msgspec decodes any text, and `read` rejects a bad name with its own reason.
@@ -184,10 +186,10 @@ class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
     """
 
     transactions: Annotated[
-        list[Annotated[str, Meta(max_length=LONGEST_TRANSACTION)]], Meta(max_length=MOST_TRANSACTIONS)
+        list[Annotated[str, Meta(max_length=MAX_TRANSACTION_LENGTH)]], Meta(max_length=MAX_TRANSACTIONS)
     ]
-    blocked: Annotated[str, Meta(max_length=LONGEST_TRANSACTION)] = ""
-    heartbeat: Annotated[int, Meta(ge=0, le=LONGEST_HEARTBEAT)] = 0
+    blocked: Annotated[str, Meta(max_length=MAX_TRANSACTION_LENGTH)] = ""
+    heartbeat: Annotated[int, Meta(ge=0, le=MAX_HEARTBEAT_SECONDS)] = 0
 
 
 Marker = Join | Retire | Skip
@@ -195,7 +197,7 @@ Record = Rdata | Void | Position | FactRun | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-_NAME = re.compile(rf"[^{_NOT_IN_NAMES}]{{1,{LONGEST_NAME}}}")
+_NAME = re.compile(rf"[^{_NOT_IN_NAMES}]{{1,{MAX_NAME_LENGTH}}}")
 
 
 def kind_of(record: Record) -> Kind:
@@ -207,7 +209,7 @@ def row(value: object) -> Raw:
     return Raw(_encoder.encode(value))
 
 
-def in_one_line(row: Raw) -> str:
+def format_row(row: Raw) -> str:
     """The JSON of a row without newlines. A sender may put newlines between tokens, but not into strings."""
     text = bytes(row)
     return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
@@ -228,11 +230,11 @@ def is_writer(name: str) -> bool:
     return name != ANY_WRITER and is_name(name)
 
 
-def why_no_name(name: str) -> str:
+def explain_bad_name(name: str) -> str:
     """Explain why `name` is not a legal name of a stream or writer."""
-    begin = name[: LONGEST_NAME + 1]
+    begin = name[: MAX_NAME_LENGTH + 1]
     return (
-        f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
+        f"{begin!r} is not 1 to {MAX_NAME_LENGTH} characters without white space, controls and invisible ones, or is"
         f" `{ANY_WRITER}`"
     )
 
@@ -246,12 +248,12 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """
     record = decode(value)
     is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
-    for field, name, fits in (
+    for field, name, is_legal in (
         ("stream", record.stream, is_name(record.stream)),
         ("writer", record.writer, is_any_writer or is_writer(record.writer)),
     ):
-        if not fits:
-            raise BadRecord(Reason.BAD_NAME, f"{field} {why_no_name(name)}")
+        if not is_legal:
+            raise BadRecord(Reason.BAD_NAME, f"{field} {explain_bad_name(name)}")
     if isinstance(record, Marker) and record.epoch == CURRENT_EPOCH and topic is Topic.FACTS:
         record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():
@@ -260,7 +262,7 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     if isinstance(record, Void | Position | Skip):
         _check_range(record.prev, record.id)
     elif isinstance(record, Rdata) and record.id != "batch":
-        _check_range(start(record), record.id)
+        _check_range(effective_prev(record), record.id)
     elif isinstance(record, FactRun):
         _check_chain(record)
     elif isinstance(record, Join) and (record.published or 0) * record.id < 0:
@@ -270,8 +272,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     return record
 
 
-def start(record: Rdata) -> int:
-    """The `prev` of an RDATA that is not a batch row. The default is the ID next to `id` towards 0."""
+def effective_prev(record: Rdata) -> int:
+    """The `prev` of an RDATA that is not a batch row. Without the field, the ID next to `id` towards 0."""
     if isinstance(record.id, str):
         raise ValueError("a batch row has no ID")
     if record.prev is not UNSET:
@@ -287,7 +289,7 @@ def decode(value: bytes | None) -> Record:
         value.decode()  # msgspec does not check UTF-8 in values that it skips
         return _decoder.decode(value)
     except (ValueError, RecursionError) as error:
-        raise diagnosis(value, error) from None
+        raise diagnose(value, error) from None
 
 
 def _check_topic(record: Record, topic: Topic) -> None:
@@ -297,26 +299,26 @@ def _check_topic(record: Record, topic: Topic) -> None:
             raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")
     elif topic is Topic.CONTROL:
         if not ((record.by or "").strip() and (record.why or "").strip()):
-            raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic must say `by` whom and `why`")
+            raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic needs `by` and `why`")
         for field, text in (("by", record.by), ("why", record.why)):
             if text is not None and "\0" in text:
-                raise BadRecord(Reason.BAD_TEXT, f"{field} has the character NUL, which Postgres stores in no text")
+                raise BadRecord(Reason.BAD_TEXT, f"{field} has the character NUL, which Postgres cannot store")
     elif isinstance(record, Skip) or record.by is not None or record.why is not None:
         raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")
 
 
 def _check_chain(run: FactRun) -> None:
     if len(run.rows) != len(run.ids):
-        raise BadRecord(Reason.UNEVEN_RUN, f"there are {len(run.ids)} ids and rows for {len(run.rows)}")
+        raise BadRecord(Reason.UNEVEN_RUN, f"ids has {len(run.ids)} entries and rows has {len(run.rows)}")
     for index, (prev, id) in enumerate(pairwise([run.prev, *run.ids])):
         _check_range(prev, id, f"ids[{index}]")
 
 
-def _check_range(prev: int, top: int, name: str = "id") -> None:
-    if prev * top < 0:
-        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and {name} {top} lie on different sides of 0")
-    if abs(top) <= abs(prev):
-        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"{name} {top} is not beyond prev {prev}")
+def _check_range(prev: int, id: int, name: str = "id") -> None:
+    if prev * id < 0:
+        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and {name} {id} lie on different sides of 0")
+    if abs(id) <= abs(prev):
+        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"{name} {id} is not beyond prev {prev}")
 
 
 _KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Record)}
@@ -344,8 +346,8 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 }
 
 
-def diagnosis(value: bytes, error: Exception) -> BadRecord:
-    """The reason why `decode` rejected `value`. `error`: msgspec's error."""
+def diagnose(value: bytes, error: Exception) -> BadRecord:
+    """Find the reason why `decode` rejected `value`. `error`: msgspec's error."""
     try:
         value.decode()
         _any.decode(value)
@@ -361,7 +363,7 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
         return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
     kind = _KINDS.get(_text.decode(fields["kind"]))
     if kind is None:
-        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_shown(fields['kind'])} is none of {', '.join(_KINDS)}")
+        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_excerpt(fields['kind'])} is none of {', '.join(_KINDS)}")
     for field in _FIELDS[kind]:
         if field.required and field.name not in fields:
             return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
@@ -369,13 +371,13 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
     for name, raw in given.items():
         if not _is_of_its_type(kind, name, raw):
             label, part = _faulty_part(name, raw)
-            return BadRecord(Reason.WRONG_TYPE, f"{label} is {_shown(part)}")
+            return BadRecord(Reason.WRONG_TYPE, f"{label} is {_excerpt(part)}")
     for name, raw in given.items():
         for label, number in _integers(name, raw):
             if not _accepts(_id, number):
-                return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_shown(number)}")
+                return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_excerpt(number)}")
     if given.get("epoch", b"").startswith(b"-"):
-        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
+        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_excerpt(given['epoch'])}")
     return BadRecord(Reason.WRONG_TYPE, str(error))  # a repeated field whose first value is wrong
 
 
@@ -414,5 +416,5 @@ def _accepts(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
     return True
 
 
-def _shown(raw: bytes) -> str:
+def _excerpt(raw: bytes) -> str:
     return raw[:80].decode(errors="replace")

@@ -17,16 +17,16 @@ from tidemark.streaming.values.limits import Evidence, RejectedRecords
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
-_NUMBERS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
-NUMBERS = np.dtype([(name, "<i8") for name in _NUMBERS])
-"""The numeric fields of a run. `stop` is the end index of its edges among the edges of all runs; the others are as in
+_RUN_FIELDS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
+RUN_DTYPE = np.dtype([(name, "<i8") for name in _RUN_FIELDS])
+"""The numeric fields of a run. `stop` is the end index of its edges among the edges of all runs. The others are as in
 `PackedRun`.
 """
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An encoded run. `ids` are little-endian int64, `kinds` uint8, `offsets` uint32 above `first_offset`; equal
-    counts.
+    """An encoded run. Each edge has an ID (little-endian int64), a kind (uint8) and an offset (uint32 above
+    `first_offset`).
 
     `first_offset` and `last_offset` are the lowest and highest offset; `oldest` and `newest` are Kafka record times in
     ms since 1970. The edges are in chain order, which need not be the order of their offsets.
@@ -47,7 +47,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The runs of a packet: `numbers` is an array of `NUMBERS`, and the edges are end to end, as in `PackedRun`."""
+    """The runs of a packet: `numbers` is an array of `RUN_DTYPE`, and the edges are end to end, as in `PackedRun`."""
 
     streams: list[str] = []
     writers: list[str] = []
@@ -58,19 +58,19 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, runs: Iterable[PackedRun]) -> Self:
-        listed = [*runs]
-        stops = np.cumsum([len(run.kinds) for run in listed], dtype=np.int64).tolist()
+        run_list = [*runs]
+        stops = np.cumsum([len(run.kinds) for run in run_list], dtype=np.int64).tolist()
         rows = [
             (run.epoch, run.direction, run.start, stop, run.first_offset, run.last_offset, run.oldest, run.newest)
-            for run, stop in zip(listed, stops, strict=True)
+            for run, stop in zip(run_list, stops, strict=True)
         ]
         return cls(
-            [run.stream for run in listed],
-            [run.writer for run in listed],
-            np.array(rows, NUMBERS).tobytes(),
-            b"".join(run.ids for run in listed),
-            b"".join(run.kinds for run in listed),
-            b"".join(run.offsets for run in listed),
+            [run.stream for run in run_list],
+            [run.writer for run in run_list],
+            np.array(rows, RUN_DTYPE).tobytes(),
+            b"".join(run.ids for run in run_list),
+            b"".join(run.kinds for run in run_list),
+            b"".join(run.offsets for run in run_list),
         )
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """Runs of one or several tasks as columns. `rows` are `NUMBERS`; `offsets` are relative to `first_offset`."""
+    """Runs of one or several tasks as columns. `rows` are `RUN_DTYPE`; `offsets` are relative to `first_offset`."""
 
     streams: list[str]
     writers: list[str]
@@ -95,7 +95,7 @@ class RunColumns:
     @classmethod
     def of(cls, parts: Sequence[PackedRuns]) -> Self:
         """Concatenate the runs of packets."""
-        rows = np.frombuffer(b"".join([part.numbers for part in parts]), NUMBERS).copy()
+        rows = np.frombuffer(b"".join([part.numbers for part in parts]), RUN_DTYPE).copy()
         edges = np.array([len(part.kinds) for part in parts], np.int64)
         rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(part) for part in parts], np.int64))
         return cls(
@@ -132,7 +132,7 @@ class RunColumns:
             *offsets_and_times,
         )
 
-    def packed(self, first: int, stop: int) -> PackedRuns:
+    def pack(self, first: int, stop: int) -> PackedRuns:
         """The runs `first .. stop - 1`."""
         rows = self.rows[first:stop].copy()
         begin, end = int(self.rows["stop"][first - 1]) if first else 0, int(rows["stop"][-1])
@@ -146,12 +146,12 @@ class RunColumns:
             self.offsets[begin:end].tobytes(),
         )
 
-    def divided(self, groups: Ids, most: int) -> Iterator[tuple[int, PackedRuns]]:
+    def divide(self, groups: Ids, max_edges: int) -> Iterator[tuple[int, PackedRuns]]:
         """Divide the runs into packets.
 
         Args:
             groups: an ascending group number for each run.
-            most: the largest number of edges of a packet, unless one run has more.
+            max_edges: the largest number of edges of a packet, unless one run has more.
 
         Yields:
             A group number, and runs of the group.
@@ -160,9 +160,9 @@ class RunColumns:
         first = edges = 0
         while first < len(self):
             group = int(groups[first])
-            full = max(int(np.searchsorted(stops, edges + most, side="right")), first + 1)
+            full = max(int(np.searchsorted(stops, edges + max_edges, side="right")), first + 1)
             stop = min(full, int(np.searchsorted(groups, group, side="right")))
-            yield group, self.packed(first, stop)
+            yield group, self.pack(first, stop)
             first, edges = stop, int(stops[stop - 1])
 
 
@@ -262,11 +262,11 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
         )
 
 
-class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Rejected records that may be facts of `writer` (None: of any writer of the stream) up to `reach`.
+class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Facts of `writer` (None: of any writer of the stream) with IDs up to `reach` that rejected records may contain.
 
-    `first_offset`: of the first one between two markers of the stream. `only_known`: only the key names this stream;
-    the value names another one.
+    `first_offset`: the lowest offset of these records, which are between two markers of the stream. `is_key_only`: only
+    the key names this stream; the value names another one.
     """
 
     stream: str
@@ -274,15 +274,16 @@ class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
     epoch: int
     reach: int
     first_offset: int
-    only_known: bool = False
+    is_key_only: bool = False
 
 
 class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The records of one shard in one task (an offset range of one Kafka partition).
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
-    Rejected records, and packets of a task without any good record, go to the shard `partition % shards`; `refused` are
-    the facts that rejected records may contain. `cut`: the task had too many facts and left the rest of its range.
+    Rejected records, and packets of a task without any valid record, go to the shard `partition % shards`.
+    `possible_facts` are the facts that rejected records may contain. `cut`: the task had too many facts and left the
+    rest of its range unread.
     """
 
     topic: str
@@ -293,7 +294,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rows: list[BatchRows]
     markers: list[Marker]
     rejected: list[RejectedRecords]
-    refused: list[TurnedAway] = []
+    possible_facts: list[PossibleFacts] = []
     cut: bool = False
 
 
