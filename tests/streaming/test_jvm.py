@@ -68,6 +68,6 @@ def test_a_warning_of_slow_decoding_is_repeated_once(capsys: pytest.CaptureFixtu
     jvm._first_lines, jvm._last_lines, jvm._logged_warnings = [], deque(), set()
     for line in ("08:00 [warning] Slow decoding: no numba", "08:01 [warning] Slow decoding: no numba", "other"):
         jvm._handle_line(line)
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "Spark says" not in line]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "Output of Spark" not in line]
     assert len(warnings) == 1
     assert "Slow decoding: no numba" in warnings[0]

@@ -98,7 +98,7 @@ class Jvm:
 
     def _handle_line(self, line: str) -> None:
         """Log a line, and store it if it is one of the first or last lines, which may have the cause of an exit."""
-        log.debug("Spark says", line=line)
+        log.debug("Output of Spark", line=line)
         _, mark, warning = line.partition(SLOW_DECODING)
         if mark and warning not in self._logged_warnings:  # each new worker repeats the warning
             self._logged_warnings.add(warning)
@@ -115,7 +115,8 @@ def set_environment(conf: SparkConf) -> None:
     """
     if ignored := [name for name in remove_foreign_variables([VariableGroup.SPARK]) if name not in _own_variables]:
         log.warning(
-            "Ignored variables of another Spark; TIDEMARK_SPARK_CONF_FILE sets Spark up", variables=", ".join(ignored)
+            "Ignored variables of another Spark; TIDEMARK_SPARK_CONF_FILE sets Spark up",
+            variables=", ".join(ignored),
         )
     local = is_local(conf.get("spark.master", ""))
     interpreter = write_python_wrapper(local_directory(conf)) if local else sys.executable

@@ -84,10 +84,10 @@ def _sort_by_group(edges: Edges) -> Edges:
         sorted_edges = Edges.allocate(count)
         if kernels.sort_edges(edges, sorted_edges, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
             return sorted_edges
-    return edges.take(_by_group_and_prev(edges.incarnations, edges.prevs))
+    return edges.take(_lexsort(edges.incarnations, edges.prevs))
 
 
-def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
+def _lexsort(groups: Ids, prevs: Ids) -> Order:
     """Like `lexsort((prevs, groups))` at a third of the cost: a radix sort of the groups, then a stable sort."""
     order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy has a radix sort for up to 16 bits
     for shift in range(16, int(groups.max()).bit_length(), 16):

@@ -90,7 +90,7 @@ class CodeCache:
             return None
         try:
             return CompileResult._rebuild(target, *pickle.loads(content))  # type: ignore[no-untyped-call]
-        except Exception as error:  # noqa: BLE001  # what it names has moved since: compile again, and overwrite it
+        except Exception as error:  # noqa: BLE001  # a class in it has moved: compile again, and overwrite the file
             log.info("Compiling again: the cached code cannot be loaded", name=name, cause=str(error))
             return None
 

@@ -84,7 +84,7 @@ def get_module(loader: Loader, seconds: float) -> ModuleType | None:
 def _load_into(future: "Future[ModuleType | None]", loader: Loader) -> None:
     try:
         future.set_result(loader())
-    except BaseException as error:  # noqa: BLE001  # whoever waits for the module gets it
+    except BaseException as error:  # noqa: BLE001  # raised in the threads that wait for the module
         future.set_exception(error)
 
 

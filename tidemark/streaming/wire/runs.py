@@ -47,7 +47,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The runs of a packet: `numbers` is an array of `RUN_DTYPE`, and the edges are end to end, as in `PackedRun`."""
+    """The runs of a packet: `numbers` are the bytes of an array of `RUN_DTYPE`. The edges are end to end."""
 
     streams: list[str] = []
     writers: list[str] = []
@@ -83,7 +83,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """Runs of one or several tasks as columns. `rows` are `RUN_DTYPE`; `offsets` are relative to `first_offset`."""
+    """Runs of one or several tasks as columns. `rows` has the type `RUN_DTYPE`; `offsets` are above `first_offset`."""
 
     streams: list[str]
     writers: list[str]
@@ -219,7 +219,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def no_reuse_below(self) -> int:
-        """The highest ID that the database certainly does not give out again after a restore."""
+        """The highest ID that the database is certain not to give out again after a restore."""
         return max(self.id, self.published or 0)
 
     @classmethod
@@ -278,7 +278,7 @@ class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The records of one shard in one task (an offset range of one Kafka partition).
+    """The records of one shard in one task (an offset range of one Kafka partition). `topic` is the name on Kafka.
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
     Rejected records, and packets of a task without any valid record, go to the shard `partition % shards`.
