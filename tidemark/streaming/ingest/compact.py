@@ -272,8 +272,8 @@ def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool
     for reason, offsets in sorted(decoder.rejected.items()):
         rejected = RejectedRecords(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
-    for refused in _merge_possible_facts(decoder.possible_facts, markers):
-        packet_of(shard_of(refused.stream, shards)).possible_facts.append(refused)
+    for facts in _merge_possible_facts(decoder.possible_facts, markers):
+        packet_of(shard_of(facts.stream, shards)).possible_facts.append(facts)
     if not packets:
         packet_of(partition % shards)
     return packets
