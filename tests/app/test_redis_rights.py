@@ -26,8 +26,11 @@ from tidemark.sinks.reader import Advance, Positions, PositionSnapshot
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/deploy.md").read_text()
-RIGHTS = {user.strip(): rights.split() for user, rights in re.findall(r"^([a-z ]+)(~tidemark.*)$", PAGE, re.MULTILINE)}
-SELECTORS = {"sidecar": "(+publish &tidemark:lines:*)", "speaker on name": "(+publish &name)"}
+RIGHTS = {
+    user.strip(): re.findall(r"\(.*?\)|\S+", rights)
+    for user, rights in re.findall(r"^([a-z ]+)((?:~|%R~)tidemark.*)$", PAGE, re.MULTILINE)
+}
+SPEAKER = "speaker on name"
 NAME = "name"  # of the channel, as the page has it
 
 As = Callable[[str], str]
@@ -73,6 +76,11 @@ def redis_url(version: str, redis_server: RedisServer, tmp_path: Path) -> Iterat
         server.stop()
 
 
+def in_62(right: str) -> str:
+    """What the page has Redis 6.2 use instead of a selector, and of keys that are only read."""
+    return "+publish" if right.startswith("(+publish ") else right.removeprefix("%R")
+
+
 @pytest.fixture
 def user_url(redis_url: str, keys: Any, version: str) -> Iterator[As]:
     """The URL of Redis for a user with the rights of a line of the page, as the page has them for this server."""
@@ -80,9 +88,7 @@ def user_url(redis_url: str, keys: Any, version: str) -> Iterator[As]:
 
     def url(user: str) -> str:
         made.append(f"user{len(made)}")
-        rights = [*RIGHTS[user]]
-        if version != "6.2" and user in SELECTORS:
-            rights[rights.index("+publish")] = SELECTORS[user]
+        rights = [in_62(right) if version == "6.2" else right for right in RIGHTS[user]]
         begin = ["on", ">secret", "resetkeys", "resetchannels", "-@all"]
         keys.execute_command("ACL", "SETUSER", made[-1], *begin, *rights)
         return redis_url.replace("://", f"://{made[-1]}:secret@")
@@ -103,7 +109,7 @@ def as_user(user_url: As, keys: Any) -> Iterator[As]:
 
 def test_the_page_names_the_rights_of_all() -> None:
     """One line for each kind of process."""
-    assert [*RIGHTS] == ["pipeline", "reader", "sidecar", "speaker on name"]
+    assert [*RIGHTS] == ["pipeline", "reader", "sidecar", SPEAKER]
 
 
 def publish(as_user: As, store: Postgres, lease: Lease) -> None:
@@ -131,7 +137,7 @@ def test_sidecars_may_do_what_they_do(
     as_user: As, store: Postgres, lease: Lease, dsn: str, keys: Any, channel: str | None
 ) -> None:
     """They answer, follow, relay to each other, and speak on a channel."""
-    user = "sidecar" if channel is None else "speaker on name"
+    user = "sidecar" if channel is None else SPEAKER
     servers = ReadSideConfig(as_user(user), dsn)
     publish(as_user, store, lease)
     with ExitStack() as stack:
@@ -190,28 +196,42 @@ READERS_HARM = [
     "PUBLISH tidemark:{s} x",
     "SET tidemark:{s}:linear 9",
     "HSET tidemark:{s}:positions w 9",
+    "HDEL tidemark:{s}:positions w",
     "DEL tidemark:{s}:linear",
+    "PEXPIRE tidemark:{s}:linear 1",
+    "DEL tidemark:streams",
+    "SET tidemark:sentinel x",
+    "SET tidemark:lines:{other}:leader x",
     "XADD tidemark:{s}:advances * a b",
     "XTRIM tidemark:{s}:advances MAXLEN 0",
-    "EVALSHA 0 0",
-    "SCRIPT LOAD x",
 ]
+READERS_SCRIPTS = ["EVALSHA 0 0", "SCRIPT LOAD x"]
+"""A speaker needs these. Its scripts may do what it may do itself."""
 
 
-@pytest.mark.parametrize("user", ["pipeline", "reader", "sidecar", "speaker on name"])
-def test_nobody_may_do_more(user_url: As, keys: Any, version: str, user: str) -> None:
-    """No user can pause the server, disconnect others, or see or change what is not Tidemark's. Readers and sidecars
-    change no position and, but for a sidecar on Redis 6.2, publish nothing on a stream's channel."""
+def harm(user: str, version: str) -> list[str]:
+    """What `user` may not do. Redis 6.2 distinguishes neither channels nor reads from writes."""
     denied = [*EVERYBODYS_HARM]
-    if user in ("reader", "sidecar"):
+    if user != "pipeline":
         denied += READERS_HARM
-    if user == "sidecar" and version == "6.2":
+    if user in ("reader", "sidecar"):
+        denied += READERS_SCRIPTS
+    if version == "6.2" and user in ("sidecar", SPEAKER):
         denied.remove("PUBLISH tidemark:{s} x")
-    if user == "speaker on name" and version != "6.2":
-        denied.append("PUBLISH tidemark:{s} x")
+    if version == "6.2" and user == SPEAKER:
+        writes = ("SET", "HSET", "HDEL", "DEL", "PEXPIRE")
+        denied = [command for command in denied if command.split(" ")[0] not in writes]
+    return denied
+
+
+@pytest.mark.parametrize("user", ["pipeline", "reader", "sidecar", SPEAKER])
+def test_nobody_may_do_more(user_url: As, version: str, user: str) -> None:
+    """No user can pause the server, disconnect others, or see or change what is not Tidemark's. Readers, sidecars and
+    speakers change no position, but for a speaker on Redis 6.2, and publish nothing on a stream's channel, but for
+    sidecars and speakers on Redis 6.2."""
     allowed = []
     with redis.Redis.from_url(user_url(user)) as client:
-        for command in denied:
+        for command in harm(user, version):
             try:
                 client.execute_command(*command.split(" "))
             except redis.exceptions.NoPermissionError:
@@ -223,3 +243,21 @@ def test_nobody_may_do_more(user_url: As, keys: Any, version: str, user: str) ->
             else:
                 allowed.append(command)
     assert allowed == []
+
+
+def test_script_of_a_speaker_changes_no_position(user_url: As, keys: Any, version: str) -> None:
+    """A script has the rights of its user, whether it declares its keys or not. On Redis 6.2 a speaker can do more, as
+    SECURITY.md says."""
+    linear, announced = "tidemark:{s}:linear", f"tidemark:lines:{{{NAME}}}:announced"
+    keys.set(linear, 7)
+    with redis.Redis.from_url(user_url(SPEAKER)) as client:
+        write = client.register_script("redis.call('SET', KEYS[1] or ARGV[1], 9)")
+        write(keys=[announced])
+        for named in ({"keys": [linear]}, {"args": [linear]}):
+            if version == "6.2":
+                write(**named)
+            else:
+                with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)noperm|no permission|can't access"):
+                    write(**named)
+    assert keys.get(announced) == "9"
+    assert keys.get(linear) == ("9" if version == "6.2" else "7")
