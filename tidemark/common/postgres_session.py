@@ -304,13 +304,15 @@ _TLS_PROBLEM = re.compile(
 )
 
 
-# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session. A pooler
-# answers the login itself, so such an error does not mean a wrong user or password.
-_POOLER_OUTAGE = re.compile(
+# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session, and of
+# Postgres if every connection is taken. libpq has no code for a failed login, but such an error does not mean a wrong
+# user or password.
+_OUTAGE = re.compile(
     r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
     r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"
     r"|no more connections allowed|unable to (get|find) (a )?session|all backend nodes are down"
     r"|failed to connect to remote server|could not get connection|AllServersDown|timed.out waiting"
+    r"|too many (clients|connections)|remaining connection slots"
 )
 
 _POOLER_CHECKS = 5
@@ -376,10 +378,10 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection failed because the server behind a pooler is down: the pooler reported that, or did not
-    answer.
+    """Whether a connection failed because every connection is taken, or because the server behind a pooler is down: the
+    pooler reported that, or did not answer.
     """
-    return isinstance(error, psycopg.errors.ConnectionTimeout) or _POOLER_OUTAGE.search(str(error)) is not None
+    return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE.search(str(error)) is not None
 
 
 def is_reachable(dsn: str) -> bool:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,49 @@ def test_login_that_takes_all_locks_of_the_server_is_waited_out(tmp_path: Path) 
                     store.apply(batch(2, stream("s", advance("w", 1, 2)), token=lease.token))
             with committing(store, lease, 2):
                 pass
+
+
+@contextmanager
+def all_connections(dsn: str, refusal: str) -> Iterator[int]:
+    """As many connections as the server gives before it refuses one with this message; yields their number."""
+    sessions: list[psycopg.Connection[Any]] = []
+    with ExitStack() as opened:
+
+        def open_all() -> None:
+            while True:
+                sessions.append(opened.enter_context(connected(dsn, "attacker")))
+
+        with pytest.raises(psycopg.OperationalError, match=refusal):
+            open_all()
+        yield len(sessions)
+
+
+@pytest.mark.postgres
+def test_login_that_takes_all_connections_of_the_server_is_waited_out(tmp_path: Path) -> None:
+    """A pipeline that is connected goes on. A batch that needs a new connection fails, and is written once the login
+    has ended. The remedy of SECURITY.md leaves the login five connections."""
+    with own_postgres(tmp_path) as server, connected(server.dsn(), "dba") as dba:
+        migrate(server.dsn())
+        dba.execute("create role stranger login password 'secret'")
+        dba.execute("create role pipeline login password 'secret' in role tidemark_owner")
+        stranger, own = (make_conninfo(server.dsn(), user=name, password="secret") for name in ("stranger", "pipeline"))
+        with (
+            Postgres(PostgresConfig(own)) as store,
+            Postgres(PostgresConfig(own)) as new_store,
+            Lease.acquire(own, LEASE, threading.Event()) as lease,
+        ):
+            with committing(store, lease, 1):
+                pass
+            with all_connections(stranger, r"remaining connection slots|too many clients"):
+                with committing(store, lease, 2):
+                    pass
+                with pytest.raises(Unavailable, match=r"remaining connection slots|too many clients"):
+                    new_store.apply(batch(3, stream("s", advance("w", 2, 3)), token=lease.token))
+            with committing(new_store, lease, 3):
+                pass
+            dba.execute("alter role stranger connection limit 5")
+            with all_connections(stranger, "too many connections for role") as count:
+                assert count == 5
 
 
 def test_lease_is_renewed_though_somebody_holds_its_advisory_lock(dsn: str, stranger_dsn: str) -> None:

@@ -91,7 +91,7 @@ class Databases:
 
     def raise_if_refused(self, role: Role, error: psycopg.OperationalError) -> None:
         """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the cause
-        may be a lack of free connections, which libpq reports like a wrong password.
+        may be temporary, and libpq reports it like a wrong password.
         """
         if error.sqlstate is None and not is_outage(error) and is_reachable(conninfo(self._dsn(role), "")):
             raise Refused(
