@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.sinks.take.given import Positioned
 from tidemark.sinks.reader_database import StreamUpdate, install, publish
@@ -204,6 +205,27 @@ def test_a_move_is_notified(readers: Positioned) -> None:
     readers.publish(4)
     heard = [*readers.sql.notifies(timeout=1, stop_after=2)]
     assert [it.channel for it in heard] == ["tidemark_orders"]
+
+
+def test_a_login_that_fills_the_queue_of_notify_stops_no_position(readers: Positioned) -> None:
+    """A session that listens in a transaction keeps what others notify in the queue. From 1 % on, positions move
+    without a notification. Readers are notified again once that session has ended."""
+    readers.sql.execute("drop role if exists connect_only")
+    readers.sql.execute("create role connect_only login password 'connect_only'")
+    stranger = make_conninfo(readers.dsn, user="connect_only", password="connect_only")
+    readers.sql.execute("listen tidemark_orders")
+    with psycopg.connect(stranger, autocommit=True) as listening, psycopg.connect(stranger, autocommit=True) as filling:
+        listening.execute("listen x")
+        listening.execute("begin")
+        listening.execute("select 1")
+        filling.execute("select count(pg_notify('x', n || repeat('x', 7990))) from generate_series(1, 11000) as n")
+        readers.publish(5)
+        readers.late(1, 2, 3)
+        assert readers.take() == (0, 5, [])
+        assert [*readers.sql.notifies(timeout=1)] == []
+    readers.sql.execute("drop role connect_only")
+    readers.publish(6)
+    assert [it.channel for it in readers.sql.notifies(timeout=10, stop_after=1)] == ["tidemark_orders"]
 
 
 def test_a_long_name_has_a_channel(readers: Positioned) -> None:

@@ -82,6 +82,18 @@ return (
     where abs(at) > abs(linear)
 );
 
+-- Any login can fill the queue of NOTIFY, and no transaction that notifies commits while it is full. So if 1 % of the
+-- queue is used (84 MB of 8 GiB), nobody is notified: readers wait for at most 10 s and take again.
+create or replace function tidemark_reader.notify(_streams text[]) returns void
+language plpgsql volatile
+as $$
+begin
+    if cardinality(_streams) > 0 and pg_notification_queue_usage() < 0.01 then
+        perform pg_notify(tidemark_reader.channel(name), '') from unnest(_streams) as name;
+    end if;
+end
+$$;
+
 -- The linear position and the vector move on, and never back; gives the streams that moved. What is published moves no
 -- stream whose writers are all in this database: there the transactions decide (docs/design.md 6b), and they decide for the
 -- timeline in which they were looked at.
@@ -124,7 +136,7 @@ begin
         returning stream
     )
     select coalesce(array_agg(stream), '{}') into _moved from moved;
-    perform pg_notify(tidemark_reader.channel(name), '') from unnest(_moved) as name;
+    perform tidemark_reader.notify(_moved);
     return _moved;
 end
 $$;
@@ -220,7 +232,7 @@ begin
             case when publish_late.after > known.late then publish_late.after end),
         written_by = case when known.written_by = known.xmin then pg_current_xact_id()::xid else known.written_by end
     where known.stream = publish_late.stream;
-    perform pg_notify(tidemark_reader.channel(publish_late.stream), '');
+    perform tidemark_reader.notify(array[publish_late.stream]);
 end
 $$;
 
