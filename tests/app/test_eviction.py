@@ -58,6 +58,15 @@ def test_some_give_way_first() -> None:
         crowd.take(2, "192.0.2.2")
 
 
+def test_many_addresses_fill_the_places() -> None:
+    """If each address has one place, none of them gives way to another address."""
+    places = SlotPool[int](8)
+    for number in range(8):
+        places.take(number, f"192.0.2.{number}")
+    with pytest.raises(NoFreeSlot):
+        places.take(8, "198.51.100.1")
+
+
 def test_addresses_of_one_network_of_ipv6_are_one_client() -> None:
     """Whoever has one of them has 2^64, and one of IPv4 that is written as IPv6 is the same client."""
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
