@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ import httpx
 import pytest
 import redis
 
-from tests.app.attacked import PROBE, STREAMS, HonestClients, attacked, check, ended
+from tests.app.attacked import STREAMS, HonestClients, attacked, check, ended
 from tests.app.lines.given import LineClient, client
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -169,9 +168,7 @@ def test_few_files_keep_probes_alive(
         assert places in process.log()
         before = honest.measure(SECONDS)
         with attacked(process, process.lines_port, "one_address", crowd=1100):
-            during = honest.measure(2 * SECONDS)  # 1,100 streams are followed meanwhile, which takes its time
-            assert (before.failed, during.failed) == ([], [])
-            assert statistics.median(during.probes) < PROBE
+            check(before, honest.measure(2 * SECONDS))  # 1,100 streams are followed meanwhile, which takes its time
             with httpx.Client(base_url=process.url, timeout=30) as one:
                 assert one.get("/readyz").json() == {"ready": True, "problems": []}
     finally:
