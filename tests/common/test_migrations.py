@@ -137,6 +137,54 @@ def test_relay_migrate_behind_a_dump(database: str) -> None:
         assert said() == "the schema is up to date\nstream orders exists\n"
 
 
+@contextmanager
+def dumped(dsn: str) -> Iterator[set[str]]:
+    """A transaction with the snapshot and the locks of `pg_dump` on both schemas; yields the names of the tables."""
+    with psycopg.connect(dsn, application_name="nightly dump") as connection:
+        connection.execute("set transaction isolation level repeatable read, read only")
+        relations = connection.execute(
+            "select oid::regclass::text, relkind::text from pg_class"
+            " where relnamespace::regnamespace::text in ('tidemark', 'tidemark_reader') and relkind in ('r', 'p', 'S')"
+        ).fetchall()
+        tables = {name for name, kind in relations if kind != "S"}
+        connection.execute(f"lock table {', '.join(sorted(tables))} in access share mode".encode())
+        for name, kind in relations:
+            if kind == "S":
+                connection.execute(f"select last_value, is_called from {name}".encode())
+        yield tables
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (
+            ["relay", "migrate", "--stream", "orders", "--stream", "tills"],
+            "the schema is up to date\nstream orders exists\nstream tills exists\n",
+        ),
+        (["follow", "migrate"], "the functions of readers are up to date\n"),
+    ],
+    ids=["relay", "follow"],
+)
+def test_a_dump_of_both_schemas_does_not_delay_a_migration_with_nothing_to_do(
+    database: str, command: list[str], output: str
+) -> None:
+    """Neither waits for a lock, although the dump holds every table of `tidemark` and of `tidemark_reader`."""
+    with sink.session_of(database, "migration of the test") as session:
+        sink.SCHEMA.migrate(session)
+        state.SCHEMA.migrate(session)
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(main, [*arguments, "--dsn", database], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    run("relay", "migrate", "--stream", "orders", "--stream", "tills")
+    with capture_logs() as logs, dumped(database) as tables:
+        assert {"tidemark.append_outbox", "tidemark.relay_schema_version", "tidemark_reader.positions"} <= tables
+        assert run(*command) == output
+    assert [entry for entry in logs if entry["event"] == "Waiting for a lock"] == []
+
+
 def test_database_that_is_being_restored_is_waited_for(
     schema: Migrations, database: str, another_database: str
 ) -> None:
