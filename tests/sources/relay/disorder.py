@@ -66,6 +66,8 @@ class DisorderedWorld(World):
         for table in SAVED:
             self._admin.execute(f"drop table if exists {self._copy(table)}".encode())
         self._saved: int | None = None
+        self.rest = 2
+        """After more rounds than these without a change, a relay has noticed everything."""
 
     def check(self) -> None:
         """No record is refused but those of epochs that are over; a position that went back would be an error."""

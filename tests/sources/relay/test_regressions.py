@@ -1,18 +1,48 @@
 """Rows and sequences that are not of one time: each fact is published, or late, or its stream is held and named."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import psycopg
 import pytest
 
 from tests.sources.relay.disorder import FIT, DisorderedWorld
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import sequences
+from tidemark.sources.relay.sequences import StrayRows
 
 
-@pytest.fixture(params=["forward", "backward"])
+class SlowQuery:
+    """A clock that only tests move, and by which each query for stray rows takes a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.began = 0.0
+        self.is_automatic = False
+        """Whether each reading of the clock moves the clock by a second."""
+        self._query = sequences.stray_rows
+        monkeypatch.setattr(sequences, "QUICK", 0.0)
+        monkeypatch.setattr(sequences, "time", self)
+        monkeypatch.setattr(sequences, "stray_rows", self._run)
+
+    def monotonic(self) -> float:
+        self.now += self.is_automatic
+        return self.now
+
+    def _run(self, connection: Connection) -> Mapping[int, StrayRows]:
+        self.began = self.now
+        self.now += 1.0
+        return self._query(connection)
+
+
+@pytest.fixture(params=["forward", "backward", "forward, slow query"])
 def world(ready: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DisorderedWorld]:
-    monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))  # however busy the machine is
-    found = DisorderedWorld(ready, direction=request.param)
+    """With a slow query, stray rows are looked for in one of about twenty rounds."""
+    direction, _, query = request.param.partition(", ")
+    found = DisorderedWorld(ready, direction=direction)
+    if query:
+        SlowQuery(monkeypatch).is_automatic = True
+        found.rest = 2 * 20
+    else:
+        monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))  # however busy the machine is
     yield found
     found.close()
 
@@ -27,13 +57,13 @@ def published(world: DisorderedWorld, count: int, writer: str = "") -> None:
 def observed(world: DisorderedWorld) -> None:
     """The relay goes on until a few looks in a row find nothing. Other databases have transactions too."""
     relay, idle = world.relays[0], 0
-    for _ in range(200):
+    for _ in range(100 * world.rest):
         relay.round()
         idle = idle + 1 if not relay.unacknowledged and (relay.refused or relay.rests) else 0
         while relay.unacknowledged:
             relay.acknowledge(first=True)
         relay.settle()
-        if idle > 2:
+        if idle > world.rest:
             return
     raise AssertionError("an ID stays undecided for ever")
 
@@ -52,6 +82,32 @@ def test_a_fact_below_the_floor_is_late(world: DisorderedWorld) -> None:
         assert world.tokens == world.core.published | world.core.named
     assert len(world.core.named) >= 3
     world.finish()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_slow_query_takes_a_twentieth_of_the_time_and_misses_nothing(
+    ready: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a query that took a second, the next one begins 20 s after its beginning. Until then a fact below the floor
+    waits in the outbox, and the facts beyond are published."""
+    world = DisorderedWorld(ready, direction=direction)
+    query = SlowQuery(monkeypatch)
+    published(world, 5)
+    for back in (4, 0):
+        began, before = query.began, world.tokens
+        world.replicate(back)
+        (stray,) = world.tokens - before
+        for second in range(1, 20):
+            query.now = began + second
+            published(world, 1)
+            assert (query.began, world.tokens - world.core.published - world.core.named) == (began, {stray})
+        query.now = began + 20
+        observed(world)
+        assert query.began >= began + 20
+        assert stray in world.core.named
+        assert world.tokens == world.core.published | world.core.named
+    world.finish()
+    world.close()
 
 
 def test_a_fact_below_the_floor_of_a_stream_of_several_writers(world: DisorderedWorld) -> None:
