@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from tidemark.app.stack.processes import LOOPBACK, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.producer import NO_TIME_LIMIT, RecordProducer
 from tidemark.sources.run_loop import FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE, LoopMetrics, OversizedRecords
 
 BEGAN = 1000.0
@@ -20,7 +20,7 @@ PAUSES = [FIRST_LIMIT_PAUSE, 5.0, 10.0, 20.0, 40.0, LONGEST_LIMIT_PAUSE, LONGEST
 
 def producer(max_bytes: int) -> RecordProducer:
     """It never reaches a broker: nothing is sent."""
-    return RecordProducer(KafkaConnection(f"{LOOPBACK}:{free_port()}"), "facts", FOR_EVER, max_bytes)
+    return RecordProducer(KafkaConnection(f"{LOOPBACK}:{free_port()}"), "facts", NO_TIME_LIMIT, max_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def queries(
         return make()
 
     for now in takewhile(lambda at: at < began + seconds, count(began, TICK)):
-        assert oversized.larger(noting, now) is None
+        assert oversized.make_larger_producer(noting, now) is None
     return times
 
 
@@ -70,7 +70,7 @@ def test_another_record_that_is_too_large_does_not_shorten_the_pauses(
     assert queries(oversized, lambda: small, BEGAN, 41.0) == [5.0, 10.0, 20.0, 40.0]
     oversized.add("tills", "shop", 3, 30_000, small, BEGAN + 41.0)
     assert queries(oversized, lambda: small, BEGAN + 41.0, 101.0) == [39.0, 99.0]
-    oversized.forget()
+    oversized.clear()
     assert queries(oversized, lambda: small, BEGAN + 142.0, 200.0) == []
     oversized.add("orders", "shop", 7, 20_000, small, BEGAN + 342.0)
     assert queries(oversized, lambda: small, BEGAN + 342.0, 11.0) == [5.0, 10.0]
@@ -84,5 +84,5 @@ def test_the_first_query_after_the_topic_takes_one_of_the_records_gives_a_produc
     oversized.add("orders", "shop", 8, 90_000, small, BEGAN)
     assert queries(oversized, lambda: small, BEGAN, 12.0) == [5.0, 10.0]
     large = producer(30_000)
-    assert oversized.larger(lambda: large, BEGAN + 19.5) is None
-    assert oversized.larger(lambda: large, BEGAN + 20.0) is large
+    assert oversized.make_larger_producer(lambda: large, BEGAN + 19.5) is None
+    assert oversized.make_larger_producer(lambda: large, BEGAN + 20.0) is large

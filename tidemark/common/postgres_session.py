@@ -102,15 +102,9 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
 
 
 def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
-    """Describe that row level security hides rows of `table` from `role`.
+    """Row level security hides rows of `table` from `role` (empty if not known): the problem and what to do.
 
-    Args:
-        role: the session's user, empty if not known.
-        table: the name, with its schema if known.
-        is_owner: whether `role` owns the table, which then has FORCE ROW LEVEL SECURITY.
-
-    Returns:
-        The problem and what to do.
+    An owner (`is_owner`) sees no rows if the table has FORCE ROW LEVEL SECURITY.
     """
     name = ".".join(f'"{part}"' for part in table.split("."))
     whom = f'role "{role}"' if role else "its owner" if is_owner else "this user"
@@ -458,12 +452,7 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 
 def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """The text of a lock time-out, with the sessions that may have the lock.
-
-    Args:
-        error: raised in another session of the same database.
-        connection: for the queries.
-    """
+    """The text of a lock time-out in another session of this database, with the sessions that may have the lock."""
     lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 

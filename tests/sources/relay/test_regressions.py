@@ -8,7 +8,7 @@ import pytest
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import sequences
-from tidemark.sources.relay.sequences import StrayRows
+from tidemark.sources.relay.sequences import MisplacedRows
 
 
 class SlowQuery:
@@ -18,16 +18,16 @@ class SlowQuery:
         self.now = self.began = 0.0
         self.is_automatic = False
         """Whether each reading of the clock moves the clock by a second."""
-        self._query = sequences.stray_rows
+        self._query = sequences.misplaced_rows
         monkeypatch.setattr(sequences, "QUICK", 0.0)
         monkeypatch.setattr(sequences, "time", self)
-        monkeypatch.setattr(sequences, "stray_rows", self._run)
+        monkeypatch.setattr(sequences, "misplaced_rows", self._run)
 
     def monotonic(self) -> float:
         self.now += self.is_automatic
         return self.now
 
-    def _run(self, connection: Connection) -> Mapping[int, StrayRows]:
+    def _run(self, connection: Connection) -> Mapping[int, MisplacedRows]:
         self.began = self.now
         self.now += 1.0
         return self._query(connection)

@@ -38,7 +38,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
 
 @dataclass(slots=True)
-class _StreamState:
+class _DecidedStream:
     """What one decider knows of a stream.
 
     Attributes:
@@ -83,7 +83,7 @@ class PositionDecider:
     def __init__(self, connection: Connection, is_ours: Callable[[str], bool] = lambda _: True) -> None:
         self._connection = connection
         self._is_ours = is_ours
-        self._streams: dict[int, _StreamState] = {}
+        self._streams: dict[int, _DecidedStream] = {}
         self._sequences: dict[int, SequenceState] = {}  # by number of the stream, in the last round
         self._is_new = True
 
@@ -165,7 +165,7 @@ class PositionDecider:
             "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.direction.signed(floor)]
         )
 
-    def _read(self, state: _StreamState, ranges: Intervals) -> None:
+    def _read(self, state: _DecidedStream, ranges: Intervals) -> None:
         lows, highs = signed_bounds(state.stream, ranges)
         row = self._connection.execute(
             """
@@ -217,7 +217,7 @@ class PositionDecider:
                 self._begin_timeline(stream, floor, "A restore or a replication has written the positions for readers")
             elif timeline is not None or self._is_ours(stream.name):
                 evidence = StreamEvidence(max(floor, linear or 0), has_several_writers=bool(lock_keys))
-                self._streams[number] = _StreamState(stream, version, evidence, linear or 0, timeline, lock_keys)
+                self._streams[number] = _DecidedStream(stream, version, evidence, linear or 0, timeline, lock_keys)
 
     def _store(self) -> bool:
         positions = {number: (state.evidence.decided_upto, state.vector()) for number, state in self._streams.items()}
