@@ -80,17 +80,17 @@ class MemoryProducer(RecordProducer):
     def __init__(self, values: list[bytes]) -> None:
         self.max_bytes = MAX_MESSAGE_BYTES
         self.where = "here"
-        self.delivered = 0
+        self.delivered_count = 0
         self._values = values
 
     def send(self, stream: str, value: bytes) -> None:
         self.send_all(stream, [value], lambda: None)
 
-    def send_all(self, stream: str, values: Iterable[bytes], acknowledged: Callable[[], None]) -> None:
+    def send_all(self, stream: str, values: Iterable[bytes], on_acknowledged: Callable[[], None]) -> None:
         for value in values:
             self._values.append(value)
-            self.delivered += 1
-            acknowledged()
+            self.delivered_count += 1
+            on_acknowledged()
 
     def backlog(self) -> int:
         return 0
