@@ -6,5 +6,10 @@ import multiprocessing
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(
-    ["tests.sinks.test_publisher", "tests.sinks.postgres.test_lease", "tests.sinks.reader.test_read_kill"]
+    [
+        "tests.app.test_follow_positions",
+        "tests.sinks.test_publisher",
+        "tests.sinks.postgres.test_lease",
+        "tests.sinks.reader.test_read_kill",
+    ]
 )

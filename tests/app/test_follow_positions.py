@@ -1,10 +1,13 @@
 """`tidemark follow`: published positions in a database of readers."""
 
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +21,20 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from psycopg.conninfo import make_conninfo
 
+from tests.processes import forked
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app import follow_positions
 from tidemark.app.follow_positions import FollowMetrics, PositionFollower
 from tidemark.app.relay import migrate
+from tidemark.app.settings import Settings
 from tidemark.app.stack.processes import free_port
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.streaming.core.effects import LateCompletion
+
+FOLLOWER_KILLS = 12
 
 
 @pytest.fixture
@@ -162,25 +170,31 @@ def test_an_override_moves_the_stream(
         eventually(is_at(readers, position))
 
 
+@contextmanager
+def relaying(dsn: str, home: Path, **environment: str) -> Iterator[None]:
+    """A relay without Kafka, which is killed at the end."""
+    variables = {"TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:9", "TIDEMARK_HOME": str(home), **environment}
+    command = [sys.executable, "-m", "tidemark", "relay", "--dsn", dsn]
+    relay = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        relay.kill()
+        relay.wait()
+
+
 def test_a_relay_that_has_no_kafka_and_is_killed_serves_the_readers(
     database: str, readers: psycopg.Connection, tmp_path: Path
 ) -> None:
     """Each fact has its effects once, in order, whatever dies; some transactions stay open meanwhile, or roll back."""
-    dsn = database
     readers.execute("create table facts (id bigint)")
-    reader, halt = SqlEffects(dsn), threading.Event()
-    reading = threading.Thread(target=reader.run, args=(halt,))
-    reading.start()
-    environment = os.environ | {"TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:9", "TIDEMARK_HOME": str(tmp_path)}
+    reader = SqlEffects(database)
     appending = "insert into facts select tidemark.append('s', '{}') returning id"
     last = 0
-    try:
+    with reading(reader):
         for number in range(3):
-            relay = subprocess.Popen(
-                [sys.executable, "-m", "tidemark", "relay", "--dsn", dsn], env=environment, stderr=subprocess.DEVNULL
-            )
-            try:
-                with psycopg.connect(dsn) as slow:
+            with relaying(database, tmp_path):
+                with psycopg.connect(database) as slow:
                     slow.execute(appending)
                     for _ in range(20):
                         row = readers.execute(appending).fetchone()
@@ -189,17 +203,9 @@ def test_a_relay_that_has_no_kafka_and_is_killed_serves_the_readers(
                     slow.execute("commit" if number else "rollback")
                 if number < 2:
                     eventually(lambda: (token(readers) or "") not in {"", "m0"})
-            finally:
-                if number < 2:
-                    relay.kill()
-                    relay.wait()
-        eventually(is_at(readers, f"m{last}"))
-        eventually(lambda: reader.seen() == facts(readers))
-    finally:
-        relay.kill()
-        relay.wait()
-        halt.set()
-        reading.join(30)
+                else:
+                    eventually(is_at(readers, f"m{last}"))
+                    eventually(lambda: reader.seen() == facts(readers))
     assert reader.seen() == facts(readers)
 
 
@@ -213,26 +219,220 @@ class SqlEffects:
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         with psycopg.connect(dsn, autocommit=True) as connection:
-            connection.execute("create table effects (n bigint generated always as identity, id bigint)")
+            connection.execute(
+                "create table if not exists effects (n bigint generated always as identity, reader text, id bigint)"
+            )
 
     def run(self, halt: threading.Event) -> None:
-        query = b"select low, high, late from tidemark_reader.take('s', 'mailer', most => 7)"
         with psycopg.connect(self._dsn) as connection:
             while not halt.is_set():
-                taken = connection.execute(query).fetchone()
-                if taken is not None:
-                    connection.execute(
-                        "insert into effects (id) select id from facts"
-                        " where id > %s and id <= %s or id = any (%s) order by id",
-                        taken,
-                    )
+                has_taken = self._take(connection)
                 connection.commit()
-                if taken is None:
+                if not has_taken:
                     halt.wait(0.05)
 
-    def seen(self) -> list[int]:
+    def _take(self, connection: psycopg.Connection) -> bool:
+        """Read the next range. Returns whether there was one."""
+        query = b"select low, high, late from tidemark_reader.take('s', 'mailer', most => 7)"
+        taken = connection.execute(query).fetchone()
+        if taken is not None:
+            connection.execute(
+                "insert into effects (reader, id) select 'mailer', id from facts"
+                " where id > %s and id <= %s or id = any (%s) order by id",
+                taken,
+            )
+        return taken is not None
+
+    def seen(self, reader: str = "mailer") -> list[int]:
         with psycopg.connect(self._dsn) as connection:
-            return [id for (id,) in connection.execute("select id from effects order by n").fetchall()]
+            query = "select id from effects where reader = %s order by n"
+            return [id for (id,) in connection.execute(query, [reader]).fetchall()]
+
+
+@contextmanager
+def reading(*readers: SqlEffects) -> Iterator[None]:
+    """Run the readers in threads."""
+    halt = threading.Event()
+    threads = [threading.Thread(target=reader.run, args=(halt,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        halt.set()
+        for thread in threads:
+            thread.join(30)
+
+
+class SqlVectorEffects(SqlEffects):
+    """The same with one range for each writer."""
+
+    def _take(self, connection: psycopg.Connection) -> bool:
+        query = b"select writer, low, high, late from tidemark_reader.take_vector('s', 'search', most => 7)"
+        rows = connection.execute(query).fetchall()
+        named = [writer for writer, *_ in rows if writer is not None]
+        for writer, low, high, late in rows:
+            connection.execute(
+                "insert into effects (reader, id) select 'search', id from facts"
+                " where (writer = %(writer)s::text or %(writer)s::text is null and writer <> all (%(named)s))"
+                " and (id > %(low)s and id <= %(high)s or id = any (%(late)s)) order by id",
+                {"writer": writer, "named": named, "low": low, "high": high, "late": late},
+            )
+        return rows != []
+
+
+class PublishedFacts:
+    """Facts of two writers in a database of readers, and the positions that the pipeline publishes.
+
+    An operator settles some IDs, and the facts of some of them are committed later. A fact that is committed while a
+    reader reads its range may be handed out twice (docs/design.md 6b). So the others of these facts come only after
+    the readers have passed their IDs, or while nothing copies positions.
+    """
+
+    def __init__(self, readers: psycopg.Connection, pipeline: Pipeline, chance: random.Random) -> None:
+        readers.execute("create table facts (id bigint primary key, writer text)")
+        self.readers = readers
+        self.pipeline = pipeline
+        self.chance = chance
+        self.head = 0
+        self.open: dict[str, deque[int]] = {"web": deque(), "till": deque()}
+        self.positions = dict.fromkeys(self.open, 0)
+        self.settled = dict[int, str]()
+        self.passed = set[int]()
+        """IDs whose facts were committed after the readers had passed them."""
+        self.skipped = set[int]()
+        """IDs whose facts were committed after they were settled, and before any reader knew of them."""
+
+    def publish(self, *, is_followed: bool = True, is_last: bool = False) -> None:
+        """Give out IDs, end some transactions of each writer, and publish the positions."""
+        for _ in range(self.chance.randrange(6)):
+            self.head += 1
+            self.open[self.chance.choice([*self.open])].append(self.head)
+        late = [*self._commit_late(is_followed=is_followed)]
+        advances = []
+        for writer, ids in self.open.items():
+            ended = [ids.popleft() for _ in range(len(ids) if is_last else self.chance.randint(0, len(ids)))]
+            if ended:
+                facts = [id for id in ended if self.chance.random() < 0.7]
+                self._commit(writer, *facts)
+                self.settled |= dict.fromkeys(set(ended) - {*facts}, writer)
+                prev, self.positions[writer] = self.positions[writer], ended[-1]
+                empty, skipped = ended[-1] - prev - len(ended), len(ended) - len(facts)
+                advances.append(advance(writer, prev, ended[-1], facts=len(facts), empty=empty, skipped=skipped))
+        linear = min((ids[0] - 1 for ids in self.open.values() if ids), default=self.head)
+        self.pipeline.publish(stream("s", *advances, linear=linear, late=late))
+
+    def _commit(self, writer: str, *ids: int) -> None:
+        self.readers.cursor().executemany("insert into facts values (%s, %s)", [(id, writer) for id in ids])
+
+    def _commit_late(self, *, is_followed: bool) -> Iterator[LateCompletion]:
+        for id, writer in [*self.settled.items()]:
+            if self._is_passed(id, writer):
+                late = self.passed
+            elif not is_followed and self._is_unknown(id, writer):
+                late = self.skipped
+            else:
+                continue
+            del self.settled[id]
+            if self.chance.random() < 0.7:
+                late.add(id)
+                self._commit(writer, id)
+                yield LateCompletion(writer=writer, epoch=1, prev=id - 1, id=id, facts=1, why="skipped")
+
+    def _is_passed(self, id: int, writer: str) -> bool:
+        query = """
+            select count(*) from tidemark_reader.places
+            where case mode when 'vector' then coalesce((positions ->> %s)::bigint, linear) else linear end >= %s
+        """
+        return self.readers.execute(query, [writer, id]).fetchone() == (2,)
+
+    def _is_unknown(self, id: int, writer: str) -> bool:
+        query = "select greatest(linear, (vector ->> %s)::bigint) < %s from tidemark_reader.positions"
+        return self.readers.execute(query, [writer, id]).fetchone() == (True,)
+
+
+def follow(redis_url: str, dsn: str) -> None:
+    """`tidemark follow`, forked."""
+    follow_positions.run(Settings(redis_url=redis_url), dsn, None, None, None)
+
+
+def is_copying(readers: psycopg.Connection) -> bool:
+    """Whether a transaction with positions is open."""
+    query = """
+        select exists (select from pg_stat_activity where datname = current_database() and state <> 'idle'
+            and application_name = 'tidemark follow' and query like '%publish%')
+    """
+    return readers.execute(query).fetchone() == (True,)
+
+
+def is_connected(readers: psycopg.Connection) -> bool:
+    """Whether the follower has a session, also if its process is dead."""
+    query = """
+        select exists (select from pg_stat_activity where datname = current_database()
+            and application_name = 'tidemark follow')
+    """
+    return readers.execute(query).fetchone() == (True,)
+
+
+def test_a_follower_that_is_killed_serves_the_readers(
+    redis_url: str, pipeline: Pipeline, database: str, other_stream: psycopg.Connection
+) -> None:
+    """Readers of both modes have each fact once, also facts that come late. Half of the kills hit a transaction that
+    copies positions."""
+    readers, chance = other_stream, random.Random(38)
+    facts_of_writers = PublishedFacts(readers, pipeline, chance)
+    # Makes transactions long, so that kills hit them.
+    readers.execute(
+        "create function linger() returns trigger language plpgsql as"
+        " $$ begin perform pg_sleep(0.03); return null; end $$;"
+        "create trigger linger after insert or update on tidemark_reader.positions execute function linger();"
+        "create trigger linger after insert on tidemark_reader.late_completions execute function linger()"
+    )
+    effects, inside, follower = SqlEffects(database), 0, None
+    facts_of_writers.publish()
+    with following(redis_url, database):
+        eventually(lambda: token(readers) is not None)
+    with reading(effects, SqlVectorEffects(database)):
+        try:
+            for number in range(FOLLOWER_KILLS + 1):
+                follower = forked.Process(target=follow, args=(redis_url, database), daemon=True)
+                follower.start()
+                eventually(lambda: is_connected(readers))
+                for _ in range(chance.randrange(1, 8)):
+                    facts_of_writers.publish()
+                    time.sleep(chance.random() * 0.1)
+                if number == FOLLOWER_KILLS:
+                    break
+                while number % 2 and not is_copying(readers):
+                    facts_of_writers.publish()
+                assert follower.pid is not None
+                os.kill(follower.pid, signal.SIGSTOP)  # so that what is seen is how it dies
+                inside += is_copying(readers)
+                follower.kill()
+                follower.join()
+                eventually(lambda: not is_connected(readers))
+                for _ in range(chance.randrange(4)):
+                    facts_of_writers.publish(is_followed=False)
+            facts_of_writers.publish(is_last=True)
+            committed = {*facts(readers)}
+            eventually(lambda: {*effects.seen()} >= committed and {*effects.seen("search")} >= committed)
+        finally:
+            if follower is not None:
+                follower.kill()
+                follower.join()
+    assert is_at(readers, f"m{facts_of_writers.head}")()
+    assert inside > 1
+    assert facts_of_writers.passed
+    assert facts_of_writers.skipped
+    assert sorted(effects.seen("mailer")) == facts(readers)
+    assert sorted(effects.seen("search")) == facts(readers)
+    in_time = [id for id in effects.seen() if id not in facts_of_writers.passed]
+    assert in_time == sorted(in_time)
+    for writer in facts_of_writers.open:
+        row = readers.execute("select array_agg(id) from facts where writer = %s", [writer]).fetchone()
+        assert row is not None
+        own = {*row[0]} - facts_of_writers.passed
+        assert [id for id in effects.seen("search") if id in own] == sorted(own)
 
 
 def scrape(port: int, path: str = "/metrics") -> tuple[int, str]:
