@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from psycopg.conninfo import make_conninfo
 
+from tests.fix_servers import away
 from tests.processes import forked
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
@@ -29,7 +30,7 @@ from tidemark.app import follow_positions
 from tidemark.app.follow_positions import FollowMetrics, PositionFollower
 from tidemark.app.relay import migrate
 from tidemark.app.settings import Settings
-from tidemark.app.stack.processes import free_port
+from tidemark.app.stack.processes import RedisServer, free_port
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.streaming.core.effects import LateCompletion
@@ -80,8 +81,8 @@ def late_fact(prev: int, id_: int) -> LateCompletion:
     return LateCompletion(writer="web", epoch=1, prev=prev, id=id_, facts=1, why="regressed")
 
 
-def token(readers: psycopg.Connection) -> str | None:
-    row = readers.execute("select token from tidemark_reader.positions where stream = 's'").fetchone()
+def token(readers: psycopg.Connection, stream: str = "s") -> str | None:
+    row = readers.execute("select token from tidemark_reader.positions where stream = %s", [stream]).fetchone()
     return row[0] if row else None
 
 
@@ -207,6 +208,31 @@ def test_a_relay_that_has_no_kafka_and_is_killed_serves_the_readers(
                     eventually(is_at(readers, f"m{last}"))
                     eventually(lambda: reader.seen() == facts(readers))
     assert reader.seen() == facts(readers)
+
+
+def test_a_redis_that_is_away_stops_no_stored_stream(
+    database: str, readers: psycopg.Connection, redis_url: str, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Also in a relay that starts meanwhile. A new stream waits for Redis, because it may have writers elsewhere."""
+    append(readers, 1)
+    with relaying(database, tmp_path, TIDEMARK_REDIS_URL=redis_url):
+        eventually(is_at(readers, "m1"))
+        with away(redis_server):
+            append(readers, 1)
+            eventually(is_at(readers, "m2"))
+    with ExitStack() as stack:
+        with away(redis_server):
+            stack.enter_context(relaying(database, tmp_path, TIDEMARK_REDIS_URL=redis_url))
+            append(readers, 1)
+            eventually(is_at(readers, "m3"))
+            readers.execute("select tidemark.create_stream('new')")
+            append(readers, 1, "new")
+            for last in range(4, 9):
+                append(readers, 1)
+                eventually(is_at(readers, f"m{last}"))
+            assert token(readers, "new") is None
+            assert readers.execute("select * from tidemark_reader.take('new', 'mailer')").fetchall() == []
+        eventually(lambda: token(readers, "new") == "m1")
 
 
 def facts(readers: psycopg.Connection) -> list[int]:
@@ -450,45 +476,82 @@ def samples(port: int) -> dict[str, float]:
     return {it.name: it.value for family in families for it in family.samples if it.labels == of_mailer}
 
 
-def test_metrics_and_probes(
-    redis_url: str, pipeline: Pipeline, database: str, other_stream: psycopg.Connection
-) -> None:
-    """`tidemark follow --metrics`, as a user of the role tidemark_relay: how far each reader lags, and since when. It
-    ends if its rights are taken away."""
-    readers = other_stream
+@pytest.fixture
+def relay_user(database: str, readers: psycopg.Connection) -> Iterator[str]:
+    """The DSN of a user with the role tidemark_relay, and nothing else."""
     readers.execute("drop role if exists follower_of_metrics")
     readers.execute("create role follower_of_metrics login password 'secret' in role tidemark_relay")
+    yield make_conninfo(database, user="follower_of_metrics", password="secret")
+    readers.execute("drop role follower_of_metrics")
+
+
+@contextmanager
+def serving(command: str, dsn: str, **environment: str) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
+    """A process with metrics and probes, and their port. Killed at the end."""
     port = free_port()
-    pipeline.move("web", 0, 5)
-    dsn = make_conninfo(database, user="follower_of_metrics", password="secret")
-    words = ["follow", "--dsn", dsn, "--metrics", f"127.0.0.1:{port}"]
-    environment = {"TIDEMARK_REDIS_URL": redis_url, "PATH": os.environ["PATH"]}
-    process = subprocess.Popen([sys.executable, "-m", "tidemark", *words], env=environment)
+    words = [command, "--dsn", dsn, "--metrics", f"127.0.0.1:{port}"]
+    variables = {**environment, "PATH": os.environ["PATH"]}
+    process = subprocess.Popen([sys.executable, "-m", "tidemark", *words], env=variables)
     try:
+        yield port, process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def append(readers: psycopg.Connection, count: int, stream: str = "s") -> None:
+    readers.execute("select tidemark.append(%s, '{}') from generate_series(1, %s)", [stream, count])
+
+
+@pytest.mark.parametrize("command", ["follow", "relay"])
+def test_metrics_of_readers(
+    redis_url: str, pipeline: Pipeline, readers: psycopg.Connection, relay_user: str, tmp_path: Path, command: str
+) -> None:
+    """The process that keeps the positions shows how far each reader lags, and since when. The relay has neither Kafka
+    nor Redis."""
+    environment = {"TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:9", "TIDEMARK_HOME": str(tmp_path)}
+    if command == "follow":
+        readers.execute("delete from tidemark.append_streams")
+        environment = {"TIDEMARK_REDIS_URL": redis_url}
+
+    def move(prev: int, id: int) -> None:
+        if command == "follow":
+            pipeline.move("web", prev, id)
+        else:
+            append(readers, id - prev)
+
+    with serving(command, relay_user, **environment) as (port, _):
+        move(0, 5)
         eventually(is_at(readers, "m5"))
         readers.execute("select tidemark_reader.take('s', 'mailer')")
         lag = "tidemark_reader_lag_ids"
         eventually(lambda: samples(port).get(lag) == 0)
-        assert scrape(port, "/readyz")[0] == scrape(port, "/livez")[0] == 200
-        pipeline.move("web", 5, 9)
-        eventually(lambda: samples(port).get(lag) == 4)
-        eventually(lambda: samples(port)["tidemark_reader_lag_seconds"] > 0)
         assert samples(port)["tidemark_reader_linear_position"] == 5
         assert samples(port)["tidemark_reader_parked"] == 0
-        assert "tidemark_follow_streams 1.0" in scrape(port)[1]
         readers.execute(
             "insert into tidemark_reader.parked (reader, stream, id, reason) values ('mailer', 's', 4, 'x')"
         )
+        move(5, 9)
+        eventually(lambda: samples(port).get(lag) == 4 and samples(port)["tidemark_reader_parked"] == 1)
+        eventually(lambda: samples(port)["tidemark_reader_lag_seconds"] > 0)
         readers.execute("select tidemark_reader.take('s', 'mailer')")
-        eventually(lambda: samples(port).get(lag) == 0 and samples(port)["tidemark_reader_parked"] == 1)
+        eventually(lambda: samples(port).get(lag) == samples(port)["tidemark_reader_lag_seconds"] == 0)
         readers.execute("delete from tidemark_reader.places")
         eventually(lambda: samples(port) == {})
-        readers.execute("revoke tidemark_relay from follower_of_metrics")
+
+
+def test_probes_of_a_follower(
+    redis_url: str, pipeline: Pipeline, other_stream: psycopg.Connection, relay_user: str
+) -> None:
+    """It ends if its rights are taken away."""
+    pipeline.move("web", 0, 5)
+    with serving("follow", relay_user, TIDEMARK_REDIS_URL=redis_url) as (port, process):
+        eventually(is_at(other_stream, "m5"))
+        eventually(lambda: scrape(port, "/readyz")[0] == 200)
+        assert scrape(port, "/livez")[0] == 200
+        assert "tidemark_follow_streams 1.0" in scrape(port)[1]
+        other_stream.execute("revoke tidemark_relay from follower_of_metrics")
         assert process.wait(60) == 2
-    finally:
-        process.kill()
-        process.wait(30)
-        readers.execute("drop role follower_of_metrics")
 
 
 def test_a_follower_that_cannot_read_is_alive_and_not_ready() -> None:
