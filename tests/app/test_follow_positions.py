@@ -242,8 +242,9 @@ def facts(readers: psycopg.Connection) -> list[int]:
 class SqlEffects:
     """The loop of docs/how-to/read-in-any-language.md; its effects are rows of a table."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, most: int = 7) -> None:
         self._dsn = dsn
+        self._most = most
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(
                 "create table if not exists effects (n bigint generated always as identity, reader text, id bigint)"
@@ -259,8 +260,8 @@ class SqlEffects:
 
     def _take(self, connection: psycopg.Connection) -> bool:
         """Read the next range. Returns whether there was one."""
-        query = b"select low, high, late from tidemark_reader.take('s', 'mailer', most => 7)"
-        taken = connection.execute(query).fetchone()
+        query = "select low, high, late from tidemark_reader.take('s', 'mailer', most => %s)"
+        taken = connection.execute(query, [self._most]).fetchone()
         if taken is not None:
             connection.execute(
                 "insert into effects (reader, id) select 'mailer', id from facts"
@@ -294,8 +295,8 @@ class SqlVectorEffects(SqlEffects):
     """The same with one range for each writer."""
 
     def _take(self, connection: psycopg.Connection) -> bool:
-        query = b"select writer, low, high, late from tidemark_reader.take_vector('s', 'search', most => 7)"
-        rows = connection.execute(query).fetchall()
+        query = "select writer, low, high, late from tidemark_reader.take_vector('s', 'search', most => %s)"
+        rows = connection.execute(query, [self._most]).fetchall()
         named = [writer for writer, *_ in rows if writer is not None]
         for writer, low, high, late in rows:
             connection.execute(
@@ -414,11 +415,11 @@ def test_a_follower_that_is_killed_serves_the_readers(
         "create trigger linger after insert or update on tidemark_reader.positions execute function linger();"
         "create trigger linger after insert on tidemark_reader.late_completions execute function linger()"
     )
-    effects, inside, follower = SqlEffects(database), 0, None
+    effects, inside, follower = SqlEffects(database, most=1000), 0, None
     facts_of_writers.publish()
     with following(redis_url, database):
         eventually(lambda: token(readers) is not None)
-    with reading(effects, SqlVectorEffects(database)):
+    with reading(effects, SqlVectorEffects(database, most=1000)):
         try:
             for number in range(FOLLOWER_KILLS + 1):
                 follower = forked.Process(target=follow, args=(redis_url, database), daemon=True)
