@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.common.backoff import Backoff
-from tidemark.common.errors import Refused, Retry, SchemaMismatch, Unavailable
+from tidemark.common.errors import PrerequisitePending, Refused, Retry, SchemaMismatch, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, PostgresSession, describe_sessions
@@ -299,7 +299,7 @@ class RunLoop(ABC):
                 is_final = isinstance(error, SchemaMismatch) and error.found != 0
                 if is_final or not (self._has_worked or isinstance(error, Retry)):
                     raise
-                problem = str(error)
+                problem = str(self._restore_of_database(error) or error)
                 if self._problem != problem:
                     log.warning("Facts wait in the database", problem=problem)
                     self._problem_since = time.monotonic()
@@ -383,6 +383,18 @@ class RunLoop(ABC):
         self._loop_metrics.show_open_transactions(transactions, now)
         for report in self._reports.due_records(transactions, now, {**self._oversized.causes, **blocked}):
             self._producer.send(report.stream, records.encode(report))
+
+    def _restore_of_database(self, error: TidemarkError) -> PrerequisitePending | None:
+        """The restore that explains why the database refused a statement. A table that is missing meanwhile needs no
+        migration."""
+        if isinstance(error, Refused):
+            with suppress(Retry, Refused, SchemaMismatch):
+                try:
+                    with self._session.use() as connection:
+                        self._schema.check(connection)
+                except PrerequisitePending as restore:
+                    return restore
+        return None
 
     def _report_failure(self) -> None:
         """Send OPEN records that say why nothing is sent, if the failure lasts and Kafka is reachable."""

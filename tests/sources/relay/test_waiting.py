@@ -1,16 +1,20 @@
 """What a relay that waits says in its log, and how long it waits before it tries again."""
 
 import itertools
+import subprocess
 import time
+from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 from structlog.testing import capture_logs
 
 from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
+from tidemark.app.stack.postgres import PostgresServer, postgres_program
 from tidemark.app.stack.processes import LOOPBACK, KafkaServer, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources import run_loop
@@ -116,3 +120,64 @@ def test_who_has_locked_a_table_is_named(
             lambda: any(f"locked by pid {pid} (user postgres, session named migration" in str(it) for it in logs)
         )
     eventually(lambda: settled(sql))
+
+
+@pytest.mark.parametrize("is_in_place", [True, False], ids=["in place", "in a new database"])
+def test_a_relay_waits_while_pg_restore_works(
+    ready: str, postgres: PostgresServer, run: Run, judge: Judge, tmp_path: Path, is_in_place: bool
+) -> None:
+    """Meanwhile the tables of the relay exist and are empty, and nobody is advised to migrate them. Afterwards the
+    relay goes on by itself, and the IDs that are given out again are late."""
+    dump = tmp_path / "dump"
+    with psycopg.connect(ready, autocommit=True) as sql:
+        sql.execute("select tidemark.create_stream('orders')")
+        # The restore of this row waits for the test, before the rows of the schema tidemark.
+        sql.execute(
+            "create function gate(integer) returns boolean language plpgsql as"
+            " $$ begin perform pg_catalog.pg_advisory_xact_lock_shared(38); return true; end $$;"
+            "create table gated (id integer check (public.gate(id))); insert into gated values (1)"
+        )
+        relay = run()
+        append(sql, 3)
+        eventually(lambda: settled(sql))
+        subprocess.run([postgres_program("pg_dump"), "-Fc", "-f", dump, ready], check=True)
+        assert append(sql, 2) == {4, 5}
+        eventually(lambda: settled(sql))
+    with capture_logs() as logs:
+        if not is_in_place:
+            database = str(conninfo_to_dict(ready)["dbname"])
+            with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as admin:
+                admin.execute(f"drop database {database} with (force)".encode())
+                admin.execute(f"create database {database}".encode())
+        with psycopg.connect(ready, autocommit=True) as gate:
+            gate.execute("select pg_advisory_lock(38)")
+            options = ["--clean", "--if-exists"] if is_in_place else []
+            command = [postgres_program("pg_restore"), "--exit-on-error", *options, "-d", ready, dump]
+            restore = subprocess.Popen(command)
+            try:
+                eventually(lambda: is_waiting(gate))
+                count = gate.execute("select count(*) from tidemark.relay_schema_version").fetchone()
+                assert count == (0,)
+                eventually(lambda: any("pg_restore (process" in str(it.get("problem")) for it in logs))
+                eventually(lambda: relay.metric("tidemark_relay_active") == 0)
+                assert relay.failure is None
+                gate.execute("select pg_advisory_unlock(38)")
+                assert restore.wait(60) == 0
+            finally:
+                restore.kill()
+                restore.wait()
+    assert not any("migrate" in str(it.get("problem")) for it in logs if is_in_place)
+    with psycopg.connect(ready, autocommit=True) as sql:
+        assert append(sql, 2) == {4, 5}
+        eventually(lambda: relay.metric("tidemark_relay_active") == 1 and settled(sql))
+    late = judge.verdict().effects["orders"].late
+    assert {id for it in late for id in range(it.prev + 1, it.id + 1) if it.facts} == {4, 5}
+
+
+def is_waiting(gate: psycopg.Connection) -> bool:
+    """Whether pg_restore waits for the advisory lock of the test."""
+    query = """
+        select exists (select from pg_locks join pg_stat_activity using (pid) where locktype = 'advisory'
+            and not granted and datname = current_database() and application_name = 'pg_restore')
+    """
+    return gate.execute(query).fetchone() == (True,)
