@@ -152,7 +152,7 @@ def test_a_relay_waits_while_pg_restore_works(
         with psycopg.connect(ready, autocommit=True) as gate:
             gate.execute("select pg_advisory_lock(38)")
             options = ["--clean", "--if-exists"] if is_in_place else []
-            command = [postgres_program("pg_restore"), "--exit-on-error", *options, "-d", ready, dump]
+            command = [postgres_program("pg_restore"), "--exit-on-error", *options, "-d", ready, str(dump)]
             restore = subprocess.Popen(command)
             try:
                 eventually(lambda: is_waiting(gate))
