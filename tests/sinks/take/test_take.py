@@ -296,7 +296,6 @@ def test_a_wide_late_range_comes_in_parts(readers: Positioned) -> None:
     assert readers.take(most=3) is None
 
 
-@pytest.mark.xfail(reason="take passes late completions that it has not handed out", strict=False)
 @pytest.mark.parametrize("function", ["take", "take_vector"])
 def test_a_late_fact_beyond_the_place_is_read_in_its_range_alone(readers: Positioned, function: str) -> None:
     """Also if earlier late facts fill the answers."""

@@ -256,7 +256,6 @@ def test_a_keeper_with_something_open_does_not_wait_in_the_database(world: Readi
     assert not world.keepers[0].wait(0.02, PATIENCE)
 
 
-@pytest.mark.xfail(reason="LocalPositions ends if it finds schema version 0", strict=False)
 def test_a_database_that_is_created_again_is_waited_for(world: ReadingWorld) -> None:
     """Before pg_restore connects, the schema is missing: the process goes on when it is there."""
     halt, failures = threading.Event(), list[BaseException]()

@@ -448,6 +448,17 @@ begin
 end
 $$;
 
+-- Whether the place has late completions that were not handed out yet. Then no range is taken: it could have facts of
+-- these late completions, which would be handed out twice.
+create or replace function tidemark_reader.has_more_late(
+    _place tidemark_reader.places, _now tidemark_reader.positions
+) returns boolean
+language sql stable
+return exists (
+    select from tidemark_reader.late_completions as listed
+    where listed.stream = (_place).stream and listed.number > (_place).late and listed.number <= (_now).late
+);
+
 create or replace function tidemark_reader.with_range(_ranges jsonb, _writer text, _prev bigint, _id bigint) returns jsonb
 language sql immutable
 return _ranges || jsonb_build_object(_writer, coalesce(_ranges -> _writer, '[]') || jsonb_build_array(
@@ -557,7 +568,7 @@ begin
     _ids := _next._ids;
     low := _before.linear;
     high := low;
-    if abs(_now.linear) > abs(low) then
+    if abs(_now.linear) > abs(low) and not tidemark_reader.has_more_late(_place, _now) then
         high := low + case when _now.linear < 0 then -1 else 1 end * least(_most, abs(_now.linear - low));
     end if;
     _place.linear := high;
@@ -607,6 +618,7 @@ declare
     _goal bigint;
     _sign integer := case when _now.linear < 0 or _now.token ~ '\.-' then -1 else 1 end;
     _moved boolean := false;
+    _has_more_late boolean;
     _named text[];
     _lows bigint[] := '{}';
     _highs bigint[] := '{}';
@@ -626,6 +638,7 @@ begin
     select * into _next from tidemark_reader.late_of(_before, _now, _most);
     _place := _next._place;
     _ids := _next._ids;
+    _has_more_late := tidemark_reader.has_more_late(_place, _now);
     -- NULL, the last, stands for all writers that are not named.
     select array_agg(name order by name) || null::text into _named from (
         select jsonb_object_keys(_before.positions) union select jsonb_object_keys(_now.vector)
@@ -636,7 +649,7 @@ begin
         low := coalesce((_before.positions ->> _name)::bigint, _before.linear);
         _goal := coalesce((_now.vector ->> _name)::bigint, _now.linear);
         high := low;
-        if abs(_goal) > abs(low) then
+        if abs(_goal) > abs(low) and not _has_more_late then
             high := low + _sign * least(_most, abs(_goal - low));
         end if;
         _lows := _lows || low;

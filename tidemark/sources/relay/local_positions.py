@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from psycopg.types.json import Jsonb
 
 from tidemark.common.backoff import Backoff
-from tidemark.common.errors import Refused, Retry
+from tidemark.common.errors import Refused, Retry, SchemaMismatch
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.relay import queries, sequences
@@ -275,16 +275,20 @@ class LocalPositions:
             self._session.close()
 
     def _run(self) -> None:
-        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        backoff, has_schema = Backoff(FIRST_PAUSE, LONGEST_PAUSE), False
         while not self._halt.is_set():
             try:
                 with self._session.use() as connection:
                     SCHEMA.check(connection)
+                    has_schema = True
                     if self._standby.take(connection, [_LOCK_KEY]):
                         set_lock_timeout(connection)
                         self._decide(PositionDecider(connection, self._is_ours), backoff)
                 self._halt.wait(1.0)
-            except (Retry, Refused) as error:
+            except (Retry, Refused, SchemaMismatch) as error:
+                # If a schema that this process has used is missing, it is being restored.
+                if isinstance(error, SchemaMismatch) and (error.found != 0 or not has_schema):
+                    raise
                 if self._problem != str(error):
                     log.warning("Positions for readers of this database wait", problem=str(error))
                 self._problem = str(error)
