@@ -415,11 +415,11 @@ def test_a_follower_that_is_killed_serves_the_readers(
         "create trigger linger after insert or update on tidemark_reader.positions execute function linger();"
         "create trigger linger after insert on tidemark_reader.late_completions execute function linger()"
     )
-    effects, inside, follower = SqlEffects(database, most=1000), 0, None
+    effects, inside, follower = SqlEffects(database, most=7), 0, None
     facts_of_writers.publish()
     with following(redis_url, database):
         eventually(lambda: token(readers) is not None)
-    with reading(effects, SqlVectorEffects(database, most=1000)):
+    with reading(effects, SqlVectorEffects(database, most=7)):
         try:
             for number in range(FOLLOWER_KILLS + 1):
                 follower = forked.Process(target=follow, args=(redis_url, database), daemon=True)
