@@ -75,7 +75,7 @@ def test_functions_refuse_what_is_hidden_from_their_owner(ready: str, sql: psyco
         for (function,) in sql.execute(
             "select oid::regprocedure::text from pg_proc where pronamespace = 'tidemark'::regnamespace"
         ).fetchall():
-            sql.execute(f"alter function {function} owner to making".encode())
+            sql.execute(f"alter routine {function} owner to making".encode())
         sql.execute("grant all on all sequences in schema tidemark to making")
         with psycopg.connect(make_conninfo(address), autocommit=True) as service:
             assert Writer().append(service, "orders", 1) == 1
