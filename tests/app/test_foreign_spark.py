@@ -25,7 +25,7 @@ def test_a_pipeline_runs_its_own_spark_and_says_what_it_ignores(
     for name, text in foreign.items():
         monkeypatch.setenv(name, text)
     running = site.start(log_level="info").ready()
-    [said] = [line for line in running.log().splitlines() if "gnored variables of another Spark" in line]
+    [said] = [line for line in running.log().splitlines() if "gnored environment variables of another Spark" in line]
     assert ", ".join(foreign) in said
     running.terminate()
 

@@ -46,12 +46,12 @@ def is_loopback(host: str) -> bool:
     return host in LOOPBACK
 
 
-def _is_host_port(text: str) -> str:
+def _check_host_port(text: str) -> str:
     host_port(text)
     return text
 
 
-def _is_conninfo(secret: SecretStr) -> SecretStr:
+def _check_conninfo(secret: SecretStr) -> SecretStr:
     try:
         conninfo_to_dict(secret.get_secret_value())
     except psycopg.ProgrammingError:  # the original error may quote the password
@@ -59,7 +59,7 @@ def _is_conninfo(secret: SecretStr) -> SecretStr:
     return secret
 
 
-def _is_redis_url(secret: SecretStr) -> SecretStr:
+def _check_redis_url(secret: SecretStr) -> SecretStr:
     if not re.match(r"(rediss?(\+(sentinel|cluster))?|unix)://", secret.get_secret_value()):
         raise ValueError("not a Redis URL (redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://)")
     return secret
@@ -89,7 +89,7 @@ def masked_url(text: str) -> str:
         return "***"
 
 
-def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
+def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
     if secret is not None and not re.match(r"https?://", secret.get_secret_value()):
         raise ValueError("not a URL (https://...)")
     return secret
@@ -103,22 +103,22 @@ class Shown:
     web: bool = False
 
 
-def _is_optional_conninfo(secret: SecretStr | None) -> SecretStr | None:
-    return None if secret is None else _is_conninfo(secret)
+def _check_optional_conninfo(secret: SecretStr | None) -> SecretStr | None:
+    return None if secret is None else _check_conninfo(secret)
 
 
-def _is_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
-    return None if secret is None else _is_redis_url(secret)
+def _check_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
+    return None if secret is None else _check_redis_url(secret)
 
 
-WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown(web=True)]
-PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
-RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
-OtherDsn = Annotated[SecretStr | None, AfterValidator(_is_optional_conninfo), Shown()]
-OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_is_optional_redis_url), Shown()]
+WebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Shown(web=True)]
+PostgresDsn = Annotated[SecretStr, AfterValidator(_check_conninfo), Shown()]
+RedisUrl = Annotated[SecretStr, AfterValidator(_check_redis_url), Shown()]
+OtherDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Shown()]
+OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Shown()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
-HostPort = Annotated[str, AfterValidator(_is_host_port)]
+HostPort = Annotated[str, AfterValidator(_check_host_port)]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
 _LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")

@@ -79,7 +79,9 @@ def _check_proxies(text: str) -> str:
         try:
             proxy == "*" or ip_network(proxy)
         except ValueError:
-            raise ValueError("not addresses or networks such as 10.0.0.7,10.0.0.0/8") from None
+            raise ValueError(
+                "expected `*`, or addresses or networks separated by commas, for example 10.0.0.7,10.0.0.0/8"
+            ) from None
     return text
 
 

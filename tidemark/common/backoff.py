@@ -47,7 +47,9 @@ class WaitLog:
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Log the failure if a line is due. Returns the seconds to wait."""
+        """Log the failure if it is the first of this server in a row, or if the last log line is at least `LOG_EVERY`
+        seconds old. Returns the seconds to wait.
+        """
         now = time.monotonic()
         if not self._server:
             self._began = now

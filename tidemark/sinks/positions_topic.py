@@ -218,14 +218,14 @@ class PositionsTopic:
             values[stream] = self._merge(stream, row.linear, row.positions, row.forgotten)
         return values
 
-    def _merge(self, stream: str, linear: int, rows: Mapping[str, int], dropped: Iterable[str]) -> bytes:
+    def _merge(self, stream: str, linear: int, positions: Mapping[str, int], dropped: Iterable[str]) -> bytes:
         """The next value of a stream. No position in it is lower than in the last value.
 
         Args:
-            rows: writer -> position.
+            positions: writer -> position.
             dropped: writers to leave out.
         """
-        vector = dict(rows)
+        vector = dict(positions)
         if (last := self._values.get(stream)) is not None:
             before = _DECODER.decode(last)
             linear = farther(linear, before.linear)

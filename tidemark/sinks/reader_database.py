@@ -128,7 +128,7 @@ def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str,
 
 
 def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """By (stream, number), the number of late completions after that number in this database."""
+    """For each (stream, number), count the late completions of the stream with a higher number in this database."""
     rows = session.fetch_tuples(
         "select known.stream, known.number, (select count(*) from tidemark_reader.late_completions l"
         "   where l.stream = known.stream and l.number > known.number)"

@@ -76,8 +76,8 @@ class OversizedRecords:
         )  # fmt: skip
 
     def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """Make a producer with the topic's current limit; None if the limit is still too low for all records. Queries
-        Kafka at most once per pause; the pauses grow.
+        """Make a producer with the topic's current `max.message.bytes`; None if not even one waiting record fits.
+        Queries Kafka at most once per pause; the pauses grow.
 
         Args:
             make: makes the producer.

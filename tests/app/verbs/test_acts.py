@@ -220,7 +220,7 @@ def test_what_a_relay_tells_is_not_fenced() -> None:
 def test_only_an_epoch_that_lives_can_be_ended(stored: bytes) -> None:
     """A stranger has none, and an epoch below ends nothing."""
     for wrong, why in (
-        (("zoe", None), "the writer has no open epoch"),
+        (("zoe", None), "writer zoe has no open epoch"),
         (("a", 7), "epoch 7 is open: give a higher epoch"),
     ):
         with pytest.raises(BadRecord, match=why):

@@ -66,10 +66,10 @@ class BatchTrace(Protocol):
     """Receives the progress of an attempt at a batch. The methods are called in this order, until the attempt fails."""
 
     def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
-        """Spark has read the records and advanced the states."""
+        """Called when Spark has read the records and advanced the states."""
 
     def published(self, published: PublishResult) -> None:
-        """All sinks have stored the batch, and its dead letters are sent."""
+        """Called when all sinks have stored the batch, and its dead letters are sent."""
 
 
 Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]

@@ -555,10 +555,12 @@ class ThresholdLog:
         before = self._crossed.get(event, {})
         self._crossed[event] = crossed
         _log(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
-        _log(log.info, end_event, [_names(fields) for name, fields in before.items() if name not in crossed])
+        _log(
+            log.info, end_event, [_identifying_fields(fields) for name, fields in before.items() if name not in crossed]
+        )
 
 
-def _names(fields: Fields) -> Fields:
+def _identifying_fields(fields: Fields) -> Fields:
     """The identifying fields, without values that change."""
     return {name: fields[name] for name in ("stream", "bound") if name in fields}
 

@@ -194,7 +194,8 @@ class ReplayReader:
                 del self._waiting_reads[key]
 
     async def read_missed_since(self, mark: DurableMark) -> MissedMoves | None:
-        """The moves of all streams since `mark`, or since a slightly older mark. They are read after this call.
+        """Read the moves of all streams since `mark`. The read begins after this call. It may be shared with other
+        clients, and may then begin at a slightly older mark.
 
         Returns:
             None if there are more than `MAX_MOVES`, if the moves are no longer stored, or if moves that are being sent

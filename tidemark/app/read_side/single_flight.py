@@ -52,7 +52,9 @@ class ReadCoalescer(Generic[K, T]):
 
 
 class _Queue(Generic[K, T]):
-    """Reads, one at a time and in order. A request joins the last waiting read if there is room for its keys."""
+    """Runs reads one at a time, in order of request. A request joins the last waiting read if that read has room for
+    its keys.
+    """
 
     def __init__(self, read: Read[K, T]) -> None:
         self._read = read

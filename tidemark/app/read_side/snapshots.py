@@ -84,7 +84,7 @@ class KnownPositions(PublishedPositions):
     read_at: float
 
     def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether a follower at these positions has all known positions."""
+        """Whether a follower at these positions has reached or passed the known positions."""
         return StreamChange(self.linear, 0, self.late, self.vector).is_reached_by(linear, positions, late)
 
 

@@ -24,7 +24,10 @@ class NoQuery(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OperationCall:
-    """A checked request. `stream`: the stream in the path, or empty. `query`: its parameters, as `Operation.query`."""
+    """A checked request.
+
+    `stream`: the stream in the path, or empty. `query`: the query parameters, decoded to the type `Operation.query`.
+    """
 
     service: Service
     request: Request

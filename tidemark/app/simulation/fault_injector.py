@@ -209,7 +209,9 @@ class FaultInjector:
                     self._source_faults.begin(planned)
                 return
             case _:
-                raise ValueError(f"the services themselves cause {planned.fault}, in their transactions")
+                raise ValueError(
+                    f"the fault injector cannot inject {planned.fault}: services inject it in their own transactions"
+                )
         if target:
             self._count_fault(planned.fault, target)
         elif planned.fault is Fault.RELAY or self._restarts(planned.fault):

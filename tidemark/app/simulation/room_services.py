@@ -148,9 +148,9 @@ class _RoomThread:
                     if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACK_PROBABILITY:
                         raise RolledBack
 
-    def _store_outliers(self, connection: Connection, events: Iterable[str]) -> None:
-        """Fetch the events that are not stored, and store them as outliers. `events` are IDs."""
-        ids = [*events]
+    def _store_outliers(self, connection: Connection, event_ids: Iterable[str]) -> None:
+        """Fetch the events that are not stored, and store them as outliers."""
+        ids = [*event_ids]
         missing = {*ids} - tables.load_events(connection, ids).keys()
         for event, _ in fetch_remote_events(connection, missing):
             self._store.persist(connection, replace(event, held_as=EventKind.OUTLIER))

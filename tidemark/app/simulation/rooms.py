@@ -415,8 +415,9 @@ def _load_stored_rooms(connection: Connection) -> StoredRooms:
 def _compare_initial_state(
     expected_room: ExpectedRoom, room: str, upto: VectorPosition, state: State, stored: StoredRooms
 ) -> RoomCount:
-    """Compare the state that an initial sync returned. For each key it must lie between the state of the live events up
-    to the position and the state of these events with all history."""
+    """Compare the state that an initial sync returned. For each key, the entry must be at or after the entry that the
+    live events up to `upto` give, and at or before the entry that these events and all history give.
+    """
     timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in timeline.items() if id > 0 and upto.covers(row)}
     history = {row.event for id, row in timeline.items() if id < 0}

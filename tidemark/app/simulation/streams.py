@@ -113,7 +113,7 @@ class Comparison:
         position: the position that the reader reports.
         resent_above: the ID (a magnitude) beyond which a restored database sends facts again; None if it was never
             restored.
-        final: no late completions follow. Before, facts beyond `resent_above` do not count as missed.
+        final: whether all late completions have arrived. If False, facts beyond `resent_above` do not count as missed.
         restores: how often the database was restored.
     """
 

@@ -302,7 +302,7 @@ HEALTHY_SECONDS = 60.0
 
 
 @dataclass
-class _Supervised:
+class _SupervisedServer:
     server: ServerProcess
     backoff: Backoff = field(default_factory=lambda: Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
     restart_at: float | None = None
@@ -320,10 +320,10 @@ class Supervisor:
     servers: Sequence[ServerProcess]
     say: Callable[[str], None]
     now: Callable[[], float] = time.monotonic
-    _supervised: list[_Supervised] = field(init=False)
+    _supervised: list[_SupervisedServer] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._supervised = [_Supervised(server, started_at=self.now()) for server in self.servers]
+        self._supervised = [_SupervisedServer(server, started_at=self.now()) for server in self.servers]
 
     def tick(self) -> None:
         for process in self._supervised:
@@ -334,7 +334,7 @@ class Supervisor:
             elif self.now() >= process.restart_at:
                 self._restart(process)
 
-    def _schedule_restart(self, process: _Supervised) -> None:
+    def _schedule_restart(self, process: _SupervisedServer) -> None:
         if self.now() - process.started_at > HEALTHY_SECONDS:
             process.backoff.reset()
         pause = process.backoff.next()
@@ -344,13 +344,13 @@ class Supervisor:
             f"{server.name} ended with code {server.returncode}; restarting it in {pause:.0f} s ({server.failure()})"
         )
 
-    def _restart(self, process: _Supervised) -> None:
+    def _restart(self, process: _SupervisedServer) -> None:
         process.server.spawn()
         process.restart_at = None
         process.started_at = self.now()
         process.is_restarting = True
 
-    def _report_answer(self, process: _Supervised) -> None:
+    def _report_answer(self, process: _SupervisedServer) -> None:
         if process.is_restarting and process.server.answers():
             process.is_restarting = False
             self.say(f"{process.server.name} is back after {self.now() - process.started_at:.0f} s")

@@ -339,7 +339,7 @@ def dead_letters_replay(
 def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client_settings(), kafka.producer_settings())
-    with session_of(settings.postgres, "tidemark act") as session, DeadLetterReader(config) as letters:
+    with session_of(settings.postgres, "tidemark override") as session, DeadLetterReader(config) as letters:
         yield letters, OverrideLog(session)
 
 

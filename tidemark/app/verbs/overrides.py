@@ -309,7 +309,8 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     now = codec.decode(stored)
     known = now.writers.get(writer)
     if known is None or known.retired_at is not None:
-        raise BadRecord(Reason.UNKNOWN_WRITER, "the writer has no open epoch: `tidemark status` shows its writers")
+        why = f"writer {writer} has no open epoch: `tidemark status {fields['stream']}` lists the writers of the stream"
+        raise BadRecord(Reason.UNKNOWN_WRITER, why)
     epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
     if epoch <= known.epoch:
         raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} is open: give a higher epoch")
@@ -530,7 +531,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
     settings = loaded()
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,
-        session_of(settings.postgres, "tidemark act") as session,
+        session_of(settings.postgres, "tidemark override") as session,
     ):
         postgres.check_readable()
         stored = postgres.states([fields["stream"]]).get(fields["stream"])

@@ -240,7 +240,7 @@ class FullChanges:
 
 
 def current_mark(connection: Connection) -> DurableMark:
-    """The mark of the newest batch; zeros before the first one."""
+    """The lease token and the time of the newest batch; the time is 0 before the first batch."""
     mark = fetch_one(
         connection,
         DurableMark,

@@ -43,12 +43,12 @@ class LaggingPartition:
 def note_lagging_partitions(
     connection: Connection, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
 ) -> None:
-    """Replace the rows of the table.
+    """Replace the rows of `tidemark.lagging_partitions`.
 
     Args:
         connection: a session of the owner of the lease.
-        partitions: (topic, partition, records, seconds of waiting, blocked offset, seconds of blocking). The server's
-            clock converts ages to times.
+        partitions: (topic, partition, unread records, seconds since it lags, offset of the blocking record, seconds
+            since it blocks). The server's clock converts ages to times.
     """
     columns = [list(column) for column in zip(*partitions, strict=True)] or [[], [], [], [], [], []]
     with connection.transaction():

@@ -72,10 +72,12 @@ class StoredPlace:
         has_begun: False: the reader has committed no batch yet, and begins at the `since` of its service.
         late: the number of the last late completion that was handed over.
         committed_at: when the place was stored.
-        parked: the number of parked facts; `retried` of them will be handed over again.
+        parked: the number of parked facts.
+        retried: how many of the parked facts will be handed over again.
         copies: the number of connections of the reader's copies to this database, for all partitions; None if they
             cannot be counted, because the name of the reader is not ASCII or too long, or the reader uses SQL.
-        busy_since: when a copy began its current batch; None if there is none or it is not visible, as for a partition.
+        busy_since: when a copy began its current batch; None if no copy has one or it is not visible, and always None
+            for a partition.
     """
 
     reader: str

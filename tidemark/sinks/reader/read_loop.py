@@ -575,7 +575,7 @@ def _token(place: Place) -> Token:
 
 
 def _lowest_token(place: Place) -> Token:
-    """The token of a place with unread ranges, so that writers may be below its linear position."""
+    """A token whose linear part is the lowest position: with unread ranges, a writer may be below `place.linear`."""
     return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 

@@ -52,7 +52,11 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `LATE` entry of the list of advances. `number` is its number in Postgres, which shows missing entries."""
+    """A `LATE` entry of the list of advances.
+
+    `number`: its number in Postgres. The numbers rise, so a newest number that is too low shows that
+    entries are missing.
+    """
 
     number: str
     writer: str

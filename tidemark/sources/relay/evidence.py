@@ -108,7 +108,7 @@ class StreamEvidence:
 
     @property
     def decided_upto(self) -> int:
-        """The highest ID up to which every ID is decided."""
+        """The highest ID up to which the relay knows for every ID whether it has a fact."""
         parts = [part for group in self._groups for part in (group.unread, group.absent) if part]
         return min([self.head, *(int(part.lows[0]) for part in parts)])
 

@@ -213,7 +213,7 @@ def write_beat(connection: Connection, stream: AppendStream) -> bool:
     return True
 
 
-def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
+def describe_heartbeat_lock_holders(connection: Connection, stream: AppendStream) -> str:
     """Describe the sessions that hold the stream's lock of beats exclusively, or wait for it."""
     rows = connection.execute(
         """
@@ -228,13 +228,14 @@ def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
 
 
 def raise_floor(
-    connection: Connection, stream: AppendStream, version: int, old: int, new: int, rows_sent: Intervals
+    connection: Connection, stream: AppendStream, version: int, old: int, new: int, sent_ids: Intervals
 ) -> bool:
     """Delete the rows up to `new`, which Kafka has, and raise the floor, in one transaction.
 
-    Only the rows of `rows_sent` are deleted. A row with another ID was committed after its ID was declared void. The
-    row stays below the floor, where `sequences.misplaced_rows` finds it. The chain of the database's writer has a cut
-    at every ID without a named writer. Writers whose epochs end at or below `new` become `retiring`.
+    Only the rows of `sent_ids` are deleted. A row with another ID was committed after its ID was declared void. The
+    row stays below the floor, where `sequences.misplaced_rows` finds it. In the chain of the database's own writer,
+    every ID without a named writer is a cut (`relay.evidence`). Writers whose epochs end at or below `new` become
+    `retiring`.
 
     Args:
         connection: must not be in a transaction.
@@ -242,12 +243,12 @@ def raise_floor(
         version: the version of the stream that the relay has read.
         old: the floor that the relay has read (a magnitude).
         new: the new floor.
-        rows_sent: the IDs up to `new` whose rows were sent.
+        sent_ids: the IDs up to `new` whose rows were sent.
 
     Returns:
         False if another relay has changed the stream, or a restore or a replication has written its rows.
     """
-    lows, highs = signed_bounds(stream, rows_sent)
+    lows, highs = signed_bounds(stream, sent_ids)
     rows = connection.execute(
         """
         with raised as (

@@ -226,7 +226,8 @@ class AppendRelay(RunLoop):
         for stream in decider.streams_without_beat - self._streams_without_beat:
             log.warning(
                 "The linear position of a stream waits: a session holds the lock of its heartbeats",
-                stream=stream.name, holder=queries.heartbeat_lockers(connection, stream), do="end that session",
+                stream=stream.name, holder=queries.describe_heartbeat_lock_holders(connection, stream),
+                do="end that session",
             )  # fmt: skip
         self._streams_without_beat = {*decider.streams_without_beat}
 

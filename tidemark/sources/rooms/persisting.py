@@ -234,7 +234,8 @@ class RoomStore:
         Args:
             connection: in the transaction that has locked the room.
             room: the room.
-            turn: the turn of the event that changes the memberships.
+            turn: how often the room's lock had been taken when the event that changes the memberships was persisted
+                (`rooms.timeline.turn`).
             members: by member, the changed entry of the room's current state.
         """
         before = tables.joined_among(connection, room, members)

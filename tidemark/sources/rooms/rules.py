@@ -231,7 +231,8 @@ def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
     """Check that the edges of the event stay in its room and form no cycle.
 
     Edges lead from deeper events to less deep events; between events of `MAX_DEPTH`, from later events to earlier ones.
-    A stored event that names this one and is not deeper states a wrong depth, and loses its edge.
+    If a stored event names this event as its prev but is not deeper, the stored event's depth is wrong and its edge
+    does not count.
     """
     for prev in related.prevs.values():
         _require(event, prev.room == event.room, f"its prev event {prev.id} is of another room, {prev.room}")

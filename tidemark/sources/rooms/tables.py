@@ -108,7 +108,9 @@ def lock_room(connection: Connection, room: str) -> LockedRoom:
 
 
 def load_events(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
-    """By ID, the stored events among these, each with the group of the state after it; None for an outlier."""
+    """Load the stored events of `ids`. Returns by ID: the event, and the group of the state after it (None for an
+    outlier).
+    """
     rows = connection.execute(
         "select event, room, type, sender, prevs, depth, state_key, content, held_as, state_group"
         " from rooms.events where event = any(%s)",

@@ -428,7 +428,7 @@ class StreamDecider:
         """
         self.check(head)
         low, top = ids[0], min(ids[1], head)
-        table = {fact.id: fact for fact in self.owned(facts)}
+        table = {fact.id: fact for fact in self.with_writers(facts)}
         # Above `kept_above`, rows are not deleted: a received fact that is not in the table belongs to a lost history.
         received = min(top, self.kept_above)
         known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
@@ -447,7 +447,7 @@ class StreamDecider:
             self._received = {id: fact for id, fact in self._received.items() if id > linear}
         return advances
 
-    def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
+    def with_writers(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
         """The facts, each with its writer. Facts without a writer get their probable writer."""
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 

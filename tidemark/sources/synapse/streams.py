@@ -188,14 +188,14 @@ class StreamPublisher:
         assert self.published is not None
         low = self.published.since if newest is None else self.published.above(newest)
         sent_upto = {writer: at for writer, at in self.known.all_sent_upto.items() if writer not in self.known.backlog}
-        table = self.decider.owned(tables.identities(synapse, self.bridged.stream, low, self.known.reach))
+        table = self.decider.with_writers(tables.identities(synapse, self.bridged.stream, low, self.known.reach))
         self.decider.add_unknown(fact.writer for fact in table)
         if replaced := self.published.replaced(table):
             raise FactsReplaced(self.bridged.name, replaced[0].id)
         missing = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
         for id in sorted(missing)[:MAX_LATE]:
-            late += self.decider.owned(tables.facts(synapse, self.bridged.stream, id - 1, id)[1])
+            late += self.decider.with_writers(tables.facts(synapse, self.bridged.stream, id - 1, id)[1])
         if late:
             flush_wal(synapse)
             state.publish_late(own, self.known, self.published, late)

@@ -127,7 +127,10 @@ always differs."""
 
 
 def _table_query(table: str, row: str, identity: str = "") -> TableQuery:
-    """`identity`: columns of the identity that are not in the row."""
+    """Query a table of Synapse by `stream_id`.
+
+    `row`: the columns to send. `identity`: further columns that, with `row`, tell two versions of a row apart.
+    """
     extra = f", {identity}" if identity else ""
     whole = f"json_build_array({row}{extra})::text"
     return TableQuery(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in extra)

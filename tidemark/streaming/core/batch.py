@@ -118,8 +118,8 @@ class StreamBatch:
         stream: the state, decoded.
         outcome: the changes of the batch so far.
         refusals: rejected records, with topic and partition; IDs are signed.
-        overrides: markers of operators that were applied, with `by` and `why`.
-        requeues: deferred records that have room now.
+        overrides: the applied operator overrides, with `by` and `why`.
+        requeues: deferred records that now fit within the bound.
         encoded: the new state, set by `finish`.
     """
 

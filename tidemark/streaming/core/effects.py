@@ -315,7 +315,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
             `forgotten` (completed IDs dropped at the bound). Rejected records are in `ShardEffects.rejected`.
         state: the new state (`core.codec`) without the table of its retired writers.
         retired: that table; None if the batch did not change it.
-        requeues: deferred records that have room now.
+        requeues: deferred records that now fit within the bound.
     """
 
     stream: str

@@ -88,7 +88,7 @@ class Cluster:
         return {
             **SETTINGS,
             **({} if self.has_store else LOCAL_STATE_SETTINGS),
-            **self._executor_count(),
+            **self._executor_count_settings(),
             "spark.driver.host": _uri_host(self.driver_host),
             "spark.driver.port": str(self.driver_port),
             "spark.blockManager.port": str(self.block_manager_port),
@@ -98,7 +98,7 @@ class Cluster:
             **self.pods.settings(),
         }
 
-    def _executor_count(self) -> dict[str, str]:
+    def _executor_count_settings(self) -> dict[str, str]:
         if self.max_executors is None:
             return {"spark.executor.instances": str(self.executors)}
         return {

@@ -115,7 +115,8 @@ def set_environment(conf: SparkConf) -> None:
     """
     if ignored := [name for name in remove_foreign_variables([VariableGroup.SPARK]) if name not in _own_variables]:
         log.warning(
-            "Ignored variables of another Spark; TIDEMARK_SPARK_CONF_FILE sets Spark up",
+            "Ignored environment variables of another Spark installation. To configure Tidemark's Spark, set"
+            " TIDEMARK_SPARK_CONF_FILE",
             variables=", ".join(ignored),
         )
     local = is_local(conf.get("spark.master", ""))
