@@ -23,6 +23,8 @@ MIN_LINES = 80
 # What is left of each rule. The lists and numbers may only become shorter and smaller.
 SMALL_MODULES = {"tidemark.errors"}  # the public name of our errors
 
+TRUTH_VALUE = re.compile(r"_?(is|has|was|can)_")
+BOOL = re.compile(r"\b(bool|TypeGuard|TypeIs)\b")
 RETIRED_PARTS = {
     "told": 0,
     "tell": 1,
@@ -191,6 +193,17 @@ def test_retired_words_are_not_in_identifiers() -> None:
                 names[found[0]] += 1
     assert {word: parts[word] for word, ceiling in RETIRED_PARTS.items() if parts[word] > ceiling} == {}
     assert {word: names[word] for word, ceiling in RETIRED_NAMES.items() if names[word] > ceiling} == {}
+
+
+def test_is_and_has_name_truth_values() -> None:
+    """A function whose name says that it answers yes or no returns a bool."""
+    answers = {
+        f"{path.relative_to(ROOT)}: {node.name}": ast.unparse(node.returns or ast.Constant(None))
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and TRUTH_VALUE.match(node.name)
+    }
+    assert {name: kind for name, kind in answers.items() if not BOOL.search(kind)} == {}
 
 
 def test_one_word_is_one_thing() -> None:

@@ -61,7 +61,7 @@ class OverrideEntry:
 _CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
 
 
-def _is_same_record(one: LiteralString, other: LiteralString) -> LiteralString:
+def _same_record_condition(one: LiteralString, other: LiteralString) -> LiteralString:
     """The SQL condition that two rows of the audit or of overrides describe equal records."""
     return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
@@ -72,14 +72,14 @@ with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
         host(a.seen_from) as seen_from, a.topic, a.partition, a."offset", coalesce(a.outcome, (
             select 'applied' from tidemark.skips s
-            where {_is_same_record("s", "a")} limit 1)) as outcome
+            where {_same_record_condition("s", "a")} limit 1)) as outcome
     from tidemark.overrides a
     union all
     select null, s.time, s.kind, s.stream, s.writer, s.epoch, s.prev, s.id, s.by, s.why, null, null, null, null, null,
         'applied'
     from tidemark.skips s where not exists (
         select from tidemark.overrides a
-        where {_is_same_record("s", "a")})
+        where {_same_record_condition("s", "a")})
 )
 select * from listed
 """
@@ -88,17 +88,17 @@ select * from listed
 # Rows of the audit are in the order in which the records were applied.
 _OUTCOME: LiteralString = f"""
 with act as (select * from tidemark.overrides where number = %(number)s), mine as (
-    select s.number from act a join tidemark.skips s on {_is_same_record("s", "a")}
+    select s.number from act a join tidemark.skips s on {_same_record_condition("s", "a")}
     where s.number > %(last_skip)s
     order by s.number offset (
         select least(count(*), (select greatest(count(*) - 1, 0) from act a join tidemark.skips s
-            on {_is_same_record("s", "a")} where s.number > %(last_skip)s))
+            on {_same_record_condition("s", "a")} where s.number > %(last_skip)s))
         from act a join tidemark.overrides b
             on (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why, b.topic, b.partition)
             = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.topic, a.partition)
             and b."offset" < a."offset" and b.outcome is distinct from 'refused'
         where not exists (select from tidemark.skips s
-            where {_is_same_record("s", "b")} and s.number <= %(last_skip)s)
+            where {_same_record_condition("s", "b")} and s.number <= %(last_skip)s)
     ) limit 1
 )
 select exists (

@@ -178,13 +178,13 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
     hide_expired(connection, today, retention)
     oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
     # The most specific policy counts, as in `streaming.values.limits`.
-    is_expired: LiteralString = """ < %s - coalesce((
+    expired: LiteralString = """ < %s - coalesce((
         select value from tidemark.policies p where setting = 'history_days'
             and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
         order by p.stream = g.stream desc, length(p.stream) desc limit 1
     ), %s)::integer"""
     for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.linear_moves g where time"):
-        connection.execute(f"delete from {rows}{is_expired}", (today, retention.history))
+        connection.execute(f"delete from {rows}{expired}", (today, retention.history))
     connection.execute(
         "delete from tidemark.applied_batches where applied_at < %s"
         " and number < (select max(number) from tidemark.applied_batches)",

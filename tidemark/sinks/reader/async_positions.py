@@ -19,8 +19,8 @@ from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     async_await_entry,
     async_read_keys,
-    is_filled,
-    is_listed,
+    query_filled,
+    query_listed,
     open_async_session,
 )
 from tidemark.sinks.reader.requests import (
@@ -150,9 +150,9 @@ class AsyncPositions:
                 return await self._keys(request)
             case CheckStreamName(stream):
                 async with self._session.use() as client:
-                    if await is_listed(client, stream):
+                    if await query_listed(client, stream):
                         return True
-                    filled = bool(await is_filled(client))
+                    filled = bool(await query_filled(client))
                 if self._history is None:
                     return not filled
                 stored = await asyncio.to_thread(self._history.keys, stream)

@@ -20,9 +20,9 @@ from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     await_entry,
-    is_filled,
-    is_listed,
     open_session,
+    query_filled,
+    query_listed,
     read_keys,
 )
 from tidemark.sinks.reader.requests import (
@@ -150,9 +150,9 @@ class Positions:
                 return self._keys(request)
             case CheckStreamName(stream):
                 with self._session.use() as client:
-                    if is_listed(client, stream):
+                    if query_listed(client, stream):
                         return True
-                    filled = bool(is_filled(client))
+                    filled = bool(query_filled(client))
                 if self._history is None:
                     return not filled
                 stored = self._history.keys(stream)

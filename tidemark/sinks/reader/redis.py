@@ -391,12 +391,12 @@ class _CommandRecorder(CoreCommands):
         self.commands.append([_decode(word) if isinstance(word, bytes) else str(word) for word in words])
 
 
-def is_listed(client: Any, stream: str) -> Any:
+def query_listed(client: Any, stream: str) -> Any:
     """Whether Redis lists the stream. Returns a coroutine with an asyncio client."""
     return client.sismember(STREAMS, stream)
 
 
-def is_filled(client: Any) -> Any:
+def query_filled(client: Any) -> Any:
     """Whether a pipeline publishes to this Redis. Returns a coroutine with an asyncio client."""
     return client.exists(SENTINEL)
 
