@@ -19,9 +19,9 @@ from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     async_await_entry,
     async_read_keys,
+    open_async_session,
     query_filled,
     query_listed,
-    open_async_session,
 )
 from tidemark.sinks.reader.requests import (
     Answer,
