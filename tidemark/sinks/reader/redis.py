@@ -24,6 +24,7 @@ from tidemark.sinks.reader.requests import (
     ReadList,
     ReadNewest,
     StreamKeys,
+    cancel_task,
 )
 from tidemark.sinks.redis.client import (
     REDIS_PY_ERRORS,
@@ -119,7 +120,7 @@ class _SharedReads:
         return await asyncio.shield(self._answers[request])
 
     async def aclose(self) -> None:
-        await _cancel(self._task)
+        await cancel_task(self._task)
 
     async def _run(self) -> None:
         try:
@@ -184,7 +185,7 @@ class _SharedWatch:
 
     async def aclose(self) -> None:
         for task in [*self._tasks.values()]:
-            await _cancel(task)
+            await cancel_task(task)
 
     def _covers(self, stream: str, after: tuple[int, int]) -> bool:
         watched = self._watched.get(True)
@@ -240,12 +241,6 @@ def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> Non
             cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
             answer.set_exception(cause)
             answer.exception()  # every task may have been cancelled
-
-
-async def _cancel(task: "asyncio.Task[None] | None") -> None:
-    while task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)  # redis-py may swallow a cancellation while it connects
 
 
 async def async_read_keys(session: AsyncSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
