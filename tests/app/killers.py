@@ -2,7 +2,7 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `requeue` (`step` of
+The step is `commit`, `publish_to_sink` or `dead_letter` of `sinks.publisher.Publisher`, or `requeue` (`step` of
 `sinks.dead_letters.Requeuer`), each of which counts as a batch; the batch counts from 1 in this process.
 """
 

@@ -42,7 +42,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     overfull(site)
     play = site.play(seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
-    for step in ("commit", "show", "dead_letter"):
+    for step in ("commit", "publish_to_sink", "dead_letter"):
         doomed = site.start(module=("tests.app.killers", "SIGKILL", step, "3"), max_records_per_batch=FEW)
         assert doomed.ends() == -9, doomed.log()
     running = site.start()

@@ -19,7 +19,7 @@ class SlowQuery:
         self.is_automatic = False
         """Whether each reading of the clock moves the clock by a second."""
         self._query = sequences.misplaced_rows
-        monkeypatch.setattr(sequences, "QUICK", 0.0)
+        monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", 0.0)
         monkeypatch.setattr(sequences, "time", self)
         monkeypatch.setattr(sequences, "misplaced_rows", self._run)
 
