@@ -13,7 +13,9 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
     killed, the second is followed by the first within 30 s; all that was read in between is counted once."""
     play = site.play(seed=31, cast=Cast(streams=2, writers=3, rate=200.0))
     with RedisWatcher(site, play) as watcher:
-        first = site.start(module=("tests.app.killers", "SIGSTOP", "publish_to_sink", "3"), lease_seconds=5, owner="first").ready()
+        first = site.start(
+            module=("tests.app.killers", "SIGSTOP", "publish_to_sink", "3"), lease_seconds=5, owner="first"
+        ).ready()
         second = site.start(lease_seconds=5, owner="second", checkpoint=site.home / "second")
         second.says("Waiting for the lease: first has it since")
         for now in (2.0, 4.0, 6.0):
