@@ -31,9 +31,9 @@ from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.redis_reader import listen
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader import translate_errors
 from tidemark.sinks.redis.client import channel_in_database, database_of, hash_tag, lines_channel
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, RelayedCommand, ReplicateCommand, parse

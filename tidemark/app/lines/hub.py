@@ -12,10 +12,10 @@ from typing import Any
 
 from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.app.read_side import ReadSide, metrics
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.subscription import EventBatch, FollowerStarted, Item, Listener
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
 from tidemark.streaming.values.direction import beyond

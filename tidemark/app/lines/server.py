@@ -19,10 +19,10 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.rows import Announcement
 from tidemark.app.logs import RepeatedLog, shortened
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.serving.tls_listener import ListenerConfig, NoFreeSlot, SlotPool, TlsListener
 from tidemark.common.errors import BadCommand
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.streaming.wire import line_protocol
 from tidemark.streaming.wire.line_protocol import (
     Command,

@@ -15,7 +15,6 @@ from tidemark.app.read_side.metrics import ChainChecker
 from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import Notifications
 from tidemark.app.read_side.replay import BufferedReplay, ReplayBuffer
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
 from tidemark.app.read_side.subscription import (
     EventBatch,
@@ -28,6 +27,7 @@ from tidemark.app.read_side.subscription import (
 )
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark, StreamChange
 from tidemark.sinks.reader import (
     LONGEST_WAIT,

@@ -13,8 +13,9 @@ from weakref import WeakValueDictionary
 
 from redis.exceptions import RedisError, ResponseError
 
-from tidemark.app.read_side.single_flight import CircuitBreaker, ReadCoalescer, cancel_until_done
+from tidemark.app.read_side.single_flight import CircuitBreaker, ReadCoalescer
 from tidemark.common.errors import Refused, Stop, Unavailable
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader import (
     REMEDIES,
     ReadKeys,

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
@@ -136,17 +136,3 @@ class CircuitBreaker:
         if self.problem is not None:
             log.info(f"{self._name} answers again")
         self.problem = None
-
-
-CANCEL_INTERVAL_SECONDS = 0.1
-
-
-async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task again and again until it has ended. One call of `cancel` may be lost, because redis-py takes a
-    cancellation during a connection attempt for a failed connection.
-    """
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_INTERVAL_SECONDS)
-    if not task.cancelled():
-        task.exception()

@@ -23,7 +23,6 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.logs import shutdown_event
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
@@ -31,6 +30,7 @@ from tidemark.app.sidecar.app import AppConfig, create_app
 from tidemark.app.sidecar.service import Limits
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sources.kafka_lookup import Tail
 
 log = get_logger(__name__)

@@ -11,12 +11,13 @@ from prometheus_client import generate_latest
 
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.read_side import ReadSide, metrics
-from tidemark.app.read_side.single_flight import ReadCoalescer, cancel_until_done
+from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.serving.tls_listener import FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.event_stream import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 from tidemark.common.errors import Slow, Stop, Unavailable
+from tidemark.common.tasks import cancel_until_done
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from tidemark.app.diagnosis.open_ranges import LinearLagAnswer, Name, StreamId, Verdict, lag_answer, last_seen, moment
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
-from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshot
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.app.sidecar.event_stream import encode_event
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.core.effects import Blocker
 from tidemark.streaming.values.direction import beyond, farther

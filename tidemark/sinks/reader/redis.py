@@ -15,6 +15,7 @@ import redis
 import redis.asyncio
 from redis.commands import CoreCommands
 
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
@@ -24,7 +25,6 @@ from tidemark.sinks.reader.requests import (
     ReadList,
     ReadNewest,
     StreamKeys,
-    cancel_task,
 )
 from tidemark.sinks.redis.client import (
     REDIS_PY_ERRORS,
@@ -120,7 +120,8 @@ class _SharedReads:
         return await asyncio.shield(self._answers[request])
 
     async def aclose(self) -> None:
-        await cancel_task(self._task)
+        if self._task is not None:
+            await cancel_until_done(self._task)
 
     async def _run(self) -> None:
         try:
@@ -185,7 +186,7 @@ class _SharedWatch:
 
     async def aclose(self) -> None:
         for task in [*self._tasks.values()]:
-            await cancel_task(task)
+            await cancel_until_done(task)
 
     def _covers(self, stream: str, after: tuple[int, int]) -> bool:
         watched = self._watched.get(True)

@@ -16,12 +16,9 @@ from psycopg.sql import Composed
 
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import ReaderInUse, Unavailable
-from tidemark.common.log import get_logger
+from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-log = get_logger(__name__)
-
-CANCELLATIONS_UNTIL_LOGGED = 50  # about 5 s
 LONGEST_WAIT = 1.0  # seconds between two reads: the linear position may move without a list entry (a writer retires)
 
 
@@ -238,27 +235,6 @@ def pause(stopping: threading.Event, seconds: float) -> None:
     stopping.wait(seconds)
 
 
-async def cancel_task(task: "asyncio.Task[Any] | None") -> None:
-    """Cancel the task until it ends, because redis-py may swallow a cancellation while it connects."""
-    tries = 0
-    while task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-        tries += 1
-        if tries == CANCELLATIONS_UNTIL_LOGGED:
-            log.warning("A task does not end although it was cancelled", waits_in=_await_chain(task.get_coro()))
-
-
-def _await_chain(waiting: Any) -> list[str]:
-    """The functions that a coroutine waits in, outermost first, with line numbers."""
-    chain = list[str]()
-    while waiting is not None:
-        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
-        chain.append(repr(waiting) if frame is None else f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
-    return chain
-
-
 class AsyncStep:
     """The next step of a reader, for one asyncio task at a time.
 
@@ -296,9 +272,8 @@ class AsyncStep:
     async def aclose(self) -> None:
         """Cancel a step that still runs."""
         task, self._task = self._task, None
-        await cancel_task(task)
-        if task is not None and not task.cancelled():
-            task.exception()
+        if task is not None:
+            await cancel_until_done(task)
 
 
 class Step:

@@ -1,4 +1,4 @@
-"""What asyncio readers share."""
+"""Tasks that are cancelled until they end."""
 
 import asyncio
 from contextlib import suppress
@@ -6,12 +6,12 @@ from contextlib import suppress
 import pytest
 from structlog.testing import capture_logs
 
-from tidemark.sinks.reader import requests
-from tidemark.sinks.reader.requests import cancel_task
+from tidemark.common import tasks
+from tidemark.common.tasks import cancel_until_done
 
 
 def test_a_task_that_swallows_cancellations_is_cancelled_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "CANCELLATIONS_UNTIL_LOGGED", 2)
+    monkeypatch.setattr(tasks, "CANCELLATIONS_UNTIL_LOGGED", 2)
 
     async def swallows(cancellations: int) -> None:
         for _ in range(cancellations):
@@ -21,7 +21,7 @@ def test_a_task_that_swallows_cancellations_is_cancelled_again_and_named(monkeyp
     async def run() -> None:
         task = asyncio.create_task(swallows(3))
         await asyncio.sleep(0)
-        await cancel_task(task)
+        await cancel_until_done(task)
         assert task.done()
 
     with capture_logs() as logs:
