@@ -225,7 +225,7 @@ class SteppedBridge:
         self._wait()
 
     def rounds(self, count: int = 8) -> None:
-        """Let the bridge work for so many rounds, and check what it has published."""
+        """Let the bridge work for `count` rounds, and check what it has published."""
         for _ in range(count):
             self.round()
         self.check()
@@ -246,7 +246,7 @@ class SteppedBridge:
         self.sql.execute("select nextval(%s)", [self._stream.sequence])
 
     def write(self, count: int = 1) -> list[int]:
-        """The workers write so many facts in turns, each in its own transaction. Returns the IDs."""
+        """The workers write `count` facts in turns, each in its own transaction. Returns the IDs."""
         ids = list[int]()
         for number in range(count):
             worker = self.workers[number % len(self.workers)]

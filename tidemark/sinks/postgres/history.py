@@ -116,8 +116,8 @@ def advances_since(
     Args:
         known: stream, writer and position of each writer.
         per_writer: the largest number of advances of each writer; the oldest ones are left out.
-        most: the largest number of all advances. If the result has so many, the last chain may be incomplete, and other
-            chains may be missing.
+        most: the largest number of all advances. If the result has that number, the last chain may be incomplete, and
+            other chains may be missing.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
     rows = execute(connection, _CHAINS, known, per_writer, most, most)

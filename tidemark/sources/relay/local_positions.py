@@ -19,7 +19,7 @@ from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.decider import is_due, observe
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed_bounds
-from tidemark.sources.relay.sequences import SequenceState, StreamSnapshot
+from tidemark.sources.relay.sequences import StreamSnapshot
 from tidemark.sources.run_loop import StandbyLocks, set_lock_timeout
 from tidemark.streaming.values.intervals import Intervals
 
@@ -84,7 +84,7 @@ class PositionDecider:
         self._connection = connection
         self._is_ours = is_ours
         self._streams: dict[int, _DecidedStream] = {}
-        self._sequences: dict[int, SequenceState] = {}  # by number of the stream, in the last round
+        self._snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]] = {}  # of the last round
         self._is_new = True
 
     @property
@@ -96,10 +96,9 @@ class PositionDecider:
         """Query all streams once, and store their positions. Yields the name of each step before the step runs, so that
         tests can run other processes between steps. Returns whether a position has moved."""
         yield "heads"
-        snapshots = {
+        self._snapshots = snapshots = {
             stream.number: (stream, snapshot) for stream, snapshot in sequences.read_snapshots(self._connection).items()
         }
-        self._sequences = {number: snapshot.sequence for number, (_, snapshot) in snapshots.items()}
         heads = self._heads(snapshots)
         due = {number for number, head in heads.items() if is_due(self._streams[number].evidence, head)}
         if observed := [state for number, state in self._streams.items() if number in due]:
@@ -124,15 +123,16 @@ class PositionDecider:
         Returns:
             False at once if more than the sequences has to be queried: an ID is open, or a sequence is unfit.
         """
+        seen = {number: snapshot.sequence for number, (_, snapshot) in self._snapshots.items()}
         if (
             any(state.evidence.decided_upto < state.evidence.head for state in self._streams.values())
-            or any(sequence.defect for sequence in self._sequences.values())
-            or len(self._sequences) > sequences.HEADS_AT_ONCE
+            or any(sequence.defect for sequence in seen.values())
+            or len(seen) > sequences.HEADS_AT_ONCE
         ):
             return False
         self._connection.execute(
             "call tidemark.await_ids(%s::integer[], %s::bigint[], %s::float8, %s::float8)",
-            [[*self._sequences], [sequence.last for sequence in self._sequences.values()], pause, most],
+            [[*seen], [sequence.last for sequence in seen.values()], pause, most],
         )
         return True
 

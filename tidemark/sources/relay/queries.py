@@ -326,7 +326,7 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Records are sent after commits, so the commits must be durable, whatever the database's default is.
+        # Records are sent after commits, so the commits must be durable, also with another default.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
         # dead rows.

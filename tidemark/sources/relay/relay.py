@@ -72,7 +72,7 @@ log = get_logger(__name__)
 _NAMES_BYTES = 2 * 4 * 255
 """The largest size of the names of stream and writer in a record."""
 MAX_UNACKNOWLEDGED_BYTES = 16 * 1024 * 1024
-"""If so many bytes wait for Kafka's acknowledgement, further facts stay in the database."""
+"""If this number of bytes waits for Kafka's acknowledgement, further facts stay in the database."""
 SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.05
 """Seconds between two queries of the database: the first after a change, the second after a while without changes."""
 _FLOOR_INTERVAL = 1.0

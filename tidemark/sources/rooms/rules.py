@@ -1,7 +1,7 @@
 """The rules of a room's DAG: how one persisted event changes edges, extremities and timelines. Pure.
 
 An event names its prev events, so the edges point back in time. `compute_change` needs only the neighbours of an event,
-so a store reads a few rows, whatever the size of the room.
+so a store reads a few rows, also for a large room.
 
 A state maps each key (type, state key) to an event. The state resolution is simpler than Matrix's: for each key the
 deepest event wins; among equally deep events, the greatest ID. So the order and number of resolutions do not matter.
