@@ -1,7 +1,8 @@
-"""The command line. `VERBS` has every verb with its module and help. A verb's module is imported when the verb is used.
+"""The command line. A verb is a subcommand. `VERBS` lists the verbs. The module of a verb is imported at its first use.
 
 Exit codes: 0 success, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 a check
-of `--check` failed, or the effect of an operator override was not confirmed in time, 130 Ctrl-C.
+of `--check` failed, the effect of a change was not confirmed in time, or `replay` could not compare a stream, 130
+Ctrl-C.
 """
 
 from importlib import import_module
@@ -15,7 +16,7 @@ from tidemark.common.errors import ExtraMissing
 
 
 class Verb(NamedTuple):
-    """A verb: its module, the extra that the module needs ("" for none), and its line in the help."""
+    """A verb: its module, the extra of the package that the module needs ("" for none), and its line in the help."""
 
     module: str
     extra: str

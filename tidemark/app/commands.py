@@ -76,8 +76,11 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def without_stack(error: Unavailable | Refused) -> str | None:
-    """The error text if the server's address is the default, or that of a local stack that has ended; otherwise
-    None."""
+    """The error text with a hint to start the local stack.
+
+    None unless the server's address is the default, or is from the `stack.env` of a local stack and nothing listens
+    there.
+    """
     from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
@@ -141,11 +144,12 @@ def loaded(*, other_database: bool = False) -> "Settings":
     """Load the settings of this process and configure its log. Call this before slow imports, so that a wrong setting
     is reported at once.
 
-    Changes environment variables that would redirect local requests: adds loopback to `no_proxy`, and removes `PG...`
-    variables if the database belongs to the local stack.
+    Changes environment variables that would redirect local requests: adds loopback to `no_proxy`. Removes `PG...`
+    variables if the process connects only to the database of the local stack.
 
     Args:
-        other_database: the process also connects to another database, for which `PG...` variables apply.
+        other_database: the process also connects to a database that is not in the settings. `PG...` variables apply
+            to that database.
 
     Raises:
         BadSetting: a setting is wrong.
@@ -181,6 +185,7 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
     Raises:
         UsageError: standard input is not a terminal.
         CommandFailed: the operator typed another word.
+        KeyboardInterrupt, SystemExit: the operator pressed Ctrl-C or Ctrl-D.
     """
     if yes:
         return

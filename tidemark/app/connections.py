@@ -65,7 +65,7 @@ def _check_redis_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
-_URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: in the form of a path
+_URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: `Path` replaces // by /
 _NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
 
 

@@ -1,8 +1,8 @@
 """`tidemark follow`: copies the published positions from Redis to a database of readers. The relay does the same in its
 own database.
 
-Messages on Redis channels wake this process, and once a second it reads all streams. Several processes may write to the
-same database, because stored positions never move back.
+The process reads a stream after a message on its Redis channel, and all streams once a second. Several processes may
+write to the same database, because stored positions never move back.
 """
 
 import threading
@@ -56,7 +56,7 @@ REDIS_TIMEOUT_SECONDS = 2.0
 FULL_READ_SECONDS = 1.0
 """Seconds between two reads of all streams, because messages on channels may be lost."""
 _COLLECT_SECONDS = 0.01
-"""Seconds for which further messages are collected after the first."""
+"""Seconds beyond the wait for a first message, after which no more messages are collected."""
 REFUSED_PAUSE_SECONDS = 5.0
 
 
@@ -151,7 +151,8 @@ class PositionFollower:
         self._known: dict[str, KnownStream] = {}
         """By stream, the positions in the database of readers."""
         self._local_writers: Mapping[str, tuple[int, Mapping[str, int]]] = {}
-        """By stream with writers in this database: its first ID, and by writer the epoch."""
+        """By stream with writers in this database: the ID (a magnitude) after which the stream begins, and the epoch of
+        each writer."""
         self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
         """By stream, what was last copied: linear position, writers' positions, newest late completion."""
         self._is_full_read = False
@@ -167,6 +168,9 @@ class PositionFollower:
 
         Args:
             patient: if a server refuses a statement, log a warning and try again instead of raising `Refused`.
+
+        Raises:
+            Refused: a server refused a statement, and `patient` is not set.
         """
         wait_log = WaitLog()
         try:
@@ -254,7 +258,8 @@ class PositionFollower:
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
-        An override of an earlier epoch is ignored, because it happened before a restore."""
+        An override of an earlier epoch is ignored, because it is from before a restore. Always False between two reads
+        of all streams."""
         if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
@@ -322,7 +327,7 @@ def run(
 
 
 def _moved(pubsub: object) -> set[str]:
-    """Wait shortly for messages, and return the streams that they name."""
+    """The streams that messages of the next 60 ms name. Waits at most 50 ms for the first message."""
     moved, wait = set[str](), 0.05
     deadline = time.monotonic() + wait + _COLLECT_SECONDS
     while time.monotonic() < deadline:

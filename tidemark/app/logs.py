@@ -1,7 +1,7 @@
-"""Log lines on stderr, as text for people or as JSON for machines, and the event of a shutdown signal.
+"""Log lines on stderr, as text for people or as JSON for programs, and the shutdown signals of a process.
 
-Each log event is one line, including messages of libraries and unexpected errors. `RepeatedLog` limits the lines that
-clients can cause. `shutdown_event` turns shutdown signals into an event that a process can wait for.
+In JSON, each log event is one line, including unexpected errors. `RepeatedLog` limits the lines that clients can cause.
+`shutdown_event` turns shutdown signals into an event that a process can wait for.
 """
 
 import _thread
@@ -33,7 +33,7 @@ def configure(settings: Settings) -> None:
 
 def configure_at_first_line(settings: Settings) -> None:
     """Configure structlog when the first line is logged, so that a process that logs nothing does not import it."""
-    # These libraries log errors that they also raise; the exception handlers log them already.
+    # These libraries log errors that they also raise. The exception handlers log raised errors already.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_py4j)  # py4j logs a lost connection to the root logger

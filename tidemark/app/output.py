@@ -39,8 +39,8 @@ def table(
         headings: one for each column.
         rows: the cells of each row.
         right: headings of the columns that are aligned to the right.
-        width: maximum characters of a line; None: the width of the terminal, or no limit without a terminal. A cell
-            that is too long is cut in the middle. The last column is cut only if there is a limit.
+        width: maximum characters of a line; None: the width of the terminal, or no maximum without a terminal. A long
+            cell is cut in the middle. A long cell of the last column is cut at its end, and only if there is a maximum.
     """
     width = terminal_width() if width is None else width
     limit = MAX_CELL_CHARS
@@ -77,7 +77,7 @@ def printable(text: str) -> str:
 
 
 def sanitize(lines: Iterable[str]) -> str:
-    """Make each line `printable`."""
+    """The lines in one text, each made `printable`."""
     return "\n".join(map(printable, lines))
 
 
@@ -136,7 +136,7 @@ def plain(value: "DataclassInstance") -> dict[str, Any]:
 
 
 def as_object(value: object) -> str:
-    """The JSON of a value that msgspec encodes, indented."""
+    """The value as indented JSON. msgspec must be able to encode the value."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 

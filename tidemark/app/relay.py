@@ -35,7 +35,8 @@ Say = Callable[[str], None]
 
 
 STALE_SECONDS = 60.0
-"""The loop of a live process iterates more often than this: usually twenty times a second."""
+"""Seconds without an iteration of the loop after which the process counts as hanging. A relay usually iterates twenty
+times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ def run(settings: Settings, plan: RelayPlan) -> None:
 
 
 def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
-    """Copy the published positions into the database, if a Redis is configured. Returns a function that tells whether
-    all writers of a stream are in this database."""
+    """Copy the published positions into the database if TIDEMARK_REDIS_URL is set. Returns a function that returns
+    whether all writers of a stream are in this database."""
     if "redis_url" not in settings.model_fields_set:
         return lambda _: True
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - needs redis-py
@@ -108,7 +109,8 @@ def require_facts_topic(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """The health of a process with a run loop, for probes: the relay, or the bridge to Synapse."""
+    """The health of the relay or of the bridge to Synapse, for probes. `database`: the name of its databases in
+    messages."""
 
     metrics: LoopMetrics
     database: str
@@ -171,7 +173,7 @@ class RetireOrder:
     Attributes:
         writer: the writer to retire.
         stream: the stream; None: all streams of the writer.
-        wait: seconds to try.
+        wait: seconds to try, for each stream.
     """
 
     writer: str
@@ -183,7 +185,7 @@ def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> Non
     """Retire a writer. The relay sends the RETIRE after all facts of the writer.
 
     Raises:
-        Refused: there is no such writer.
+        Refused: the writer or the stream does not exist, or the writer is the database itself.
         PrerequisitePending: the writer has open transactions or unsent facts, or the next ID already has a row because
             the sequence was set back.
     """

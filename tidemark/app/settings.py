@@ -1,10 +1,10 @@
 """All settings, from environment variables `TIDEMARK_...`. The only module that reads settings from the environment.
 
 The value of a setting comes from the first of these that exists: the variable; the file that `<variable>_FILE` names
-(only secrets); `stack.env` of the local stack in TIDEMARK_HOME, so that another terminal needs no settings; the
-default.
+(only secrets); `stack.env` of the local stack in TIDEMARK_HOME; the default.
 
-A shell can source `stack.env`, too. `settings_lines` shows the effective settings with their sources, without secrets.
+With `stack.env`, commands in another terminal need no settings. A shell can source the file, too. `settings_lines`
+shows the effective settings with their sources, without secrets.
 """
 
 import os
@@ -45,7 +45,8 @@ def stack_env() -> Path:
 
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
-    """The exported variables in `stack.env`; empty if the file is missing, unreadable, or belongs to another user.
+    """The exported variables in `stack.env`; empty if the file is missing, unreadable, or in the temporary directory of
+    another user.
 
     Args:
         path: the file; None: that of the stack in TIDEMARK_HOME.
@@ -176,7 +177,7 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
 class Settings(SidecarSettings, Connections):
-    """The effective settings. Created by `load`, which raises `BadSetting` for a wrong value."""
+    """The effective settings. `load` creates them."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True, defer_build=False)
 
@@ -318,8 +319,8 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """The current value of a secret. If the secret is in a file, reads the file again; if the file is missing,
-        returns the value of the start."""
+        """The current value of a secret; None if it is not set. A file of a secret is read again at each call. If the
+        file cannot be read any more, its content at the start of the process is returned."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -329,7 +330,7 @@ class Settings(SidecarSettings, Connections):
 
     @property
     def policy_defaults(self) -> dict[str, int]:
-        """The settings of streams without a policy."""
+        """By setting of a policy, the value for streams without a policy."""
         return {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
 
     @property

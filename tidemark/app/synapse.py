@@ -39,7 +39,7 @@ class BridgePlan:
     Attributes:
         server: Synapse's server_name.
         streams: Synapse's names of the streams to send.
-        writers: for some streams, all their writers: `stream=worker,worker`.
+        writers: for some of these streams, `stream=worker,worker` with all workers that write to the stream.
         prefix: prefix of the streams' names in Kafka.
         metrics: address at which metrics and probes are served; None for none.
     """
@@ -118,7 +118,7 @@ def _address(settings: Settings) -> str:
 
 
 def blockers(settings: Settings, say: Callable[[str], None]) -> None:
-    """Print the transactions that have written to the tables of Synapse's streams for unusually long, oldest first, and
+    """Print the open transactions that write to tables of Synapse's streams and are older than usual, oldest first, and
     how to end each."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
@@ -152,7 +152,7 @@ class WorkerRetirement:
     Attributes:
         writer: the worker to retire.
         stream: the stream's name in Kafka; None: all streams of the worker.
-        wait: seconds to try.
+        wait: seconds to try, for each stream.
     """
 
     writer: str
@@ -161,11 +161,11 @@ class WorkerRetirement:
 
 
 def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Callable[[str], None]) -> None:
-    """Ask the active bridge to retire a worker after all its facts are sent.
+    """Request that the bridge retires a worker after the bridge has sent all facts of the worker.
 
     Raises:
         BadSetting: the worker still runs.
-        PrerequisitePending: the bridge has not retired the worker in time. The request stays.
+        PrerequisitePending: the bridge has not retired the worker in time. The request remains in the database.
     """
     with state_session(settings.postgres) as session:
         with session.use() as connection:
@@ -181,7 +181,7 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
 
 
 def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:
-    """The ID at which the bridge has retired the writer. Raises `PrerequisitePending`."""
+    """The ID at which the bridge has retired the writer. Raises `PrerequisitePending` or `BadSetting`."""
     with session.use() as connection:
         retired = state.retired_at(connection, writer, stream)
     if retired is None:

@@ -31,7 +31,8 @@ def require_successor(last: str, ours: str = OURS) -> None:
 
 
 def _ahead(theirs: str, ours: str) -> int:
-    """The number of minor versions by which `theirs` is newer than `ours`. A major version counts 1000."""
+    """The number of minor versions by which `theirs` is newer than `ours`; 0 if one has no number. A major version
+    counts 1000."""
     if not (their_numbers := _NUMBERS.match(theirs)) or not (our_numbers := _NUMBERS.match(ours)):
         return 0
     majors = int(their_numbers[1]) - int(our_numbers[1])
