@@ -1,7 +1,6 @@
 """The condition of the pipeline: the lease, the last batch, the Kafka lag, and Redis.
 
-If the pipeline is dead, the positions in Postgres stay as they are. So every command that shows positions also shows
-this condition.
+If no pipeline runs, the positions in Postgres do not change. So `tidemark status` also shows this condition.
 """
 
 import shlex
@@ -33,8 +32,8 @@ class PipelineCondition:
 
     Attributes:
         condition: the condition in Postgres.
-        waiting: by topic and partition, the number of unread records; negative if Kafka has fewer records than were
-            read. None if no pipeline has ever started, or if Kafka does not answer.
+        waiting: by topic and partition, the number of unread records; negative if the end of the partition is below the
+            committed offset. None if no pipeline has ever started, or if Kafka does not answer.
         kafka: the error of Kafka, or None.
         redis: the error of Redis, or None.
         bootstrap: the address of Kafka, for the commands in messages.

@@ -1,6 +1,6 @@
 """The open ranges that block positions, with their causes and remedies, for the commands and the live page.
 
-Only `read_open_ranges` queries a server. `lag_answer` is the linear lag in the answers of `tidemark status` and of the
+Only `read_open_ranges` queries a server. `lag_answer` makes the linear lag for the JSON of `tidemark status` and of the
 sidecar.
 """
 
@@ -31,7 +31,8 @@ _PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What a person can do. `advice`: a sentence. `command`: the command to run; empty if only the writer can act."""
+    """What a person can do. `advice`: a sentence. `command`: the command or SQL statement to run; empty if there is
+    none."""
 
     advice: str
     command: str
@@ -106,7 +107,8 @@ def _synapse_retire(stream: str, writer: str) -> str:
 
 
 def _terminate_statement(transactions: Sequence[str]) -> str:
-    """The statement that ends the first transaction, which is the oldest. Empty if its line names no session."""
+    """The SQL statement that ends the first transaction, which is the oldest. Empty if its line names neither a process
+    nor a prepared transaction."""
     if not transactions:
         return ""
     if match := _PROCESS.search(transactions[0]):
@@ -172,7 +174,7 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
 
 
 def last_seen(milliseconds: int) -> datetime | None:
-    """The time of a writer's newest record. `milliseconds`: 0 if it is not known."""
+    """The time of a writer's newest record, from milliseconds since 1970; None for 0, which means unknown."""
     return moment(milliseconds) if milliseconds else None
 
 
@@ -192,13 +194,13 @@ class OpenRange:
         low: None if the writer never joined.
         top: None if the writer has sent nothing beyond `low`, or never joined.
         since: since when the range has been open, if known.
-        waiting: the number of complete IDs above the range, which wait for it.
+        waiting: the number of complete IDs of the writer above the range.
         facts: how many of these IDs have a fact.
         last_seen: when the pipeline read the writer's newest record, if known.
         transactions: the reported transactions with open IDs of the writer.
         verdict: the state of the writer.
         advice: what to do.
-        verb: the command or statement for the advice; empty if only the writer can act.
+        verb: the command or SQL statement for the advice; empty if there is none.
     """
 
     stream: str
@@ -224,8 +226,10 @@ def find_open_ranges(
     bridged: Collection[str] = (),
     reading: ReadStatus | None = None,
 ) -> list[OpenRange]:
-    """The open ranges of streams, by stream, the oldest first. Short waits for a writer without a gap are left out,
-    because a running transaction may cause them.
+    """The open ranges, sorted by stream and then by age, the oldest first.
+
+    A writer without a gap that has blocked the linear position for less than `BRIEF_WAIT` is left out: a transaction
+    of usual length may be the cause.
 
     Args:
         stored: the encoded states, by stream.
@@ -346,7 +350,8 @@ def source_problems(
 def _sources(
     name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """The sources that are silent or blocked while no position is blocked. They may have unsent facts."""
+    """The silent or blocked sources that are not in `known`, the writers with open ranges. Facts of such a source may
+    be unsent."""
     for source in sources(stream):
         if source.writer in known or not source_problem(source, stream.home, now, reading):
             continue
@@ -368,7 +373,8 @@ def _sources(
 
 
 def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """The open ranges of writers with a reported transaction and no gap: a bridge sends nothing beyond them."""
+    """The writers of a bridge's stream that have a reported transaction and no gap. There is no gap, because a bridge
+    sends nothing beyond an open ID."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.last_seen)

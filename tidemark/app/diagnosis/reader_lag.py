@@ -1,7 +1,7 @@
 """The status of readers: how far each reader lags behind its stream, in IDs and time, and whether a process runs it.
 
 The places of readers are in the readers' database. Positions and their history are in Tidemark's database. `tidemark
-follow`, which copies positions to the readers' database, uses the times at which it read them.
+follow` and the relay do not read that history. They remember when they saw each position.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -72,11 +72,12 @@ class PositionHistory(Protocol):
         """By (stream, number), the number of late completions of the stream with higher numbers."""
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        """When the linear position passed `id`; None if not known. `since`: a time before, which bounds the search."""
+        """When the linear position passed `id`; None if not known. `since`: a lower bound of that time, if known."""
 
 
 class PositionSamples:
-    """The history of the positions in a database of readers. Each call of `linear` adds a sample."""
+    """The history of the positions in a database of readers, in memory. `linear_positions` adds a sample for each
+    stream whose position has moved since the last call."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -149,7 +150,8 @@ class ReaderMetrics:
 
 
 class ReaderLag:
-    """Compares the places of readers with positions. Caches when streams passed places, so frequent calls are cheap."""
+    """Compares the places of readers with positions. Caches the time at which a stream passed a place, so that frequent
+    calls are cheap."""
 
     def __init__(self, history: PositionHistory) -> None:
         self._history = history

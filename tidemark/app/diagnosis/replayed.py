@@ -1,4 +1,4 @@
-"""The positions of a stream that recorded records are applied to again, without Spark and without a store."""
+"""Applies recorded records of a stream again and computes its positions, without Spark and without a database."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,7 +53,8 @@ class Replayed:
     counts: Mapping[str, Evidence] = field(default_factory=dict)
 
     def apply(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
-        """The stream after a batch of more records. `roles`: by topic. `now`: batch time, milliseconds since 1970."""
+        """The stream after a batch of more records. `roles`: the role of each topic. `now`: batch time,
+        milliseconds since 1970."""
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
@@ -95,7 +96,7 @@ def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMes
 
 
 def make_packets(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
-    """Make packets of records of any partitions, as the pipeline does. `roles`: by topic."""
+    """Make packets of records of any partitions, as the pipeline does. `roles`: the role of each topic."""
     by_partition: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for message in messages:
         by_partition[message.topic, message.partition].append(message)
