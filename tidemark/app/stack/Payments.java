@@ -5,8 +5,8 @@ import java.sql.SQLException;
 import java.util.Random;
 
 /**
- * The demo's service that is not Python: it takes payments and says so with tidemark.append, on a few connections at once.
- * Some take long, some are rolled back. Janino compiles it, so that a JRE is enough: it knows neither lambdas nor try with resources.
+ * The payment service of the demo, an example of a service that is not in Python. It appends payments with tidemark.append on several connections.
+ * Some transactions take long, some are rolled back. Janino compiles this file, so a JRE is enough. Janino has neither lambdas nor try-with-resources.
  */
 public class Payments extends Thread {
     private final Random random = new Random();
@@ -40,7 +40,7 @@ public class Payments extends Thread {
         return connection;
     }
 
-    /** For ever, a payment each transaction. */
+    /** Appends payments without end, one in each transaction. */
     private void take(Connection connection) throws SQLException {
         PreparedStatement append = connection.prepareStatement("SELECT tidemark.append('payments', ?::jsonb)");
         while (true) {

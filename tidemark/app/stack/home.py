@@ -1,5 +1,4 @@
-"""The directory of the local stack, which only one stack uses at a time, and a user name for a process whose user has
-none."""
+"""The directory of the local stack, with a lock for one stack at a time, and a name for a user that has none."""
 
 import fcntl
 import os
@@ -95,10 +94,12 @@ class NamedUser:
 
 
 def named_user(directory: Path) -> NamedUser:
-    """Find a way to give this process's user a name: none is needed, a user namespace, or the library nss_wrapper.
+    """How to run a program that needs a name for this process's user.
+
+    If the user has no name, the program runs in a user namespace, or with the library nss_wrapper.
 
     Args:
-        directory: for files that must exist as long as the program runs.
+        directory: for files of nss_wrapper. They must exist as long as the program runs.
 
     Raises:
         NeedsNamedUser: the user has no name, and neither way works.

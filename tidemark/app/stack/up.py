@@ -1,7 +1,7 @@
 """The local stack: its processes, their ports, the settings to connect to them, and their supervisor.
 
-The jars of the local broker and of the demo are downloaded once, with the Ivy that pyspark contains. That needs neither
-Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin every version.
+The jars of the local broker and of the demo are downloaded once, with the Ivy that pyspark contains. The download needs
+neither Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin the versions of the jars.
 """
 
 import fcntl
@@ -89,7 +89,7 @@ def fetch_jars(
     Args:
         directory: each configuration of `jar_list` becomes a folder below it.
         java: the path of the Java program.
-        progress: called with the name of each jar, a few times a second.
+        progress: called with the name of each jar, and with a message if a download stalls.
         jar_list: the jars.
         environment: of Ivy; None inherits the environment of this process.
 
@@ -131,7 +131,7 @@ def _is_complete(directory: Path, jar_list: JarList) -> bool:
 
 
 def _marker(directory: Path, jar_list: JarList) -> Path:
-    """The file with the hash of the Ivy file. It exists if the folders of `jar_list` are complete."""
+    """The file with the hash of the Ivy file whose jars were downloaded completely."""
     return (directory / jar_list.description.name).with_suffix(".sha256")
 
 
@@ -204,7 +204,7 @@ class PortTaken(Stop):
 
 
 class LocalStack:
-    """The processes of a stack. Creating the object starts none. For a port of 0 in `settings`, it chooses a free
+    """The processes of a stack. The constructor starts no process. It replaces a port of 0 in `settings` by a free
     port."""
 
     def __init__(self, home: Home, settings: Settings, java: str) -> None:
@@ -273,12 +273,12 @@ class LocalStack:
         }
 
     def _process_variables(self) -> Mapping[str, str]:
-        """The settings of a process of the stack. Settings of servers that the stack does not set are empty, so that
-        values in the user's shell have no effect."""
+        """The settings of a process of the stack. Other settings of servers are empty: an empty variable
+        overrides the value in the user's shell."""
         return {**dict.fromkeys(_server_variables(), ""), **self.variables()}
 
     def write_stack_env(self) -> Path:
-        """Write a file for the shell to source. Only its owner may read it, because it contains Postgres's password."""
+        """Write a file that a shell can source. Only its owner may read it, because it has the password of Postgres."""
         path = self.home.stack_env
         variables = {**self.variables(), **self.postgres.libpq}
         other_names = [
@@ -298,7 +298,7 @@ def _server_variables() -> list[str]:
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0  # before a restart
 HEALTHY_SECONDS = 60.0
-"""If a process has run for so long, the back-off starts again with the shortest pause."""
+"""If a process has run for longer than this, the back-off starts again with the shortest pause."""
 
 
 @dataclass
@@ -312,7 +312,7 @@ class _SupervisedServer:
 
 @dataclass
 class Supervisor:
-    """Restarts processes that have ended, with back-off, and reports it through `say`.
+    """Restarts processes that have ended, with back-off, and reports each end and restart through `say`.
 
     One thread must call `tick` about twice a second. `tick` does not wait for a server.
     """
