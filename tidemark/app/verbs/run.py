@@ -1,4 +1,4 @@
-"""The verbs that prepare servers and run processes: config, migrate, topics, pipeline, sidecar and simulate."""
+"""The commands that prepare servers and run processes: config, migrate, topics, pipeline, sidecar and simulate."""
 
 import math
 import threading

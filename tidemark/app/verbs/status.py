@@ -67,7 +67,7 @@ class StreamStatus:
         requeues: deferred records that are being requeued.
         bridge: the bridge that sends the stream; None if `tidemark synapse` does not send it.
         home: its Kafka partition; None if unknown.
-        reading: whether a pipeline reads; None if unknown.
+        reading: how far the pipeline has read; None if no pipeline is active, or if it waits.
     """
 
     stream: str
@@ -131,7 +131,7 @@ def _status(
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
-    """The same as `read`, with the faults, requeues, bridges and pipeline that Postgres has."""
+    """The status of all streams, or of `only` one, as `read` returns it. Reads the other arguments from `postgres`."""
     conditions = postgres.conditions
     return read(
         stored, only, conditions.faults(), conditions.requeues(), conditions.bridges(), conditions.reading_status()
@@ -247,7 +247,7 @@ def _problem(stream: StreamStatus, source: Source, now: float) -> str:
 
 
 def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
-    """A line for each relay that sends nothing, with the reason. Without a relay's records, open IDs are unknown."""
+    """A line for each relay or bridge that sends nothing new, with the reason. Its open IDs are unknown."""
     yield from (text for source in stream.summary.sources if (text := _problem(stream, source, now)))
 
 
@@ -378,10 +378,10 @@ def _show(parts: Sequence[str]) -> None:
 
 
 def _clear_sequence() -> str:
-    """The escape sequence that clears this terminal; empty if the terminal cannot be cleared."""
+    """The escape sequence that clears this terminal; empty if terminfo has none for it."""
     try:
         curses.setupterm()
-    except curses.error:  # terminfo does not know the terminal
+    except curses.error:  # terminfo has no entry for the terminal: use the sequence of most terminals
         return "\033[2J\033[1;1H"
     return (curses.tigetstr("clear") or b"").decode()
 

@@ -74,7 +74,7 @@ class WriterAtId:
         epoch: its epoch.
         state: `complete` (the ID is above the open gap), `open` (the ID is in the gap), `silent` (the writer sent
             nothing beyond `low`), or `unknown` (the writer has not joined).
-        low: lower end of the gap `(low, top]`.
+        low: lower end of the gap `(low, top]`; if `silent`, the highest ID that the writer has settled.
         top: upper end of the gap.
         since: when the gap opened, or when the first buffered record came.
     """
@@ -129,7 +129,7 @@ class IdTrace:
         late: late completions that contain the ID.
         acts: operator overrides that contain the ID.
         dead_letters: rejected records that are about the ID.
-        published: when the position of the writer passed the ID in Redis, by Redis's clock.
+        published: when the position of a writer passed the ID in Redis, by Redis's clock.
         unknown: for each server that did not answer, a sentence.
     """
 
@@ -238,8 +238,8 @@ def _with_progress(messages: Iterable[RecordedMessage], number: int) -> Iterator
 
 
 def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
-    """The range of offsets that contains the record, from the stored batches. No end if the record may still be
-    sent."""
+    """The range of offsets `(first, end)` that contains the record, from the stored batches. `first` is None if it is
+    not known. `end` is None if the record may still be sent."""
     if not trace.known:
         return trace.unread, None
     times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
@@ -256,8 +256,8 @@ def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int
 
 
 def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
-    """The gaps that contain the ID, and the gaps below the ID that were open when it completed. `arrived`: the time of
-    its record, if known."""
+    """The gaps that contain the ID, and the gaps below the ID that were open when the ID completed. `arrived`: the time
+    of the record with the ID, if known."""
     settled = min((move.time for move in trace.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
@@ -339,8 +339,8 @@ def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
 
 
 def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
-    """Add when the ID was published: when its writer's position passed it. If the writer is unknown, that of the last
-    writer to pass it."""
+    """Add when the position of the ID's writer passed the ID in Redis. If the writer is unknown, the last writer that
+    passed the ID is used. `published`: returns the time, in ms since 1970, for stream, writer and ID."""
     writer = trace.settled[-1].writer if trace.settled and (trace.passed or trace.writer is not None) else None
     if writer is not None and (time := published(trace.stream, writer, trace.id)) is not None:
         trace.published = moment(time)

@@ -59,7 +59,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         stack = LocalStack(home, settings, java)
         _end_leftovers(stack)
         stack.require_free_ports()
-        # The only request to the internet. It needs the user's proxy and certificates, hence the inherited variables.
+        # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
             fetch_jars(home.jars, java, _show_download, jars, inherited)
         with _running(stack, demo=demo) as running:
@@ -142,8 +142,8 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
 
 @contextmanager
 def _create_class_archive(java: str) -> Iterator[None]:
-    """Create the Java class archive, which makes later starts of the pipeline faster, while the block runs. Failures
-    are ignored."""
+    """Create the Java class archive in a child process while the block runs. The archive makes later starts of the
+    pipeline faster. Failures are ignored."""
     if class_archive.is_complete(class_archive.spark_archive(java)):
         yield
         return

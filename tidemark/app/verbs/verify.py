@@ -1,8 +1,8 @@
 """`tidemark verify`: compare every replica of the positions with Postgres, and the rows of Postgres with its states.
 
-Streams move during the comparison, so Postgres is read before and after each replica. Within `patience` seconds, the
-replica must reach the positions that Postgres had before. It must never be beyond the positions that Postgres has
-afterwards (docs/design.md, rule 4).
+A replica is Redis or a sidecar. Streams move during the comparison, so Postgres is read before and after each replica.
+Within `patience` seconds, the replica must reach the positions that Postgres had before. It must never be beyond the
+positions that Postgres has afterwards (docs/design.md, rule 4).
 """
 
 import json
@@ -67,7 +67,7 @@ class Copy(Protocol):
         """The names of its streams."""
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        """The positions of each of `streams`. These must be sorted."""
+        """The positions of each of `streams`, which must be sorted by name."""
 
 
 class RedisKeys:
@@ -124,8 +124,8 @@ def _parse_token(text: str | None) -> CopyPositions:
 
 
 class Sidecar:
-    """The sidecar at `url`. The first line of the file `tokens` is the bearer token. `trust`: to check its certificate.
-    Raises `BadSetting`."""
+    """The sidecar at `url`. The first line of the file `tokens` is the bearer token. `trust`: checks the certificate of
+    the sidecar. Raises `BadSetting`."""
 
     def __init__(self, url: str, tokens: Path | None, trust: ssl.SSLContext | None) -> None:
         parts = urlsplit(url)
@@ -339,8 +339,8 @@ GAP = "open gap"
 def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
     """Compare a stream's rows with its encoded state. One transaction writes both, so they must be equal.
 
-    There are two exceptions: the position of a writer that returns after its state was removed, and the allocated ID
-    after a restore. In both cases the rows may be beyond the state.
+    There are two exceptions, in which the rows may be beyond the state: the position of a writer that returns after its
+    state was removed, and the allocated ID after a restore.
     """
 
     def differs(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
