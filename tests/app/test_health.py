@@ -42,7 +42,7 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
         (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever run here"]),
         (
             PipelineCondition(condition(), {("facts", 1): -4}, None),
-            ["partition 1 of Kafka topic facts is 4 records shorter than the committed offset: records were lost"],
+            ["the end of partition 1 of Kafka topic facts is 4 records below the committed offset: records were lost"],
         ),
         (
             PipelineCondition(condition(), {("facts", 0): 0}, None, "Redis is away"),

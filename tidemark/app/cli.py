@@ -25,7 +25,7 @@ class Verb(NamedTuple):
 
 SECTIONS: Final[dict[str, dict[str, Verb]]] = {
     "Run": {
-        "up": Verb("up", "local", "Run the whole local stack: Kafka, Postgres, Redis, pipeline and sidecar."),
+        "up": Verb("up", "local", "Run the whole local stack: Kafka, Postgres, Redis, pipeline, relay and sidecar."),
         "config": Verb("run", "", "Print the effective settings and the source of each."),
         "migrate": Verb("run", "", "Create or update Tidemark's schema in Postgres."),
         "topics": Verb("run", "pipeline", "Create the Kafka topics that are missing, and check the others."),
@@ -50,7 +50,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
         "trace": Verb("trace", "sidecar", "Show the history of one ID, from its Kafka record to its publication."),
         "verify": Verb("verify", "sidecar", "Compare Postgres, Redis and sidecars."),
         "replay": Verb("replay", "pipeline", "Apply recorded records again and compare with the history."),
-        "doctor": Verb("doctor", "", "Check this machine, the settings and the servers, and say how to repair each."),
+        "doctor": Verb("doctor", "", "Check this machine, settings and servers, and show how to repair problems."),
         "bundle": Verb("bundle", "sidecar", "Write an archive for a fault report."),
     },
     "Settle": {
@@ -142,7 +142,7 @@ Shell completion:
 )
 @click.version_option(package_name="tidemark")
 def main() -> None:
-    """Tell readers of append-only tables up to which ID they can read without missing a row that is still to commit.
+    """Publish up to which ID readers of an append-only table can read without missing a row that commits later.
 
     Settings come from environment variables TIDEMARK_...: `tidemark config` shows them, `tidemark doctor` checks them.
     """

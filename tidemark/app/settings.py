@@ -120,7 +120,7 @@ class SidecarSettings(BaseModel):
     )
     sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
     sidecar_max_open_requests: Positive = Field(
-        2500, description="Requests that wait and event streams that may be open at the same time."
+        2500, description="Waiting requests, plus event streams, that may be open at the same time."
     )
     sidecar_banner: str = Field(
         "", description="Banner text on the live page. On a phone, only its first line is shown unfolded."
@@ -264,7 +264,7 @@ class Settings(SidecarSettings, Connections):
         description="Name of this process in the lease. It is only shown.",
     )
     lease_seconds: Annotated[int, Field(ge=3, le=600)] = Field(
-        15, description="Seconds after which a lease expires that is not renewed. Another pipeline then takes over."
+        15, description="Seconds after which a lease expires if it is not renewed. Another pipeline then takes over."
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
     metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free port.")

@@ -181,7 +181,7 @@ def test_variables_that_mislead_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidemark", "doctor"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert "TIDEMARK_POSTGRES_DNS (did you mean TIDEMARK_POSTGRES_DSN?) is not a setting" in done.stdout
-    assert "PGHOST changes PostgreSQL's client library" in done.stdout
+    assert "PGHOST: set in the environment, affects PostgreSQL's client library" in done.stdout
 
 
 @pytest.mark.jvm

@@ -83,7 +83,7 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
         "events: a: ID 4 open for 10 s; transaction open, last record 9 s ago; 2 committed IDs are waiting,"
         " 1 with facts",
         "    open transaction: pid 7: insert",
-        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
+        "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",
     ]
 
 
@@ -99,7 +99,7 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    open transaction: pid 7",
-        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
+        "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",
     ]
 
 
@@ -111,7 +111,7 @@ def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_tol
     assert gaps.to_text(open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
         "events: a: no record beyond ID 2; transaction open, last record 10 s ago",
         "    open transaction: pid 7",
-        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
+        "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",
     ]
     shard.feed(opened("a"))
     assert open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}) == []

@@ -66,7 +66,7 @@ class PipelineCondition:
         for (topic, partition), records in sorted((self.waiting or {}).items()):
             if records < 0:
                 problems.append(
-                    f"partition {partition} of Kafka topic {topic} is {count(-records, 'record')} shorter than the"
+                    f"the end of partition {partition} of Kafka topic {topic} is {count(-records, 'record')} below the"
                     " committed offset: records were lost"
                 )
         if (

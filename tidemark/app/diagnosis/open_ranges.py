@@ -71,12 +71,12 @@ def remedy(
     blockers = f"tidemark {'synapse' if bridged else 'relay'} blockers"
     if verdict == "open transaction":
         if statement := _terminate_statement(transactions):
-            return Remedy("End the transaction, by this statement in its own database:", statement)
-        return Remedy("In its database, this names the transaction and how to end it:", blockers)
+            return Remedy("End the transaction with this statement in its own database:", statement)
+        return Remedy("Run this in its database to see the transaction and how to end it:", blockers)
     if verdict == "alive":
         if relayed or bridged:
             return Remedy(
-                f"{writer} is alive, so a transaction of it is open. In its database, this names the transaction:",
+                f"{writer} is alive, so it has an open transaction. Run this in its database to see the transaction:",
                 blockers,
             )
         return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")

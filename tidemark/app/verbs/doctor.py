@@ -69,7 +69,7 @@ class Check:
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> None:
-    """Check Python, Java, disk, ports, settings, and the servers that the settings name, and say how to repair each.
+    """Check Python, Java, disk, ports, settings, and the servers that the settings name. Show how to repair problems.
 
     Exit code 1 if a check failed. A warning does not change the exit code.
     """
@@ -180,7 +180,7 @@ def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
         yield Check(
             "Environment",
             "warning",
-            f"{', '.join(names)} changes {group}",
+            f"{', '.join(names)}: set in the environment, affects {group}",
             "Tidemark ignores this for its own servers. If a connection fails, unset the variable.",
         )
 

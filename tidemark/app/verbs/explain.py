@@ -301,7 +301,7 @@ class Moment(click.ParamType[datetime]):
     type=Moment(),
     nargs=2,
     metavar="A B",
-    help="Explain every stay of ten seconds or longer between two times.",
+    help="Explain every wait of ten seconds or longer between two times.",
 )
 @click.option("--reader", help="First show what this reader of STREAM waits for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
@@ -333,7 +333,7 @@ def explain(
             explanations = explain_between(past, stream, encoded, since, until)
             if len(explanations) == MAX_STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
-                    f"only the first {MAX_STAYS} stays are shown; for more, begin --between at {last.isoformat()}",
+                    f"only the first {MAX_STAYS} waits are shown; for more, begin --between at {last.isoformat()}",
                     err=True,
                 )
             if begins > since:

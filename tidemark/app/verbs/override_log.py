@@ -101,7 +101,5 @@ def _details(entry: "OverrideEntry") -> Iterator[str]:
     yield f"who: {entry.by}; user {entry.seen_as} of Postgres, from {entry.seen_from or 'a local socket'}"
     yield f"why: {entry.why}"
     if entry.writer:  # only overrides of a writer are sent to Kafka
-        yield "sent: " + (
-            "not known to be" if entry.topic is None else f"{entry.topic}/{entry.partition} {entry.offset}"
-        )
+        yield "sent: " + ("unknown" if entry.topic is None else f"{entry.topic}/{entry.partition} {entry.offset}")
     yield f"outcome: {_outcome(entry)}"

@@ -103,10 +103,10 @@ def _preview(settings: Settings, postgres: Postgres) -> Reseed:
 
 @click.command("reseed", cls=OurCommand)
 @click.option(
-    "--by", default=own_name, show_default="who runs it", callback=plain_text, help="Your name; it is stored."
+    "--by", default=own_name, show_default="the current user", callback=plain_text, help="Your name; it is stored."
 )
 @click.option("--why", default="by hand", show_default=True, callback=plain_text, help="The reason; it is stored.")
-@click.option("--dry-run", is_flag=True, help="Show what would happen, change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS."""

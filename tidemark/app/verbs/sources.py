@@ -91,8 +91,8 @@ def relay_blockers(group_dsn: str | None, dsn: str | None) -> None:
 def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metrics: str | None) -> None:
     """Copy the published positions into a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
 
-    A database with a relay does not need this: the relay copies them. Positions come from TIDEMARK_REDIS_URL. Late
-    facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if --dsn is another database.
+    A database whose relay has TIDEMARK_REDIS_URL does not need this: the relay copies the positions. Positions come
+    from TIDEMARK_REDIS_URL. Late facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if --dsn is given.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -123,7 +123,8 @@ def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float) -> No
 @click.option(
     "--writers",
     multiple=True,
-    help="stream=worker,worker: its writers, as in stream_writers. The stream starts when each has sent a record.",
+    help="stream=worker,worker: all writers of a stream, as in Synapse's stream_writers. The stream starts when each"
+    " of them has sent a record.",
 )
 @click.option("--prefix", default="", help="Prefix of the streams' names in Kafka.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")

@@ -207,9 +207,9 @@ def _command_name(name: str, path: Path) -> str:
 def _show_download(name: str) -> None:
     """Show the progress of a download: one changing line on a terminal, otherwise a line for each jar."""
     if sys.stdout.isatty():
-        click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {name}\r", nl=False)
+        click.echo(f"\r\x1b[Kdownloading the jars of the local stack, once: {name}\r", nl=False)
     else:
-        _say(f"fetching {name}")
+        _say(f"downloading {name}")
 
 
 def _say(text: str) -> None:
@@ -220,6 +220,6 @@ def _say(text: str) -> None:
 @click.command("up", cls=OurCommand)
 @click.option("--demo", is_flag=True, help="Also run several demo writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
-    """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
+    """Run the whole local stack: Kafka, Postgres, Redis, the pipeline, the relay and the sidecar."""
     settings = loaded()
     run(settings, demo=demo)
