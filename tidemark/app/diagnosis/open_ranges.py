@@ -144,8 +144,8 @@ class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinearLagAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below the allocated ID. `blockers`: the ten writers with the lowest positions, of
-    `blocker_count`."""
+    """The linear position is below the allocated ID. `blockers`: up to ten of the `blocker_count` blocking writers,
+    first those that never joined, then those with the lowest positions."""
 
     ids: Annotated[int, Meta(ge=0, description="The distance in IDs.")]
     since: Annotated[
@@ -314,8 +314,9 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
 
 
 def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: ReadStatus | None) -> float | None:
-    """Seconds since the newest record of a source, if the source has missed its heartbeat. None if it has not, or if
-    that is not known, because no pipeline is active or the stream's partition `home` has unread records.
+    """Seconds since the newest record of a source, if the source has missed its heartbeat; otherwise None.
+
+    Also None if this is not known: no pipeline is active, or the stream's partition `home` has old unread records.
     """
     if reading is None or home in reading.lagging:
         return None

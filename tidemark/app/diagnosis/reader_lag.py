@@ -36,7 +36,8 @@ class ReaderStatus:
         lag_ids: the IDs between these positions; 0 if the reader has read everything.
         lag_seconds: seconds since the stream passed the place of the reader; None if the history is too short.
         last_commit: when the reader last stored its place.
-        copies: the number of copies, which are processes that run the reader; None if they cannot be counted.
+        copies: the number of connections of copies (processes that run the reader), for all partitions; None if they
+            cannot be counted.
         busy_since: when a copy began its current batch, if known.
         parked: the number of parked facts.
         retried: how many of the parked facts will be given to the reader again.

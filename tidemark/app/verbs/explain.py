@@ -81,7 +81,7 @@ class Explanation:
         idle: no higher ID was allocated, so there are no blockers.
         blockers: the writers that kept the linear position from moving.
         moved: the advances beyond the linear position.
-        joined: the writers of which the batch read the first record.
+        joined: the writers whose first advance is in the batch.
         retired: the writers that retired.
         overrides: the operator overrides.
         batch: the number of the batch.
