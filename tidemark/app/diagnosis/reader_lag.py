@@ -120,7 +120,7 @@ class ReaderMetrics:
         self.lag_ids = Gauge(
             "tidemark_reader_lag_ids",
             "IDs between the place of a reader and the linear position of its stream. Rising: the reader is too slow,"
-            " or does not run; `tidemark readers list` says which.",
+            " or does not run; `tidemark readers list` shows the cause.",
             labels,
             registry=registry,
         )

@@ -1,7 +1,7 @@
 """`tidemark trace`: the history of one ID, from its record in Kafka to the position that shows it.
 
 Postgres has the batch that settled the ID, and so the range of offsets that contains its record. This range is read
-from Kafka. If retention removed the record, the output says so. Only the record shows to which writer an ID belongs,
+from Kafka. If retention removed the record, the output shows this. Only the record shows to which writer an ID belongs,
 because the positions of all writers pass the ID.
 """
 
