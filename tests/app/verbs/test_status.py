@@ -69,7 +69,7 @@ def test_whether_a_bridge_tells_a_stream_is_said() -> None:
     }
     found = status.read(states, bridges=bridges)
     assert [line for line in status.to_table(found, 302.0).splitlines() if "bridge" in line] == [
-        "afar: sent by a bridge to Synapse; this replica of Postgres cannot show whether the bridge runs: use the primary",
+        "afar: sent by a bridge to Synapse; this replica cannot show whether the bridge runs: use the primary",
         "guarded: sent by a bridge to Synapse",
         "spoken: sent by a bridge to Synapse, connected for 5 min",
         "stopped: the bridge to Synapse is not connected; last record 5 min ago",

@@ -232,7 +232,7 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
     if bridge is None:
         return
     if bridge.speaks is None:
-        yield "sent by a bridge to Synapse; this replica of Postgres cannot show whether the bridge runs: use the primary"
+        yield "sent by a bridge to Synapse; this replica cannot show whether the bridge runs: use the primary"
     elif bridge.speaks:
         since = "" if bridge.since is None else f", connected for {duration(now - bridge.since.timestamp())}"
         yield f"sent by a bridge to Synapse{since}"
