@@ -59,7 +59,7 @@ BATCHES_PER_COLLECTION = 50
 """Number of batches between two garbage collections. pyspark creates reference cycles for each batch, which keep 40 KB
 of query plans in the JVM until a collection. Other collections are rare (`app.pipeline.supervisor`).
 """
-RETRY_DIVISOR = 4  # a batch that is too large is repeated with 1/4 of its records
+RETRY_DIVISOR = 4  # if a batch is too large, the rest of its range is read in batches of 1/4 of its records
 
 
 class BatchTrace(Protocol):
@@ -172,8 +172,9 @@ class BatchHandler:
                 raise
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Refuse new batches, and wait until the running ones are published. Returns False if that takes longer than
-        `seconds` (None: no limit)."""
+        """Refuse new batches, and wait until the running ones are published or have failed. Returns False if they take
+        longer than `seconds` (None: no limit).
+        """
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
         if not self._handling.acquire(timeout=-1 if seconds is None else seconds):
@@ -209,7 +210,7 @@ class BatchHandler:
                 self._publish(collected)
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
-        # A daemon thread, so that the process can exit while it waits for a server.
+        # A daemon thread, so that the process can exit while the thread waits for a server.
         self._publishing = threading.Thread(target=self._publish_on_thread, args=work, name="publish", daemon=True)
         self._publishing.start()
 
@@ -366,7 +367,8 @@ class Isolation:
             return self._refusal(number, [self._advance(state, records[:count], refused_records, effects[0].now)])
 
         while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal(len(records))) is not None:
-            accepted, refused = 0, len(records)  # numbers of first records
+            # Postgres accepts the first `accepted` records, and refuses the first `refused` records.
+            accepted, refused = 0, len(records)
             while refused - accepted > 1:
                 half = (accepted + refused) // 2
                 if (message := refusal(half)) is None:

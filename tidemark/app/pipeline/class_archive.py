@@ -32,7 +32,9 @@ def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
 
 
 def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """The path of an archive. Its name contains a checksum of the program `java` and of the jars."""
+    """The path of an archive. Its name contains a checksum of path and version of `java`, and of path, size and time of
+    each jar.
+    """
     program = Path(java).resolve()
     release = program.parent.parent / "release"
     version = release.read_text() if release.is_file() else ""
@@ -60,7 +62,8 @@ def _size_of(archive: Path) -> Path:
 
 
 def create(archive: Path, run_jvm: Callable[[Path, str], None]) -> None:
-    """Create the archive, unless it exists. If several processes call this at the same time, one creates the archive.
+    """Create the archive, unless it exists, and remove archives for other versions of Java or of the jars. If several
+    processes call this at the same time, one creates the archive.
 
     Args:
         archive: the path of the archive.

@@ -156,7 +156,7 @@ def innermost_cause(text: str) -> str:
 
 @contextmanager
 def open_engine(settings: Settings) -> Iterator[Engine]:
-    """Start Spark, and stop it at the end of the block. Raises Stop if Java is missing."""
+    """Start Spark, and stop it at the end of the block. Raises `Stop` if Java is missing or a setting is invalid."""
     java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     spark_settings = SparkSettings(

@@ -22,7 +22,7 @@ Partition = tuple[str, int]
 
 MAX_SAMPLES: Final = 512
 """The largest number of stored end offsets per partition. If there are more, every second one is dropped. The age of a
-record is then too high by at most the interval between two samples, and never too low."""
+record is then too low by less than the interval between two stored samples, and never too high."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _PartitionHistory:
     """End offsets beyond the read offset, each with the time of its first observation."""
     stable: int = -1
     since: float | None = None
-    """When the last stable offset was first observed at `stable`; None if it is at the end."""
+    """When the last stable offset was first observed at `stable`; None if `stable` is the end offset."""
 
 
 class LagTracker:
@@ -101,7 +101,7 @@ class LagMonitor:
     """A thread that updates the metrics of end offsets and lag, checks the topics, and logs crossed thresholds
     (`app.pipeline.stream_metrics`).
 
-    If a topic was repartitioned, replaced or compacted, `failure` is set, and the supervising thread raises it.
+    If a topic is missing, repartitioned, replaced or compacted, `failure` is set. The supervising thread raises it.
 
     Args:
         topics: queries Kafka.
@@ -175,8 +175,8 @@ class LagMonitor:
             self._closing.wait(CHECK_INTERVAL_SECONDS)
 
     def _note_all_unread(self, seconds: float) -> None:
-        """Note all partitions as lagging. While Kafka does not answer, there may be unread records, so no writer must
-        count as silent.
+        """Note all partitions as lagging after an outage of `LAGGING_SECONDS`. They may have unread records, so no
+        writer must count as silent.
         """
         if seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]

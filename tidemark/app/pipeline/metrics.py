@@ -337,7 +337,7 @@ class PipelineHealth:
 
 
 def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
-    """Observe the latency of advances. `oldest`: by time of the oldest record (ms), the number of advances."""
+    """Observe the latency of advances. `oldest`: number of advances by time of their oldest record (ms since 1970)."""
     latencies = {published_at - time / 1000: count for time, count in oldest.items()}
     plausible = {
         seconds: count

@@ -59,7 +59,7 @@ class Seed:
     Attributes:
         lineage: the name of the lineage.
         after: lineage and number of the last batch that Postgres has applied; None if there was none.
-        states: the states of the streams, as returned by `streaming.engine.query.pack_by_shard`.
+        states: by shard, the packed states of its streams (`streaming.engine.query.pack_by_shard`).
     """
 
     lineage: str
@@ -102,6 +102,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
     Raises:
         Stop: a difference is not accepted, or a topic or the database is not suitable.
+        Unavailable: Kafka or Postgres does not answer.
     """
     topic_states = check_topics(settings, topics)
     read = {name: topic_states[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}

@@ -223,7 +223,7 @@ log = get_logger(__name__)
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR_BOUND = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
 MAXIMA = ("age", "behind_seconds")  # aggregated by the maximum; all other gauges by the sum
-OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # names of streams contain no space
+OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no stream has these names: a name contains no space
 NO_STATES = ShardedStates(1, {})
 
 Entries = Mapping[str, StreamEntry]
@@ -289,7 +289,7 @@ class StreamCollector(Collector):
         self._begin(StreamEntries(self._streams, states))
 
     def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
-        """The number of records that a batch has read. The batch must not be in `update` yet."""
+        """The number of offsets that a batch has read. Call this before `update` with the same batch."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
         return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
@@ -300,7 +300,7 @@ class StreamCollector(Collector):
 
     @contextmanager
     def showing_sinks(self, sinks: Sequence[Sink]) -> Iterator[None]:
-        """Include the linear positions in these sinks during the block."""
+        """Also show the linear positions in these sinks during the block."""
         self._sinks = sinks
         try:
             yield
@@ -308,7 +308,9 @@ class StreamCollector(Collector):
             self._sinks = ()
 
     def set_reading(self, *, is_reading: bool) -> None:
-        """Set whether Kafka answers. A heartbeat counts as missed only for the time since Kafka has answered again."""
+        """Set whether Kafka answers. No heartbeat counts as missed while Kafka does not answer. Later, the time of
+        the outage does not count.
+        """
         self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
@@ -369,7 +371,9 @@ class StreamCollector(Collector):
         return families.values()
 
     def blocked(self) -> dict[str, dict[str, Any]]:
-        """By stream, the fields of a log line for each stream whose linear lag lasts longer than its policy allows."""
+        """By stream: the fields of a log line for each stream whose linear lag has lasted for `behind_seconds` of its
+        policy, or for `BRIEF_WAIT` if no policy sets it.
+        """
         now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
             for stream, entry in self._entries.active.items():
@@ -384,7 +388,7 @@ class StreamCollector(Collector):
         return blocked
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
-        """By stream and bound, the fields of a log line for each bound that a stream uses by half or more."""
+        """By stream and bound: the fields of a log line for each bound of which a stream uses `NEAR_BOUND` or more."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
@@ -459,7 +463,7 @@ class StreamCollector(Collector):
         return sums.total[0] - sums.ended[0], sums.total[1] - sums.ended[1]
 
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
-        """Add the blockers, the oldest first. Returns the number of blockers without their own series."""
+        """Add the blockers of at least `BRIEF_WAIT`, the oldest first. Returns how many blockers have no series."""
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
@@ -519,7 +523,7 @@ class StreamCollector(Collector):
         }
 
     def _age(self, since: int | None, now: float) -> float:
-        """Seconds since `since` (milliseconds since 1970); if it is None, since the start of this process."""
+        """Seconds since `since` (milliseconds since 1970). None: since the start of this process."""
         return max(0.0, now - (self._began if since is None else since / 1000))
 
 

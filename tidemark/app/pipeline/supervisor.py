@@ -111,7 +111,8 @@ LAST_BATCH_TIMEOUT_SECONDS = 6.0
 # After SIGTERM, the longest wait for threads that query servers. An orchestrator kills the process after 10 s.
 EXIT_TIMEOUT_SECONDS = 9.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
-# The process ends after this number of failures without a published batch. Slow starts of Python are not counted.
+# A failed query ends the process if at least this number of attempts published no batch. Attempts that failed because
+# of a server or the lease count too; slow starts of Python do not.
 MAX_FAILURES = 6
 SECRETS_CHECK_SECONDS = 5.0
 # Python's first threshold is 700. A batch of 10,000 streams creates 500,000 objects without reference cycles, and
@@ -134,7 +135,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
 
     Raises:
         Stop: a person must decide.
-        QueryFailed: the query failed `MAX_FAILURES` times without publishing a batch.
+        QueryFailed, ChainBroken: the query failed, at least `MAX_FAILURES` attempts after the last published batch.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     stopping = shutdown_event(_exit_after_timeout)
@@ -327,7 +328,9 @@ class PipelineRun:
     def _query(
         self, spark: SparkSession, start: Start, location: str, batches: BatchHandler, lease: Lease, *, one_task: bool
     ) -> Iterator[StreamingQuery]:
-        """Run the query during the block. At the end, wait for its batches up to `LAST_BATCH_TIMEOUT_SECONDS`."""
+        """Run the query during the block. At its end, wait for the batches. After `LAST_BATCH_TIMEOUT_SECONDS`, give up
+        the lease, which ends their waits for servers.
+        """
         try:
             if self._is_local:
                 set_tasks(spark, one_task=one_task)
