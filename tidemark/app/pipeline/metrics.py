@@ -76,8 +76,9 @@ OVERRIDES = Counter(
 )
 BATCH_SECONDS = Histogram(
     "tidemark_batch_seconds",
-    "Wall time of a batch in the driver, from Spark's result to the last sink. A value near the trigger interval is"
-    " normal. If it rises with constant traffic, a sink is slow.",
+    "Wall time of a batch, from the start of Spark's computation to the last sink and the dead letters. Includes the"
+    " wait until the batch before is published. If it rises with constant traffic, a sink is slow: see"
+    " tidemark_sink_seconds.",
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6),
 )
@@ -104,8 +105,8 @@ CLOCK_DIFFERENCE = Gauge(
 )
 LATENCY = BatchHistogram(
     "tidemark_completion_to_published_seconds",
-    "Time from the Kafka timestamp of a writer's oldest record in a batch to its advance in Redis: one observation for"
-    " each advance.",
+    "Time from the Kafka timestamp of a writer's oldest record in a batch until the last sink has the advance. One"
+    " observation for each advance.",
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2, 5, 10, 60),
 )
@@ -132,7 +133,7 @@ KAFKA_READ = Gauge(
 KAFKA_LAG = Gauge(
     "tidemark_kafka_lag_records",
     "End offset minus read offset. If it rises: the pipeline is too slow or has stopped; compare with the heartbeat."
-    " Negative: Kafka has lost records that were read, or it is another cluster.",
+    " Negative: Kafka has lost records that were read, or the brokers belong to another cluster.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
@@ -153,7 +154,8 @@ KAFKA_BLOCKED_SECONDS = Gauge(
 KAFKA_GAUGES = KAFKA_END, KAFKA_READ, KAFKA_LAG, KAFKA_LAG_SECONDS, KAFKA_BLOCKED_SECONDS
 STARTED = Gauge(
     "tidemark_started_timestamp_seconds",
-    "Start of this process (s since 1970). Its counters are 0 then, so that alerts see what the first scrape finds.",
+    "Start of this process (s since 1970), when its counters are 0. Alerts use it to notice a counter that is above 0"
+    " in the first scrape.",
     registry=REGISTRY,
 )
 HEARTBEAT = Gauge(
@@ -169,8 +171,8 @@ LAST_BATCH = Gauge(
 )
 READY = Gauge(
     "tidemark_pipeline_ready",
-    "1 if the query runs, has the lease and has an executor for its batches; 0 if it starts, or waits for one of"
-    " them or for a server: /readyz on the same port names it.",
+    "1 if the query runs, has the lease and has an executor for its batches. 0 if the query starts, or waits for the"
+    " lease, an executor or a server: /readyz on the same port names the cause.",
     registry=REGISTRY,
 )
 LEASE_TOKEN = Gauge(
@@ -215,8 +217,8 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
         "tidemark_sink_linear_position",
         ["stream", "copy"],
         "The linear position of a stream in `postgres` and in `redis` at the last comparison, before the refill: once a"
-        " minute, less often with very many streams. If it is beyond tidemark_allocated_position: a server was set back"
-        " to an older state.",
+        " minute, less often with very many streams. If the position is beyond tidemark_allocated_position: a server"
+        " was set back to an older state.",
     ),
     "bound": (
         "tidemark_bound_used_ratio",
@@ -245,8 +247,8 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
     "behind_seconds": (
         "tidemark_linear_lag_seconds",
         ["stream"],
-        "Seconds since there are IDs beyond the linear position; 0 if there are none. If the"
-        " position follows slowly, the value stays about the same; if the position is blocked, it rises with the"
+        "Age of the oldest IDs beyond the linear position, since a batch first saw them; 0 if there are none. If the"
+        " position follows slowly, the age stays about the same. If the position is blocked, the age rises with the"
         " clock: tidemark_linear_blocked_seconds names the blocker.",
     ),
     "blocked": (
@@ -268,8 +270,8 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
         "tidemark_source_silent_seconds",
         ["stream", "writer"],
         "Seconds since the newest record of a relay or bridge that promised a heartbeat and has missed it twice; no"
-        " series otherwise. `writer` is the name in which it reports. Whether the stream is complete is not known:"
-        " start the relay. At most TIDEMARK_METRICS_MAX_STREAMS series, the longest first; one has the others.",
+        " series otherwise. `writer` is the name under which it reports. Whether the stream is complete is not"
+        " known: start the relay. At most TIDEMARK_METRICS_MAX_STREAMS series, the longest first; one has the others.",
     ),
     "source_blocked": (
         "tidemark_source_blocked_seconds",
@@ -285,9 +287,9 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
     "policy_gap_seconds": (
         "tidemark_policy_gap_seconds",
         ["stream"],
-        "Age of a gap of the stream, and time without a move of its linear position, that cause an alert: from its"
-        " policy (`tidemark policy`), else TIDEMARK_GAP_SECONDS. For streams without a series the lowest value, as in"
-        " all of these metrics.",
+        "Age of a gap, and time without a move of the linear position, that cause an alert: from the policy of the"
+        " stream (`tidemark policy`), else TIDEMARK_GAP_SECONDS. The series `other streams` has the lowest value of its"
+        " streams, as in all metrics of policies.",
     ),
     "policy_silent_seconds": (
         "tidemark_policy_silent_seconds",

@@ -96,21 +96,22 @@ REQUESTS = Counter(
 )
 REQUEST_SECONDS = Histogram(
     "tidemark_sidecar_request_seconds",
-    "Seconds from a request to the first byte of its answer, by operation, without waits and events.",
+    "Seconds from a request to its response, by operation. `wait` includes the wait. For `events` and `watch`, the"
+    " time until the stream of events begins.",
     ["operation"],
     buckets=[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5],
     registry=REGISTRY,
 )
 SERVER_UP = Gauge(
     "tidemark_sidecar_server_up",
-    "1 while the server answered the last time it was asked. Redis at 0: answers come from Postgres.",
+    "1 if the last query of this server succeeded, else 0. Redis at 0: answers come from Postgres.",
     ["server"],
     registry=REGISTRY,
 )
 LINEAR_POSITION = Gauge(
     "tidemark_sink_linear_position",
     "The linear position of a stream as this process answers it (`copy` is `sidecar`), if it was read in the last 10 s."
-    " Below tidemark_linear_position of minutes ago: what the sidecar reads is old.",
+    " If it is below the tidemark_linear_position of some minutes before: the sidecar reads old data.",
     ["stream", "copy"],
     registry=REGISTRY,
 )
@@ -122,9 +123,9 @@ STREAMS_OMITTED = Gauge(
 CHAIN_FAULTS = Counter(
     "tidemark_sidecar_chain_errors",
     "Entries that break a rule on the lists of advances of followed streams: a `hole` or an `overlap` between two"
-    " advances of a writer, a `regress` of a writer or of the linear position, an advance that is `empty` or has no"
-    " evidence. Above 0: Redis was restored or written by another program, or Tidemark has a defect; see the log of the"
-    " sidecar.",
+    " advances of a writer, a `regress` of a writer or of the linear position, an `empty` advance (without IDs or"
+    " without evidence). Above 0: Redis was restored or written by another program, or Tidemark has a defect; see the"
+    " log of the sidecar.",
     ["fault"],
     registry=REGISTRY,
 )
@@ -132,21 +133,22 @@ for _fault in FAULT_KINDS:
     CHAIN_FAULTS.labels(_fault)  # Prometheus does not see the first increase of a new counter
 REQUESTS_IN_FLIGHT = Gauge(
     "tidemark_sidecar_requests_in_flight",
-    "Requests that are open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
+    "Requests that are open now: `wait`, `events` and `watch`. At the limit, new requests get 429: run more sidecars.",
     ["operation"],
     registry=REGISTRY,
 )
 EVICTED_REQUESTS = Counter(
     "tidemark_sidecar_evicted_connections",
-    "Open requests that were ended because the limit was reached and a client of another address asked. Rising: one"
-    " address has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name; or"
-    " run more sidecars.",
+    "Open requests that were ended at the limit, because a client of another address got the slot. Rising: one address"
+    " has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name. Else run more"
+    " sidecars.",
     registry=REGISTRY,
 )
 EVENTS_PAUSED = Counter(
     "tidemark_sidecar_events_paused",
-    "Clients of events that were delayed by up to a second, because more than a hundred event streams of their address"
-    " had ended within a second. Rising: a client reconnects again and again, or all clients share one address.",
+    "Clients of events that were delayed by up to a second, because more than a hundred recent event streams of their"
+    " address ended within a second of their start. Rising: a client reconnects again and again, or all clients share"
+    " one address.",
     registry=REGISTRY,
 )
 
@@ -154,7 +156,7 @@ EVENTS_PAUSED = Counter(
 LINE_CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
 LINES_RECEIVED = Counter("tidemark_lines_received", "Lines that clients sent.", registry=REGISTRY)
 LINES_SENT = Counter(
-    "tidemark_lines_sent", "Lines that were sent to clients, to all of them together.", registry=REGISTRY
+    "tidemark_lines_sent", "Lines that were sent, to all clients together and on the Redis channel.", registry=REGISTRY
 )
 CONNECTIONS_CLOSED = Counter(
     "tidemark_lines_closed",
@@ -166,13 +168,13 @@ CONNECTIONS_CLOSED = Counter(
 )
 ANNOUNCEMENTS = Counter(
     "tidemark_lines_announcements",
-    "Moves of writers that were announced: with `rows`, as `empty`, or so that clients `fetch`. `fetch` rising: rows do"
-    " not come from Kafka in time, or the bound on rows is too low.",
+    "Announced moves of writers: `rows` (with their rows), `empty` (there are no rows), or `fetch` (clients fetch the"
+    " rows). `fetch` rising: rows do not come from Kafka in time, or the bound on rows is too low.",
     ["how"],
     registry=REGISTRY,
 )
 ROW_BUFFER_BYTES = Gauge(
-    "tidemark_lines_rows_bytes", "Bytes of rows that wait until a position passes their IDs, about.", registry=REGISTRY
+    "tidemark_lines_rows_bytes", "Approximate bytes of rows that are not announced yet.", registry=REGISTRY
 )
 ROWS_DROPPED = Counter(
     "tidemark_lines_rows_dropped",
