@@ -48,7 +48,9 @@ _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """A configured channel. `lease_seconds`: how long no sidecar announces after the leader was killed."""
+    """A configured channel. `lease_seconds`: the time to live of the lease. After a kill of the leader, no sidecar
+    announces until the lease expires.
+    """
 
     channel: str
     lease_seconds: float = 3.0

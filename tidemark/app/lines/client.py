@@ -32,7 +32,7 @@ from tidemark.streaming.wire.line_protocol import (
 )
 
 PING_INTERVAL_SECONDS = 4.0  # the protocol requires a line every 5 s
-SERVER_TIMEOUT_SECONDS = 15.0  # without a line, after which the client reconnects
+SERVER_TIMEOUT_SECONDS = 15.0  # the client reconnects after so long without a line
 MAX_LINE_BYTES = 16 << 20  # rows may be large
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"

@@ -29,7 +29,7 @@ TIMEOUT_CHECK_SECONDS = 0.1  # between two checks for rows that did not arrive i
 RETRY_SECONDS = 1.0
 BATCHES_PER_ITERATION = 50  # other tasks run between two iterations
 FORGET_INTERVAL_SECONDS = 60.0  # between two checks for removed writers
-POLL_SECONDS = 0.2  # for which the thread that reads Kafka waits for a record
+POLL_SECONDS = 0.2  # how long the thread that reads Kafka waits for a record
 
 Subscriber = Callable[[Sequence[Announcement]], None]
 
@@ -73,7 +73,9 @@ class Hub:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """Wait until the positions of streams are known. No announcement is made before the caller's next await."""
+        """Wait until the positions of streams are known. After the return, no announcement is made before the caller's
+        next await.
+        """
         await self._started.wait()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -87,8 +89,8 @@ class Hub:
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """The writers in `announced` that their stream no longer lists, and that the linear position has passed. They
-        retired long ago, so subscribers do not need their positions.
+        """The writers in `announced` that their stream no longer lists, if the linear position has passed their
+        positions. They retired long ago, so subscribers do not need their positions.
         """
         known = await self._read_side.snapshots.known_positions({stream for stream, _ in announced})
         return [
@@ -153,7 +155,7 @@ class Hub:
             with self._read_side.followers.subscribe(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known_positions(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
-                # Wait for the followers: a move before their first read could only make clients fetch its rows.
+                # Wait for the first read of each follower: earlier moves cannot be announced with rows.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_SECONDS):
                         while self._starting:

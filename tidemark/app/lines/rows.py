@@ -67,8 +67,8 @@ class UnannouncedRows:
 
     Args:
         position: the announced position.
-        highest_named: the highest ID that unread records may have named. A producer may have sent the last row of
-            such a fact twice, so the rows that were read may be incomplete.
+        highest_named: the highest ID that earlier, unread records may have named. A read fact up to this ID may lack
+            rows, because its last row may be a repetition of an unread record.
         is_complete: whether every record of the writer is read. If not, the first fact may lack rows.
     """
 
@@ -351,7 +351,7 @@ class Announcer:
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Announcements of waiting advances of `writers`, if their rows have arrived or timed out."""
+        """Announcements of waiting advances of `writers` whose rows have arrived, or whose time-out has passed."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:

@@ -102,7 +102,7 @@ class ServerSession:
         self._sent_at = now
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
-        """The reactions to a line of the client. After a `Disconnect` there are none."""
+        """The reactions to a line of the client; none after a `Disconnect`."""
         if self._has_ended:
             return
         self._received_at = now
@@ -317,7 +317,7 @@ class LineConnection(asyncio.Protocol):
 log = get_logger(__name__)
 
 LINES_PER_ITERATION = 100
-"""The number of handled and relayed lines in one iteration of the event loop. Other tasks run between iterations."""
+"""The largest number of handled and relayed lines in one iteration of the event loop. Other tasks run in between."""
 FLOOD_PAUSE_SECONDS = 0.001  # between two iterations, so that a flood of lines does not use the whole event loop
 _STOP_TIMEOUT_SECONDS = 0.5  # for clients to read the last ERROR command
 LINES_PER_CONNECTION = 50  # before lines of the next connection are handled
@@ -374,8 +374,8 @@ class LineServer:
     # -- for connections
 
     def admit(self, connection: LineConnection) -> bool:
-        """Give a slot to the connection. If every slot is taken, a connection of the address with the most connections
-        is evicted, preferably one that never sent a line. Returns False if no connection is evicted.
+        """Give a slot to the connection. If every slot is taken, another connection is evicted by the rules of
+        `SlotPool`, first one that never sent a line. Returns False if no connection is evicted.
         """
         try:
             evicted = self._slots.take(connection, connection.address, lambda other: not other.has_sent_line)

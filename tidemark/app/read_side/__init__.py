@@ -27,7 +27,7 @@ class ReadSideConfig:
     """The addresses of the servers, which may contain passwords.
 
     Attributes:
-        policy_defaults: the settings of streams without a policy, as for `streaming.values.limits`.
+        policy_defaults: the settings of streams without a policy, as `streaming.values.limits.Policies.defaults`.
         readers: the database with the places of readers; None: the database `postgres`.
     """
 

@@ -118,7 +118,11 @@ class HistoryPager:
         self._events: list[Event] = []
 
     async def next_page(self) -> HistoryPage | None:
-        """The next page; None if no server knows the stream. Raises `Unavailable`, and may be called again then."""
+        """The next page; None if no server knows the stream.
+
+        Raises:
+            Unavailable, Stop: the page could not be read. The call may be repeated.
+        """
         while len(self._events) < self._limit:
             step = self._driver.step()
             match step:

@@ -49,7 +49,7 @@ log = get_logger(__name__)
 
 DISCOVER_INTERVAL_SECONDS = 1.0  # between two reads of the names of streams
 MAX_BATCH_EVENTS = 500
-LINGER_SECONDS = 10.0  # for which a stream is followed after its last listener has left
+LINGER_SECONDS = 10.0  # how long a stream is followed after its last listener has left
 PAUSE_FACTOR = 10  # the pause between two reads of all followed streams, as a multiple of the duration of a read
 
 
@@ -116,7 +116,7 @@ class Follower:
                     driver.send_answer(await self._carry_out(step))
                 except Unavailable as problem:
                     driver.throw(problem)
-                except (Refused, SchemaMismatch) as problem:  # until a person resolves it
+                except (Refused, SchemaMismatch) as problem:  # retried until a person resolves it
                     driver.throw(Unavailable("A server", "its address", str(problem)))
                 continue
             assert step is not None
@@ -149,7 +149,7 @@ class Follower:
         return await self._request_handler.carry_out(request)
 
     def _publish_events(self) -> None:
-        """Give new events to the listeners. Without events, the place of the listeners stays the same object."""
+        """Put the new events into the queues of the listeners. If nothing moved, `_place` stays the same object."""
         before, after, events = self._place, self._program.place, self._events
         assert after is not None
         if before is None:

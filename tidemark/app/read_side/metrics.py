@@ -1,9 +1,8 @@
 """Every metric of the sidecar, for HTTP and the line protocol: name, type, meaning, and what to do when it changes.
 
-`ChainChecker` checks the advances on a stream's list in Redis against the rules of docs/design.md, and counts
-violations. It reads the raw entries, before the follower merges them and repairs gaps. So it detects errors of the
-writing side that no reader notices. At the start of a list, and after a missing entry, the chain of each writer begins
-with its next entry.
+`ChainChecker` checks the advances on a stream's list in Redis against the rules of docs/design.md. It reads the raw
+entries, before the follower merges them and repairs gaps. So it detects errors of the writing side that no reader
+notices. At the start of a list, and after a missing entry, the chain of each writer begins with its next entry.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_LIST = "0-0"  # for keys from Postgres, which may be briefly ahead of Redis
+NO_LIST = "0-0"  # the end of the list in keys from Postgres, which may be briefly ahead of Redis
 EVIDENCE_COUNTS = ("facts", "empty", "unseen", "skipped")
 
 

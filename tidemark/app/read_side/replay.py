@@ -84,7 +84,7 @@ class ResponseCache:
     def store(self, stream: str, place: Place, text: bytes, after: Place) -> None:
         """Store a response. Evicts the least recently used responses.
 
-        An empty response is not stored, because the client would request it again without end.
+        A response that does not move the client is not stored, because the client would request it without end.
         """
         if after == place:
             return
@@ -126,7 +126,11 @@ class MissedPage:
         return self._next is not None and self._next.is_abandoned
 
     async def next(self) -> "MissedPage | None":
-        """The next page, shared by any number of tasks. Raises `Unavailable` and `Stop`; may be called again then."""
+        """The next page, read once for any number of tasks; None if no server knows the stream.
+
+        Raises:
+            Unavailable, Stop: the page could not be read. The call may be repeated.
+        """
         if self._next is None:
             self._next = SingleFlight(_read_page(self._pager))
         reading = self._next
@@ -176,8 +180,8 @@ class ReplayReader:
         self.responses = ResponseCache()
 
     async def read_missed(self, stream: str, place: Place) -> MissedPage | None:
-        """The first page of events after `place`, or after a slightly lower place. It is read after this call. None if
-        no server knows the stream. Raises `Unavailable` and `Stop`.
+        """Read the first page of events after `place`, or after a place up to `MAX_SHARED_IDS` lower. The read begins
+        after this call. None if no server knows the stream. Raises `Unavailable` and `Stop`.
         """
         key = stream, place.linear // MAX_SHARED_IDS
         if key not in self._waiting_reads:
@@ -317,7 +321,8 @@ class ReplayBuffer:
 
     def add_mark(self, mark: DurableMark) -> None:
         """Note that the batches so far contain all that Postgres published up to `mark` in the followed streams."""
-        # A mark may come again. The first time counts: a listener may have got the mark then, and nothing later.
+        # A mark may be added again. The first number counts, because a listener may have got the mark at that time, and
+        # no batch since.
         self._marks.setdefault(mark, self._batch_number)
         if len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]

@@ -34,8 +34,8 @@ class ReadCoalescer(Generic[K, T]):
     next one. For one event loop.
 
     At most two calls of `read` run at a time: one for small requests and one for large ones. Each reads at most
-    `MAX_KEYS_PER_READ` keys, so a request for few keys never waits for many keys. Keys of cancelled requests are not
-    read.
+    `MAX_KEYS_PER_READ` keys, so a request for few keys never waits for a large request. A read is skipped if all its
+    requests are cancelled before the read begins.
     """
 
     def __init__(self, read: Read[K, T]) -> None:
@@ -102,7 +102,7 @@ class CircuitBreaker:
     """Refuses requests to a server for a while after a failure, so that callers need not wait for time-outs. One per
     server.
 
-    If the server refuses the user, that is a failure; a single slow query is none.
+    A refusal of the user is a failure. A slow query (`Slow`) is not.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:

@@ -116,8 +116,8 @@ class Snapshot:
     """The state of `stream`, as far as known.
 
     Attributes:
-        exists: False if Postgres does not know the stream. None if no server answered.
-        known: the positions; None while the stream is recovering.
+        exists: False if neither Redis nor Postgres has the stream. None if no server answered.
+        positions: None while the stream is recovering.
         details: None until Postgres answers for the first time.
         details_read_at: when the details were read (seconds, monotonic).
         divergence: the difference between the positions in Redis and Postgres, if there is one.
@@ -200,7 +200,7 @@ class Snapshots:
         return {name: known for name in sorted(streams) if (known := snapshots[name].positions) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
-        """Also read from Postgres the streams that Redis has answered, at most once a second per stream."""
+        """Also read the streams from Postgres whose positions came from Redis, at most once a second per stream."""
         now = self._now()
         due = [
             name

@@ -14,7 +14,7 @@ from tidemark.streaming.values.direction import beyond
 T = TypeVar("T")
 
 MAX_QUEUED_BATCHES = 20_000  # per listener
-MAX_QUEUE_SECONDS = 20.0  # for a batch in a queue; this limits the memory, because queues share batches
+MAX_QUEUE_SECONDS = 20.0  # how long a batch may be in a queue; queues share batches, so this limits the memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,8 +165,9 @@ class StoppableServer(uvicorn.Server):
 
 
 def _exit_after_timeout() -> None:
-    """End the process after `EXIT_TIMEOUT_SECONDS` even if threads wait for a server. The threads have no state to
-    save."""
+    """Start a timer that ends the process after `EXIT_TIMEOUT_SECONDS`, even if threads wait for a server. The threads
+    have no state to save.
+    """
 
     def exit_now() -> None:
         log.warning("Stopped without waiting for servers that do not answer")
@@ -247,7 +248,7 @@ def run(settings: Settings) -> None:
     listener_config = _listener_config(settings, client_limits.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_access(servers))
-    # uvicorn's error messages also reach the client or Tidemark's log.
+    # Not logged: uvicorn's error messages also reach the client or Tidemark's log.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,

@@ -103,7 +103,9 @@ FAIR_SHARE_DIVISOR = 4  # the fair share of an address is 1/4 of the slots
 
 @lru_cache(4096)
 def network_of(address: str) -> str:
-    """The identity of a client: an IPv4 address, or the first 64 bits of an IPv6 address; other text unchanged."""
+    """The identity of a client: an IPv4 address, the first 64 bits of an IPv6 address, or else the first 255 characters
+    of `address`.
+    """
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -128,7 +130,7 @@ def pick_victims(idle: Sequence[IdleConnection[T]], slots: int) -> list[T]:
     """Connections to evict when every slot is taken: the oldest idle connections of the address with the most idle
     connections. Empty if no connection is idle.
 
-    Returns 1/64 of `slots`, so that a flood of connections needs few searches.
+    Returns at most 1/64 of `slots`, at least one. So a flood of connections needs few searches.
     """
     if not idle:
         return []
@@ -139,15 +141,15 @@ def pick_victims(idle: Sequence[IdleConnection[T]], slots: int) -> list[T]:
 
 
 class NoFreeSlot(Exception):
-    """Every slot is taken, and the requesting address already has its share."""
+    """Every slot is taken, and no client is evicted for the requesting address."""
 
 
 class SlotPool(Generic[T]):
     """A fixed number of slots, shared fairly by address. For one thread.
 
-    While slots are free, every client gets one. If all slots are taken, the client that was last to get a slot at the
-    address with the most slots is evicted for a new client, provided that the new client's address has less than a
-    quarter of the slots, or less than half as many slots as that address.
+    While slots are free, every client gets one. If all slots are taken, a new client evicts the newest client of the
+    address with the most slots, in two cases: the new client's address has less than half as many slots, or it has less
+    than a quarter of all slots and the other address has more than a quarter.
 
     Clients must be hashable, and are compared by identity.
     """
@@ -167,8 +169,9 @@ class SlotPool(Generic[T]):
         Args:
             client: the connection or request that gets the slot.
             address: the IP address of the client.
-            evict_first: the clients to evict before others: of the address that loses a slot, the oldest such client,
-                else the newest client. An address with its full share can only replace such a client of its own.
+            evict_first: whether to evict a client before others. The address that loses a slot loses its oldest such
+                client, if it has one. In all other cases, the first such client of the new client's own address is
+                evicted. If that address has none, and less than a quarter of all slots, one of any address is evicted.
 
         Returns:
             The evicted client, which has lost its slot. None if a slot was free.
