@@ -63,7 +63,9 @@ class ReadSide:
 
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
-    """The read side during the block. It connects when it is first used. Raises `BadSetting`."""
+    """The read side during the block. Connects to Redis at once, and to Postgres at the first query. Servers may be
+    down. Raises `BadSetting`.
+    """
     redis_reader = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)

@@ -32,7 +32,7 @@ class AdmissionQueue:
         self._queue = FairQueue()
 
     async def wait_for_start(self, loop: AbstractEventLoop, address: str) -> None:
-        """Wait until the caller's request may start: the next iteration of the event loop if few requests wait."""
+        """Wait until the caller's request may start. If few requests wait: until the next iteration of the loop."""
         start: Future[None] = loop.create_future()
         if not self._queue:
             loop.call_soon(self._start_requests, loop)

@@ -2,7 +2,7 @@
 from snapshots. Pure.
 
 IDs are signed 64-bit integers. A client that reads JSON numbers as floating point loses IDs beyond 2^53. Docstrings
-and field descriptions are the public documentation. The public name of a type is without the suffix `Answer`.
+and field descriptions are the public documentation. The public name of a type has no suffix `Answer`.
 """
 
 from collections.abc import Iterable
@@ -122,7 +122,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """The gaps that block a position now: the nearest one of each writer, and writers that never joined."""
+    """What blocks a position now, longest first: the nearest gap of each writer, and writers that never joined."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.unknown

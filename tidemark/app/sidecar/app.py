@@ -51,7 +51,7 @@ _PROBES = (b"/livez", b"/readyz")
 
 
 class AllowedHosts:
-    """Refuses requests whose header `Host` has none of `names`.
+    """Refuses requests whose header `Host` is none of `names`.
 
     This prevents DNS rebinding: a web page of another site must not reach a sidecar on the user's machine. Probes are
     exempt, because orchestrators send them to an IP address, and their answers contain no data.
@@ -142,7 +142,7 @@ def create_app(
     stopping: asyncio.Event,
     companion: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
-    """Create the web application. It connects to no server before it starts.
+    """Create the web application. It connects to no server before its lifespan starts.
 
     Args:
         servers: the addresses of Redis and Postgres.
@@ -203,8 +203,9 @@ def create_app(
 
 
 class NoStoreMiddleware:
-    """Adds `Cache-Control: no-store` to answers without the header, because positions soon change, and
-    `X-Content-Type-Options: nosniff`."""
+    """Adds `Cache-Control: no-store`, because positions soon change, and `X-Content-Type-Options: nosniff`. Does not
+    replace these headers if an answer has them.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

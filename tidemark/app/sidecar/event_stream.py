@@ -66,7 +66,7 @@ class EventStream(Response):
             serving = asyncio.create_task(self._serve(send))
             disconnected = asyncio.create_task(_wait_for_disconnect(receive))
             try:
-                # Only two tasks per response, because there are thousands of responses; the futures are shared.
+                # Only two tasks per response, because there are thousands of responses. The signals are futures.
                 await asyncio.wait(
                     (serving, disconnected, self._disconnect_signal, stopped), return_when=asyncio.FIRST_COMPLETED
                 )

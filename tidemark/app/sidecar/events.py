@@ -55,7 +55,7 @@ from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 
-KEEP_ALIVE_SECONDS = 15.0  # without an event for so long, a comment is sent
+KEEP_ALIVE_SECONDS = 15.0  # after so long without an event, a comment is sent
 RETRY_MILLISECONDS = 1000, 3000  # the range of reconnect delays; random, so that clients do not reconnect together
 MAX_STREAMS_IN_EVENT_ID = 8  # with more streams, the event ID is a mark
 MAX_EVENT_ID_LENGTH = 16_000  # characters that HTTP servers accept in a header
@@ -154,10 +154,10 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_texts_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """The moves of all streams since the mark. No texts and no places if they are no longer available."""
+        """The moves of all streams since the mark. No texts, and no changed places, if the moves are not available."""
         while True:
             try:
-                # Read positions before moves: the moves then lead to them or beyond.
+                # Read positions before moves, so that the moves reach or pass these positions.
                 known = await self._read_side.snapshots.known_positions(streams)
                 missed = await self._read_side.replay_reader.read_missed_since(mark)
             except (Unavailable, Stop):
@@ -174,7 +174,7 @@ class EventsClient:
             if stream not in missed.encodings or missed.encodings[stream].is_abandoned:
                 place = Place(positions.linear, positions.vector, positions.late)
                 missed.encodings[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
-            # Encoded once for all clients. Positions that a client read before the moves are among the moves.
+            # Encoded once for all clients, although each has read its own positions: the moves reach or pass all these.
             texts, self._places[stream] = await missed.encodings[stream].get()
             for text in texts:
                 yield text

@@ -79,8 +79,8 @@ class Operation:
 
 
 def parse_query(query: type[msgspec.Struct], parameters: Sequence[tuple[str, str]]) -> msgspec.Struct:
-    """Convert query parameters to an instance of `query`. A repeated parameter becomes a list. Unknown parameters are
-    ignored.
+    """Convert query parameters to an instance of `query`. A repeated parameter becomes a list if its type is a list;
+    else its last value counts. Unknown parameters are ignored.
 
     Raises:
         BadRequest: a value is missing or has the wrong type.
@@ -127,7 +127,7 @@ BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
 def openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
-    """The operation that answers with the OpenAPI document, which describes `operations` and itself.
+    """The operation that answers with the OpenAPI document. The document describes `operations` and this operation.
 
     Args:
         operations: all other operations.
@@ -180,7 +180,7 @@ def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any
 
 
 def _with_public_names(schema: Any) -> Any:
-    """A schema with the public names of our types, which are without `SUFFIX`."""
+    """A schema with the public names of our types: `SUFFIX` is removed."""
     match schema:
         case dict():
             return {

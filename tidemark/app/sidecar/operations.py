@@ -118,7 +118,7 @@ async def livez(_: OperationCall) -> Response:
 async def readyz(call: OperationCall) -> Response:
     read_side = call.service.read_side
     problems = await read_side.problems()
-    # Positions that were read before stay true, so they can be answered from memory.
+    # Positions never become wrong, so the positions in memory can be answered.
     ready = len(problems) < SERVER_COUNT or read_side.snapshots.has_positions
     return json_response(HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
 

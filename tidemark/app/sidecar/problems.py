@@ -145,7 +145,7 @@ def status_response(status: HTTPStatus, headers: Mapping[str, str] | None = None
 
 
 async def handle_defect(_: Request, __: Exception) -> Response:
-    """Starlette's handler of unexpected exceptions, which Starlette raises again afterwards."""
+    """Starlette's handler of unexpected exceptions. Starlette raises the exception again afterwards."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     detail = "the sidecar failed unexpectedly; see its log"
     return _response(answers.ProblemAnswer(type=urn("internal"), title=status.phrase, status=status, detail=detail), {})

@@ -66,7 +66,7 @@ class Limiter:
             on_evicted: called if the slot goes to a client of another address.
 
         Raises:
-            Busy: every slot is taken, and the address already has its share.
+            Busy: every slot is taken, and no open request is evicted for this address.
         """
         request = OpenRequest(on_evicted)
         try:

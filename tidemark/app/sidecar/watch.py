@@ -1,7 +1,8 @@
-"""Reads all streams once a second for all watchers, and encodes the answers of `/v1/watch` and `/v1/pipeline` once.
+"""Reads all streams once a second, and encodes them once for all watchers (`/v1/watch`). Queries the state of the
+pipeline, also for each request of `/v1/pipeline`.
 
 A watcher gets the streams that changed since its last text. So a slow watcher gets fewer and newer texts, and needs no
-queue. A text contains times and no ages, so an equal text means that nothing changed.
+queue. The text of a stream contains times and no ages, so an equal text means that nothing changed.
 """
 
 import asyncio
@@ -303,7 +304,7 @@ PAUSE_FACTOR = 10  # the shortest pause after a round, as a multiple of its dura
 
 
 class Watcher:
-    """A client of `/v1/watch`. `last_round`: the number of the last round whose texts it got."""
+    """A client of `/v1/watch`. `last_round`: the number of the last round of which the client got the texts."""
 
     def __init__(self) -> None:
         self.last_round = 0
@@ -381,8 +382,9 @@ class Watch:
             await asyncio.sleep(pause)
 
     async def _run_round(self) -> bool:
-        """Read and encode all streams. Returns whether every server answered: if not, the duration includes time-outs
-        and must not lengthen the pause."""
+        """Read and encode all streams. Returns False if a server did not answer. The duration then includes time-outs,
+        and must not lengthen the pause.
+        """
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
