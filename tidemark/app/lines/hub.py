@@ -164,7 +164,7 @@ class Hub:
                 while not listener.disconnect_signal.done():
                     await self._announce_next(listener)
             log.warning(
-                "The line protocol missed moves, because they were too fast or a follower failed; clients fetch"
+                "The line protocol missed moves: they came too fast, or a follower failed; clients fetch the rows"
             )
             await asyncio.sleep(RETRY_SECONDS)
 

@@ -55,7 +55,7 @@ class Engine:
         """
         while not self._session.done():
             if stopping.wait(0.1):
-                raise Stopping("the pipeline was asked to stop before Spark had started")
+                raise Stopping("the pipeline was stopped before Spark had started")
         spark = self._session.result()
         if spark.sparkContext._jsc.sc().isStopped():
             raise SparkDied("the Spark cluster has ended this application")

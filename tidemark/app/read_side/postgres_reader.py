@@ -151,7 +151,7 @@ class PostgresReader:
                     asyncio.shield(self._track(asyncio.wrap_future(future))), HISTORY_TIMEOUT_SECONDS
                 )
             except TimeoutError:
-                problem = f"the history was not read within {HISTORY_TIMEOUT_SECONDS:g} s; ask again"
+                problem = f"the history was not read within {HISTORY_TIMEOUT_SECONDS:g} s; try again"
                 raise Slow("Postgres", self._postgres.where, problem) from None
             finally:
                 future.cancel()  # has no effect if the read has started

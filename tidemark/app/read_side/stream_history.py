@@ -86,7 +86,7 @@ class StreamHistoryReader:
                 return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT_SECONDS)
             except TimeoutError:
                 raise Slow(
-                    "Postgres", self._places.where, f"no answer within {TIMEOUT_SECONDS:g} s; ask again"
+                    "Postgres", self._places.where, f"no answer within {TIMEOUT_SECONDS:g} s; try again"
                 ) from None
             finally:
                 future.cancel()  # has no effect if the read has started

@@ -160,8 +160,8 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
-    """The position of `writer` moved over `(prev, id]`. The counts are for `(claimed, id]`, which is the same range
-    unless the reader began inside it."""
+    """The position of `writer` moved over `(prev, id]`. The counts are for `(claimed, id]`. `claimed` is below `prev`
+    if the reader began inside that range, else equal to `prev`."""
 
     stream: Name
     writer: Name

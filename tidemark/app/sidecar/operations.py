@@ -102,7 +102,7 @@ def require_existing(snapshot: Snapshot) -> Snapshot:
         raise UnknownStream(snapshot.stream)
     if snapshot.exists is None:
         raise RecoveringProblem(
-            f"whether stream {snapshot.stream!r} exists is not known: neither Redis nor Postgres answers; try again"
+            f"it is not known whether stream {snapshot.stream!r} exists: neither Redis nor Postgres answers; try again"
         )
     return snapshot
 

@@ -95,7 +95,7 @@ class LateSummaryAnswer(msgspec.Struct, frozen=True):
 
 
 class CopiesAnswer(msgspec.Struct, frozen=True):
-    """The linear positions in Redis and Postgres, which this sidecar read one after the other, and which differ."""
+    """Linear positions that differ between Redis and Postgres. This sidecar read them one after the other."""
 
     redis: StreamId
     postgres: StreamId
