@@ -6,9 +6,10 @@ next batch meanwhile (docs/decisions/0024-batch-ahead.md). Spark converts the ex
 
 A batch is one transaction of all streams, so one record that Postgres refuses would block all streams. `Isolation`
 finds such records by bisection, in transactions that are rolled back. The first bisection finds the streams with
-refused effects. The second one reads the records of such a stream from Kafka again, and runs the state machine from the
-states in Postgres, until it finds the first refused record. The query then starts again and rejects those records as it
-reads them (`ingest.compact`), so they have the same order, fencing and counts as any rejected record."""
+refused effects. For each of them, `Isolation` reads the records from Kafka again, and runs the state machine from the
+state in Postgres. The second bisection finds the first refused record. Then the query starts again, and rejects these
+records as it reads them (`ingest.compact`). So they have the same order, fencing and counts as any rejected record.
+"""
 
 import gc
 import threading

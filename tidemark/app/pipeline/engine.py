@@ -222,8 +222,8 @@ def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
 
 
 def properties(path: Path) -> dict[str, str]:
-    """The properties in a file such as `spark-defaults.conf`, parsed as Spark does: each line has a name and a value,
-    separated by space, `=` or `:`. Raises `BadSetting`.
+    """The properties in a file such as `spark-defaults.conf`, parsed as Spark does. Each line has a name and a value,
+    separated by white space, `=` or `:`. Raises `BadSetting`.
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]

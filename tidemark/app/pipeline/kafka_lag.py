@@ -90,7 +90,7 @@ CHECK_INTERVAL_SECONDS = 2.0
 CHECKS_PER_POLICY_CHECK = 15  # the cleanup policies of the topics are checked less often
 LAGGING_SECONDS = 10.0  # a healthy pipeline has less lag, and transactions of healthy producers are shorter
 NOTE_INTERVAL_SECONDS = 10.0  # between two calls of `note` for the same partitions
-MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may not know its topics
+MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may not list all topics
 
 
 Note = tuple[str, int, int, float, int | None, float | None]

@@ -216,9 +216,9 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
     "copy": (
         "tidemark_sink_linear_position",
         ["stream", "copy"],
-        "The linear position of a stream in `postgres` and in `redis` at the last comparison, before the refill: once a"
-        " minute, less often with very many streams. If the position is beyond tidemark_allocated_position: a server"
-        " was set back to an older state.",
+        "The linear position of a stream in `postgres`, in `redis` and in `kafka` (the topic of positions) at the last"
+        " comparison, before the refill: once a minute, less often with very many streams. If the position is beyond"
+        " tidemark_allocated_position: a server was set back to an older state.",
     ),
     "bound": (
         "tidemark_bound_used_ratio",

@@ -371,8 +371,8 @@ class StreamCollector(Collector):
         return families.values()
 
     def blocked(self) -> dict[str, dict[str, Any]]:
-        """By stream: the fields of a log line for each stream whose linear lag has lasted for `behind_seconds` of its
-        policy, or for `BRIEF_WAIT` if no policy sets it.
+        """By stream: the fields of a log line for each stream with a long linear lag. A lag is long after
+        `behind_seconds` of the policy, or `BRIEF_WAIT` if no policy sets it.
         """
         now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:

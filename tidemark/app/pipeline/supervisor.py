@@ -1,7 +1,8 @@
 """`tidemark pipeline`: creates the query, its source and its sinks, and supervises them.
 
-The main thread supervises. Other threads publish batches (`app.pipeline.batches`), renew the lease, refill Redis, query
-Kafka for end offsets and Postgres for policies, and answer scrapes and probes (`app.serving.http_health`).
+The main thread supervises. Other threads publish batches (`app.pipeline.batches`), renew the lease, refill the sinks,
+monitor the lag of Kafka (`app.pipeline.kafka_lag`), read policies, and answer scrapes and probes
+(`app.serving.http_health`).
 """
 
 import gc

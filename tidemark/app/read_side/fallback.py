@@ -118,7 +118,7 @@ class HistoryPager:
         self._events: list[Event] = []
 
     async def next_page(self) -> HistoryPage | None:
-        """The next page; None if no server knows the stream.
+        """The next page; None if no server has the stream.
 
         Raises:
             Unavailable, Stop: the page could not be read. The call may be repeated.
@@ -128,7 +128,7 @@ class HistoryPager:
             match step:
                 case CaughtUp():
                     break
-                case AwaitEntry():  # no server knows the stream
+                case AwaitEntry():  # no server has the stream
                     return None
                 case ReadHistory():
                     limited = replace(step, limit=min(self._advances_per_query, step.limit))

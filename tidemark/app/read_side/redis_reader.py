@@ -66,7 +66,7 @@ class RedisReader:
             await self.client.ping()
 
     async def names(self) -> set[str]:
-        """The streams that Redis knows."""
+        """The names of all streams in Redis."""
         with self.circuit_breaker.guarding(), translate_errors(self.client):
             return set(await self.client.smembers(STREAMS))
 

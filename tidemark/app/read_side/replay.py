@@ -2,7 +2,7 @@
 
 If a sidecar ends, a thousand clients reconnect to others within a second or two, at nearby places. `ReplayBuffer` keeps
 the batches of the last seconds, which are encoded already. For clients that were away longer, concurrent requests share
-one read from the lowest of their places, and each client gets the events beyond its own place. Nothing is read for
+one read from the lowest of their places. Each client gets the events beyond its own place. Nothing is read for
 disconnected clients, and responses are cached briefly. So a client that reconnects again and again from the beginning
 costs little more than its requests.
 """
@@ -126,7 +126,7 @@ class MissedPage:
         return self._next is not None and self._next.is_abandoned
 
     async def next(self) -> "MissedPage | None":
-        """The next page, read once for any number of tasks; None if no server knows the stream.
+        """The next page, read once for any number of tasks; None if no server has the stream.
 
         Raises:
             Unavailable, Stop: the page could not be read. The call may be repeated.
@@ -181,7 +181,7 @@ class ReplayReader:
 
     async def read_missed(self, stream: str, place: Place) -> MissedPage | None:
         """Read the first page of events after `place`, or after a place up to `MAX_SHARED_IDS` lower. The read begins
-        after this call. None if no server knows the stream. Raises `Unavailable` and `Stop`.
+        after this call. None if no server has the stream. Raises `Unavailable` and `Stop`.
         """
         key = stream, place.linear // MAX_SHARED_IDS
         if key not in self._waiting_reads:
@@ -202,7 +202,7 @@ class ReplayReader:
         clients, and may then begin at a slightly older mark.
 
         Returns:
-            None if there are more than `MAX_MOVES`, if the moves are no longer stored, or if moves that are being sent
+            None if the moves are more than `MAX_MOVES`, or are no longer stored. Also None if moves that are being sent
             to other clients use too much memory.
 
         Raises:

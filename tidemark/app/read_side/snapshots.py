@@ -1,9 +1,9 @@
 """Snapshots: the current positions of streams, from Redis, else from Postgres, else from memory. Positions never go
 back.
 
-If Redis was restored from an older copy, or Postgres is a replica that lags, a server may return lower positions than
-this process has answered. Positions stay true (Rule 2), so the farther position is answered. After a failover, Redis
-may have lower positions than were published, so Postgres is read too, once a second.
+Redis may be restored from an older copy, and Postgres may be a replica that lags. So a server may return lower
+positions than this process has answered. Positions stay true (Rule 2), so the farther position is answered. After a
+failover, Redis may have lower positions than were published, so Postgres is read too, once a second.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class Snapshots:
         return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
-        """Every stream that Redis, Postgres or this process knows."""
+        """Every stream in Redis, in Postgres or in memory."""
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()

@@ -147,9 +147,9 @@ class NoFreeSlot(Exception):
 class SlotPool(Generic[T]):
     """A fixed number of slots, shared fairly by address. For one thread.
 
-    While slots are free, every client gets one. If all slots are taken, a new client evicts the newest client of the
-    address with the most slots, in two cases: the new client's address has less than half as many slots, or it has less
-    than a quarter of all slots and the other address has more than a quarter.
+    While slots are free, every client gets one. If all slots are taken, a new client may evict the newest client of the
+    address with the most slots. This happens if the new client's address has less than half as many slots. It also
+    happens if the new client's address has less than a quarter of all slots, and the other address more than a quarter.
 
     Clients must be hashable, and are compared by identity.
     """

@@ -1,5 +1,4 @@
-"""Limits the connections of the web server before their requests are parsed, so that no client exhausts memory or
-blocks others.
+"""Limits the connections of the web server before requests are parsed. So no client exhausts memory or blocks others.
 
 uvicorn's parser limits neither the size nor the duration of a request head, and counts an idle connection as a request.
 This module limits the size, the number of fields and the duration of a head. If every slot is taken, an idle connection

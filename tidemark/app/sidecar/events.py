@@ -142,7 +142,7 @@ class EventsClient:
                 yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
-            if page is None:  # no server knows the stream
+            if page is None:  # no server has the stream
                 return
             key = place_key(place)
             if key not in page.responses:

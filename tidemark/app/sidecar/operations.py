@@ -224,7 +224,7 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 notified = read_side.notifications.next_event(call.stream)
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
-                    await _read_stream_answer(call)  # raises if no server knows the stream
+                    await _read_stream_answer(call)  # raises if no server has the stream
                     driver.send_answer(StreamKeys(None, {}))
                 else:
                     driver.send_answer(StreamKeys(known.linear, known.vector, known.late, known.allocated))

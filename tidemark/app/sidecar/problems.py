@@ -4,7 +4,7 @@ Problem                     `type` is a stable name, sent as a URN; `detail` is 
 ├── BadRequest              400 a parameter is invalid
 ├── WrongHost               421 the header `Host` has none of the names of this sidecar
 ├── Unauthorized            401 no valid bearer token
-├── UnknownStream           404 no server knows the stream
+├── UnknownStream           404 no server has the stream
 ├── NotYet                  412 a wait timed out
 ├── Busy                    429 a limit of this process is reached
 ├── RecoveringProblem       503 no server can answer now
