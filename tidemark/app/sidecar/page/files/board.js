@@ -49,7 +49,8 @@ export class Board {
     }
   }
 
-  // Call this when a new connection begins. It sends every stream before the next `draw`, which removes all other streams.
+  // Call this when a new connection begins. The sidecar sends every stream before the next `draw`. That `draw` removes all
+  // other streams.
   startConnection() {
     this.#isNewConnection = true;
     for (const entry of this.#streams.values()) {

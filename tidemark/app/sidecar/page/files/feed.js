@@ -4,7 +4,7 @@
 import { parseJson } from "./ids.js";
 import { readEvents } from "./sse.js";
 
-const SILENCE_TIMEOUT_MS = 30_000; // without a byte for so long, the connection is closed
+const SILENCE_TIMEOUT_MS = 30_000; // the connection is closed after so long without a byte
 const RECONNECT_PAUSES_MS = [500, 1000, 2000, 5000];
 
 // `listener` has the methods onConnected(), onStream(stream), onPipeline(pipeline), onDisconnected(reason), and

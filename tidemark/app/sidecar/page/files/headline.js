@@ -4,7 +4,7 @@ import { createElement } from "./row.js";
 import { describeProblem, toSeconds } from "./status.js";
 import { formatCount, formatDuration, formatRate, formatTime, pluralize } from "./format.js";
 
-const RECENT_SECONDS = 600; // for which rejected records and late facts cause a notice
+const RECENT_SECONDS = 600; // how long rejected records and late facts cause a notice
 
 // Returns {status, headline, subline}. `totals`: from `Board.draw`. `loss`: {reason, since} while there is no connection,
 // else null.

@@ -3,7 +3,7 @@
 
 import { formatId } from "./format.js";
 
-// Parse JSON without rounding: an integer becomes a Number if a Number is exact, else a BigInt. Old browsers round it.
+// Parse JSON without rounding: an integer becomes a Number if a Number is exact, else a BigInt. Old browsers round.
 export function parseJson(text) {
   return JSON.parse(text, (_, value, context) =>
     typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value) && context?.source

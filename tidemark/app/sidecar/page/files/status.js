@@ -5,7 +5,7 @@ import { formatDuration, formatId, pluralize } from "./format.js";
 
 export const BLOCKED_AFTER_SECONDS = 10; // an ID may be missing for so long, because transactions take time
 const SOURCE_SYMPTOMS = { "no heartbeat": "has sent no heartbeat", blocked: "has sent nothing new" }; // by verdict
-const MOVING_SECONDS = 10; // for which a stream counts as moving after a move
+const MOVING_SECONDS = 10; // how long a stream counts as moving after a move
 
 // Returns {state, since, problems, allocated, linearLag} of `stream`, an event of `/v1/watch`. `motion`: its `Motion`.
 // Times are seconds since 1970 by the clock of the sidecar. A problem is {writer, since, symptom, explanation, advice,
@@ -64,7 +64,7 @@ function unknownWriterProblems(stream) {
   }));
 }
 
-// The linear positions of Redis and Postgres have differed for longer than one batch explains.
+// A problem if the linear positions in Redis and Postgres have differed for longer than a batch takes.
 function divergenceProblems(stream, now) {
   const { copies } = stream;
   if (!copies || now - toSeconds(copies.since) < BLOCKED_AFTER_SECONDS) return [];
