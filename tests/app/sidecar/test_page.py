@@ -91,7 +91,7 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, "#subline", re.compile(r"orders: shop has not completed 8\.\.11, for 3 min \d+ s\."))
     says(page, "#spoken", re.compile(r"orders is blocked: shop has not completed 8\.\.11"))
     says(page, ".problem strong", re.compile(r"shop has not completed 8\.\.11, for 3 min"))
-    says(page, ".problem .explanation", "1 completed ID waits behind it")
+    says(page, ".problem .explanation", "1 completed ID waits above the gap")
     says(
         page,
         ".problem .advice",

@@ -45,7 +45,7 @@ function remedy(stream, name, epoch = null) {
 
 function gapExplanation(writer) {
   const otherGaps = writer.gaps.length - 1 + writer.hidden;
-  const pending = `${pluralize(writer.waiting, "completed ID")} ${writer.waiting === 1 ? "waits" : "wait"} behind it`;
+  const pending = `${pluralize(writer.waiting, "completed ID")} ${writer.waiting === 1 ? "waits" : "wait"} above the gap`;
   return [...(otherGaps ? [`and ${pluralize(otherGaps, "gap")} more`] : []), pending, ...deferredExplanations(writer)].join("; ");
 }
 
