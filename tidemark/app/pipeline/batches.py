@@ -187,7 +187,7 @@ class BatchHandler:
         return not self._publishing.is_alive()
 
     def seconds_without_large_batch(self) -> float:
-        """Seconds since the last batch that was too large for one task."""
+        """Seconds since the last batch with more than `RECORDS_PER_TASK` records, or since the start of the query."""
         return time.monotonic() - self._large_at
 
     def _handle(self, batch: DataFrame, number: int) -> None:

@@ -91,8 +91,8 @@ class HistoryPage:
 class HistoryPager:
     """Reads the events of a stream, page by page. For one task at a time.
 
-    The first query of Postgres is for one page, because the client may disconnect after it. Each later query is for
-    twice as many advances.
+    The first query of Postgres is for one page, because the client may disconnect after the page. Each later query is
+    for twice as many advances, up to `max_advances`.
 
     Args:
         request_handler: answers the requests.
