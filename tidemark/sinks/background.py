@@ -25,7 +25,8 @@ LOG_EVERY = 30.0  # seconds between two log lines about the same wait
 class LeasedThread(ABC):
     """A context manager that calls `work` repeatedly until the block ends, the lease is lost, or `work` raises.
 
-    `failure` is the error of `work`, raised or stored by `work` itself. The supervising thread raises `failure`.
+    `failure` is an error that `work` raised, or stored there before it returned. The supervising thread raises
+    `failure`.
     """
 
     def __init__(self, name: str, lease: Lease) -> None:
@@ -58,7 +59,7 @@ class LeasedThread(ABC):
 
 
 MAX_CLOCK_DIFFERENCE = 60.0
-"""A difference of this many seconds is logged, and the alert TidemarkClocksDiffer fires."""
+"""Seconds. A larger difference is logged, and the alert TidemarkClocksDiffer fires."""
 TIDY_RETRY_PAUSE = 60.0  # seconds until an incomplete run of retention is retried
 # The pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams.
 PAUSE_FACTOR = 20
@@ -176,7 +177,7 @@ class Maintenance(LeasedThread):
 
     def _tidy(self) -> None:
         if time.monotonic() >= self._next_tidy:
-            # Set before the run, because a failed run may have waited for locks, which blocks batches.
+            # Set before the run, so that a failed run is not retried at once: its waits for locks may block batches.
             self._next_tidy = time.monotonic() + min(self._config.tidy, TIDY_RETRY_PAUSE)
             now = self._postgres.clock.now(datetime.now(UTC))
             if self._postgres.tidy(now):

@@ -176,7 +176,7 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterResult:
-    """The number of records sent to the dead letters; `gone` of them were sent without their value."""
+    """The number of records sent to the dead letters; `gone` of them were sent without key, value and headers."""
 
     sent: int = 0
     gone: int = 0
@@ -205,7 +205,7 @@ class DeadLetters:
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
         `offset`, and `detail` if more is known. If retention has removed the record, or if it is too large for the
-        topic, the value is empty and the header `gone` has the reason.
+        topic, the dead letter has only Tidemark's headers, and the header `gone` has the reason.
 
         Raises:
             Unavailable: call again; all records are then sent again.
@@ -325,7 +325,7 @@ class DeadLetter:
     Attributes:
         partition, offset, time: of the dead letter (`time` in ms since 1970).
         origin: topic, partition and offset of the rejected record.
-        gone: why the value is missing; empty if it is present.
+        gone: why key, value and headers are missing; empty if the dead letter has the whole record.
         headers: headers of the rejected record.
     """
 
@@ -365,7 +365,7 @@ class DeadLetterReader:
         self._kafka.close()
 
     def newest(self, partitions: Collection[int], most: int) -> list[DeadLetter]:
-        """The last `most` offsets of each partition, newest first."""
+        """The dead letters at the last `most` offsets of each partition, newest first."""
         dead_letters = [letter for partition in partitions for letter in self._last(partition, most)]
         return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
@@ -441,12 +441,14 @@ class RequeueConfig:
 
     Attributes:
         topic: the facts topic.
-        client: librdkafka settings of the consumer; may contain a password, as may `producer`.
+        client: librdkafka settings of the consumer. May contain a password.
+        producer: librdkafka settings of the producer. May contain a password.
         patience: seconds without progress before a problem is reported.
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.
-        poll: seconds between two steps; 10,000 requeued records/s leave capacity for new records.
+        poll: seconds between two steps. With `max_records` this allows at most 10,000 records/s, to leave capacity
+            for new records.
     """
 
     topic: str

@@ -52,8 +52,8 @@ class Batch:
 class CommitResult:
     """The outcome of a batch's transaction in Postgres.
 
-    `corrected_advances` and `higher_positions`, by stream and writer, contain only differences from the batch: Postgres
-    may know a writer that the state had already dropped.
+    `corrected_advances` and `higher_positions` are by (stream, writer). They have entries only if Postgres differs
+    from the batch: Postgres may know a writer that the state has dropped.
 
     Attributes:
         is_repeat: whether the batch was applied before. If so, this call wrote nothing.
@@ -70,7 +70,7 @@ class CommitResult:
 
 @dataclass(frozen=True, slots=True)
 class RefillResult:
-    """The number of streams of which a sink lacked data, and the number of history entries that were copied."""
+    """The number of streams that lacked data in the sink, and the number of history entries that were copied."""
 
     streams: int
     entries: int = 0
@@ -120,7 +120,7 @@ class Sink(Protocol):
             The number of streams that changed for readers.
 
         Raises:
-            LeaseLost: no change of the stream concerned was published.
+            LeaseLost: the sink has a higher token. It published nothing of the streams with the higher token.
         """
 
     def faults(self) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 FENCE_HEADER = "fence"
 STREAMS_PER_CHUNK = 1000  # in one transaction
-FRAME_BYTES = 200  # Kafka's largest overhead of a record that is alone in its batch, with its header
+FRAME_BYTES = 200  # upper bound of Kafka's overhead for a batch with one record, including its header
 FENCED_CODES = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
 DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
@@ -293,7 +293,7 @@ class PositionsTopic:
             if end > offset:
                 return end
             if time.monotonic() > deadline:
-                raise Unavailable("Kafka", self._kafka.errors.where, "a committed transaction is not completed")
+                raise Unavailable("Kafka", self._kafka.errors.where, "a committed transaction is not visible yet")
             time.sleep(0.005)
 
     def _take_over(self) -> Producer:
@@ -329,7 +329,7 @@ class PositionsTopic:
             first, end = self._kafka.reader().offsets(self._topic, partition)
             following = self._next_offsets.get(partition, first)
             if end < following or (first > following > 0):
-                self._note_loss(f"partition {partition} has offsets {first} to {end}, and {following} was to follow")
+                self._note_loss(f"partition {partition} has offsets {first} to {end}, the next to read was {following}")
                 return self._read_new()
             if end > following:
                 for record in self._kafka.reader().read(self._topic, partition, following):
@@ -356,8 +356,8 @@ class PositionsTopic:
             self._values.pop(stream, None)
             self._faults[stream] = (
                 f"the newest record, at offset {record.offset()} of partition {record.partition()} of topic "
-                f"{self._topic}, is not of Tidemark ({error}); write a record with this key and no value, and Tidemark "
-                "writes the position again"
+                f"{self._topic}, was not written by Tidemark ({error}); write a record with this key and a null value, "
+                "and Tidemark writes the position again"
             )
             return
         self._values[stream] = value

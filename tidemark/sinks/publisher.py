@@ -86,7 +86,7 @@ class Publisher:
     ) -> PublishResult:
         """Publish batch `number` of `query` to all sinks. Waits for unavailable servers without limit.
 
-        The query must restart after each of these errors, and after a `Stop`.
+        After any error the query cannot continue, and must be started again.
 
         Args:
             query: the name of the query, one for each start of the pipeline.
@@ -112,7 +112,7 @@ class Publisher:
         return PublishResult(number, committed.is_repeat, streams, dead_lettered, published_at, seconds)
 
     def _commit_content(self, batch: Batch) -> CommitResult:
-        """`commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of the content for the same reason."""
+        """Call `commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of content for the same reason."""
         problems: list[str] = []
         while True:
             try:

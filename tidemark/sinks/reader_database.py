@@ -56,7 +56,7 @@ def reader_session(dsn: Dsn, application: str) -> PostgresSession:
 
 
 def install(session: PostgresSession) -> bool:
-    """Create or update tables and functions; returns whether anything had to change. Takes no lock otherwise.
+    """Create or update tables and functions. Returns whether anything had to change; if not, takes no lock.
 
     Raises `PrerequisitePending` if a lock was not free in time.
     """
@@ -108,8 +108,10 @@ def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
 
 
 def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
-    """For each stream that services append to in this database: the ID (a magnitude) after which it begins, and the
-    epochs of its writers. Empty without a relay.
+    """The streams that services append to in this database; empty if the database has no tables of the relay.
+
+    Returns:
+        Stream -> (the ID, as a magnitude, after which the stream begins; writer -> epoch).
     """
     if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
         return {}
@@ -139,7 +141,10 @@ def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]
 
 
 def start_following(session: PostgresSession, stream: str, late: int) -> None:
-    """Begin to follow the published positions of a stream. Late completions up to number `late` are older."""
+    """Begin to follow the published positions of a stream that this database decided before.
+
+    Readers do not get the late completions up to number `late`: these are older.
+    """
     session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
 
 
@@ -148,7 +153,7 @@ def publish(session: PostgresSession, updates: Mapping[str, StreamUpdate]) -> No
     ignored.
     """
     with session.use() as connection, connection.transaction():
-        # Before the positions, so that no position passes a late fact first.
+        # Late completions before positions: no position may pass a late fact that is not stored.
         for stream, update in updates.items():
             if update.late or update.late_after:
                 _publish_late(connection, stream, update)

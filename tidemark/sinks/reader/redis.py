@@ -45,7 +45,7 @@ TIMEOUT = 5.0  # seconds for a connection or an answer
 
 REMEDIES = Remedies(
     access="check user and password of the Redis address",
-    transport="check that the Redis address begins with rediss, its host name, and the CA file",
+    transport="check the Redis address (rediss:// for TLS, and the host name) and the CA file",
     rights="allow the user to read the keys tidemark:* (+@read +multi +exec)",
 )
 
@@ -53,8 +53,8 @@ REMEDIES = Remedies(
 class AsyncSession:
     """A client for asyncio. `aclose` closes it unless it is the caller's.
 
-    Tasks share connections: one reads the keys of all streams, and one or two wait for entries of all lists. So
-    connections do not limit the number of waiting tasks. With a Cluster, each stream has its own connections.
+    Tasks share connections: one connection reads the keys of all streams, and one or two wait for entries of all lists.
+    So the number of waiting tasks is not limited by connections. With a Cluster, each stream has its own connections.
     """
 
     def __init__(self, client: Any, *, is_owned: bool) -> None:
@@ -241,7 +241,7 @@ def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> Non
         if not answer.done():
             cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
             answer.set_exception(cause)
-            answer.exception()  # every task may have been cancelled
+            answer.exception()  # every task may be cancelled: asyncio logs errors that nobody retrieves
 
 
 async def async_read_keys(session: AsyncSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
@@ -290,8 +290,7 @@ def translate_errors(client: Any) -> Iterator[None]:
         raise redis_error(error, display_address(client), REMEDIES) from error
 
 
-# A cache saves memory: of tens of thousands of advances, neighbours have equal evidence, linear position, batch and
-# time.
+# Neighbouring advances have equal evidence, linear position, batch and time. A cache stores equal values once.
 _cached_int = lru_cache(1024)(int)
 
 

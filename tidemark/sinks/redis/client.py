@@ -1,8 +1,8 @@
 """Clients of Redis, made from an address: for one server, a primary behind Sentinels, or a Cluster.
 
 redis-py parses the URL of a server; this module parses the two other forms, which are Tidemark's own. `RedisSession` is
-a client for threads that connects at its first use and raises the errors of `common.errors`. The names of keys and
-channels are at the end of the module.
+a client for threads that connects at its first use and raises the errors of `common.errors`. `key` and the functions
+after it return the names of keys and channels.
 
 Each call of a Lua script (`Script`) is for many streams, all of one slot in a Cluster.
 """
@@ -401,7 +401,7 @@ def lines_channel(server: str, database: int = 0) -> str:
 
 
 def stream_of(channel: str) -> str:
-    """The stream of a channel that matches the pattern `channels`."""
+    """The stream of a channel that matches `channel_pattern`."""
     return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")
 
 

@@ -1,16 +1,17 @@
--- Publishes the changes of some streams; the only writer of their keys. A repeat of the same call changes nothing.
+-- Publishes the changes of some streams. No other script writes their keys. A repeat of the same call changes nothing.
 --
 -- KEYS  the positions key of each stream, whose other keys have the same hash tag; in a Cluster also all other keys
 -- ARGV  lease token, bound of the list of advances, mode and change of each stream (msgpack of sinks.redis.publish.Change),
 --       suffix of the names of channels (client.database_suffix)
 --
--- Modes: 'new'      the stream may be unknown here
---        'known'    it was published before: if it is gone, or if an advance does not join, nothing is written
+-- Modes: 'new'      a change of a batch; Redis may not have the stream yet
+--        'known'    a change of a batch; the stream was published before, so missing keys are a loss
 --        'repair'   from Postgres: entries need not join the list, and the token is computed from the other keys
 --        'rebuild'  from Postgres, if too much is missing: the list of advances is written again from empty
 --
--- Returns for each stream 'done', 'fenced ' and the newest token, or 'lost' (Redis lost data: refill it from Postgres). These
--- are strings, because Redis would send each table separately. On an error, the streams before the failed one are done.
+-- Returns for each stream 'done', 'fenced ' and the newest token, or 'lost'. 'lost': keys are missing, or an advance of a
+-- batch begins beyond the position in Redis. Nothing was written; refill the stream from Postgres. The answers are strings,
+-- because Redis would send each table separately. On an error, the streams before the failed one are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
 local lease, advances_max, suffix = ARGV[1], ARGV[2], ARGV[4]
@@ -21,7 +22,7 @@ local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED, CHANNEL
 local mode, stream, linear, entries, positions, late, dropped, allocated
 local known -- writer -> position, as in the hash
 local moved, order -- writer -> message for the channel; writers in the order of their first move
-local listed -- whether the list of advances is known to be one
+local listed -- whether the key of the list was checked to have the type of a Redis stream
 
 local function take(key, call)
     local base = sub(key, 1, -11) -- without ':positions'
@@ -134,7 +135,7 @@ local function write_entry(entry)
         listed = true
     end
     if moves then
-        -- A reader may follow without reading the list only if its position is prev and only empty IDs follow.
+        -- The message on the channel begins at prev only if all IDs of its range are empty.
         local whole = not position or not beyond(prev, position)
         move(writer, prev, id, whole and facts == '0' and unseen == '0' and skipped == '0')
     end
@@ -148,7 +149,8 @@ local function write_late(entry)
     call('HSET', FENCE, 'late', number)
 end
 
--- The token names the writers beyond the linear position. No other writer is beyond it now, unless it moved.
+-- The old token names the writers beyond the old linear position. Another writer can be beyond the linear position now
+-- only if this call moved the writer.
 local function read_others(token, gone)
     if not token then
         local flat = call('HGETALL', POSITIONS)

@@ -1,7 +1,7 @@
 """Calls of `publish.lua`, the only script that writes positions to Redis.
 
-It applies changes from a batch or from Postgres, and never moves a position back, so every write may be repeated. The
-keys of a stream share a hash tag. One call changes many streams, all of one slot in a Cluster.
+The script applies changes from a batch or from Postgres. It never moves a position back, so every call may be repeated.
+The keys of a stream share a hash tag. One call changes many streams, all of one slot in a Cluster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,8 +54,8 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A `LATE` entry of the list of advances.
 
-    `number`: its number in Postgres. The numbers rise, so a newest number that is too low shows that
-    entries are missing.
+    `number`: the number of the late completion in Postgres. Numbers rise, so entries are missing in Redis if its newest
+    number is lower than the one in Postgres.
     """
 
     number: str
@@ -72,7 +72,7 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The change of a stream. The entries of a writer are in the order of its chain.
 
-    `positions` has the positions at which no entry of the writer ends.
+    `positions`: writer and position. A change of a batch leaves out a position at which an entry of the writer ends.
     """
 
     stream: str
@@ -175,8 +175,8 @@ _Call = tuple[Mode, Change]
 
 _REMEDIES = Remedies(
     access="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
-    transport="check that TIDEMARK_REDIS_URL begins with rediss, the name in it, and TIDEMARK_REDIS_CA_FILE",
-    rights="give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there",
+    transport="check TIDEMARK_REDIS_URL (rediss:// for TLS, and the host name) and TIDEMARK_REDIS_CA_FILE",
+    rights="give the user all rights on the keys and channels tidemark:*; no other program may write these keys",
 )
 
 
@@ -193,7 +193,7 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisReport:
-    """What the server tells this user.
+    """What this user may query and do on the server.
 
     Attributes:
         info: fields of INFO; empty if the user may not query them.
@@ -265,7 +265,7 @@ class Redis:
             The streams with lost data in Redis. Nothing was written for them.
 
         Raises:
-            LeaseLost: Redis has seen a newer token. Nothing was written for that stream.
+            LeaseLost: a stream in Redis has a newer token. Nothing was written for the streams with a newer token.
         """
         lost = []
         for start in range(0, len(calls), STREAMS_PER_PIPELINE):

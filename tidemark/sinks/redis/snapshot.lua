@@ -4,8 +4,8 @@
 -- ARGV  the number of positions after which to stop, the number of streams
 --
 -- Returns for each stream, as JSON, [linear, allocated, {writer: position}, late, lease token] with null for a missing key,
--- and its token in a second line, if there is one; or the error that one of its keys caused. Streams after the one that
--- reaches the number of positions are left out: Redis runs nothing else during the script.
+-- and the token of the stream in a second line, if the key exists; or the error that one of its keys caused. Streams after
+-- the one that reaches the number of positions are left out, because Redis runs nothing else during the script.
 
 local left = tonumber(ARGV[1])
 

@@ -21,7 +21,7 @@ class RedisPositions(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         late: number of the newest late completion in the list.
-        fence: highest lease token that was written.
+        fence: the highest fencing token that a publisher of the stream had.
         agrees: the key `token` matches the other keys.
         listed: the stream is in the set of names.
     """
