@@ -1,10 +1,10 @@
 """Reads the history of advances and of late completions, for the sinks and the sidecar.
 
-Up to 200 advances of a batch share one row of `packed_advances`, with an array per column. An array that equals another
-one is left out. A writer is stored as a number; `prev` and the linear position as distances from the ID. One advance
-costs about 20 bytes instead of 270. There is no index by writer, which would cost more than the rows. Instead
-`stream_positions.advanced` has the place of a writer's newest advance, and each advance has the place of the one before
-it, so one chain is read alone. `positions.write_positions` writes the rows.
+Up to 200 advances of a batch share one row of `packed_advances`, with an array per column. An array is null if its
+values are all 0, or if the other arrays determine them. A writer is stored as a number; `prev` and the linear position
+as distances from the ID. One advance costs about 20 bytes instead of 270. An index by writer would cost more than the
+rows. Instead, `stream_positions.advanced` has the place of a writer's newest advance, and each advance has the place of
+the writer's advance before, so one chain is read alone. `positions.write_positions` writes the rows.
 
 Followers read the *changes* of all streams since a mark, and must deliver everything that was published since. A
 `DurableMark` is the time of the newest batch and the lease under which it was written. Batches of one lease have the
@@ -27,7 +27,7 @@ from tidemark.streaming.values.direction import beyond
 
 @dataclass(frozen=True, slots=True)
 class StoredAdvance:
-    """An advance of the history. `linear` is the linear position after it, and `time` that of its `batch` (ms)."""
+    """An advance of the history, the linear position after its batch, and the time of the batch (ms since 1970)."""
 
     advance: WriterAdvance
     linear: int
@@ -37,7 +37,7 @@ class StoredAdvance:
 
 @dataclass(frozen=True, slots=True)
 class StoredLate:
-    """A late completion of the history. `time` is that of its `batch` (ms)."""
+    """A late completion of the history. `time` is the time of its batch, in milliseconds since 1970."""
 
     number: int
     late: LateCompletion
@@ -76,7 +76,7 @@ class StoredPage:
 
 
 # Each chain is read from its newest advance back, one chain after the other, so that a limit ends the reading. Streams
-# share rows, and one stream may keep its history longer than another.
+# share rows but not retention, so a row may contain advances that the policy of their stream no longer shows.
 _CHAINS: LiteralString = f"""
 select known.stream, known.writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
     (extract(epoch from time) * 1000)::bigint
@@ -272,7 +272,8 @@ def full_changes_since(connection: Connection, since: DurableMark, most: int, ti
         timeout: statement time-out, in seconds.
 
     Returns:
-        None if there are more than `most` advances, or if the history does not reach back to the mark.
+        None if there are more than `most` advances, if the history does not reach back to the mark, or if the mark is
+        later than the newest batch (another database, or a restored one).
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{timeout * 1000:.0f}",))

@@ -18,7 +18,7 @@ from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
-CLOCK_TOLERANCE = timedelta(minutes=1)  # the database's clock may be behind the pipeline's by this much
+CLOCK_TOLERANCE = timedelta(minutes=1)  # how far the database's clock may be behind the pipeline's clock
 MAX_ROWS = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over it
 
 _ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
@@ -49,7 +49,7 @@ class LinearStay:
 
 @dataclass(frozen=True, slots=True)
 class StoredGap:
-    """`closed_by`: `completed`, `joined`, `retired` or `skipped`."""
+    """A gap `(low, top]`. `closed_by`: `completed`, `joined`, `retired` or `skipped`; None for an open gap."""
 
     writer: str
     epoch: int
@@ -181,7 +181,7 @@ class StreamInspection:
         return writers_not_beyond(self._session, stream, at, linear)
 
     def highest_id(self, stream: str, at: datetime) -> int:
-        """The highest ID that positions and gaps had named by the time `at`."""
+        """The highest ID that advances and gaps up to the time `at` name; 0 if none does."""
         ids = self._session.fetch_tuples(
             "select coalesce((select id from tidemark.advances_of(%(stream)s, until => %(at)s)"
             "   order by abs(id) desc limit 1), 0),"
@@ -192,7 +192,7 @@ class StreamInspection:
         return farther(*ids[0])
 
     def gaps_at(self, stream: str, at: datetime) -> list[StoredGap]:
-        """The gaps that were open at the time `at`, or that its batch closed; nearest first."""
+        """The gaps that were open at the time `at`, or that the batch of that time closed; lowest first."""
         return self._session.fetch_all(
             StoredGap,
             _GAPS + " where stream = %s and opened_at <= %s and (closed_at is null or closed_at >= %s)"
@@ -316,7 +316,7 @@ class BatchHistory:
     def open(cls, dsn: Dsn) -> Iterator[Self]:
         """Open the history. All reads inside the block use one snapshot, which is taken at the start of the block.
 
-        Kafka has all records of the snapshot.
+        All records behind the snapshot were written to Kafka before.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
@@ -399,7 +399,10 @@ class LateFact:
 
 
 class LateCompletions:
-    """Needs the role tidemark_reader; to resolve, also tidemark_operator. Raises `Unavailable` and `Refused`."""
+    """The late completions. Needs the role tidemark_reader; to resolve, also tidemark_operator.
+
+    Raises `Unavailable` and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -455,7 +458,7 @@ class LateCompletions:
 
 @dataclass(frozen=True, slots=True)
 class LinearPassed:
-    """The first batch after which the linear position was beyond an ID."""
+    """The first batch after which the linear position was at or beyond an ID."""
 
     time: datetime
     linear: int
@@ -496,7 +499,7 @@ class IdInspection(StreamInspection):
         )
 
     def offset_before(self, topic: str, partition: int, time: datetime) -> int | None:
-        """The next offset to read of a partition at a time; None if no stored batch before the time has one."""
+        """The next offset to read of a partition, `CLOCK_TOLERANCE` before `time`; None if no stored batch has one."""
         offset: int | None = self._session.fetch_value(
             "select max((offsets -> %(topic)s ->> %(partition)s)::bigint) from tidemark.applied_batches"
             " where applied_at < %(time)s",

@@ -1,7 +1,7 @@
 """The history of lag and of gaps, for readers and for the live page. Needs the role tidemark_reader.
 
-An ID counts as known when an advance or a gap first named it. The lag of a stream at a time is how long the oldest
-known ID beyond its linear position had been known by then.
+An ID becomes known when an advance or a gap first names it. The lag of a stream at a time is the time since the oldest
+known ID beyond its linear position became known.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -55,7 +55,7 @@ class StreamHistoryChart:
 
     Attributes:
         lag: the largest lag in each step, in seconds.
-        moved: by writer, by how many IDs its position moved in each step.
+        moved: writer -> the number of IDs that its position passed in each step.
         gaps: gaps that were open at some time of the window, oldest first.
     """
 
@@ -91,13 +91,13 @@ class _Steps:
 
 
 class LagHistory:
-    """Raises `Unavailable` and `Refused`."""
+    """Queries of positions, late completions, lag and gaps. Raises `Unavailable` and `Refused`."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def linear_positions(self, streams: Collection[str] | None = None) -> dict[str, int]:
-        """The linear positions of the existing streams among `streams`; of all streams without an argument."""
+        """The linear positions of `streams`, or of all streams if None. Unknown streams are left out."""
         rows = self._session.fetch_tuples(
             "select stream, linear from tidemark.streams"
             " where %(streams)s::text[] is null or stream = any(%(streams)s)",
@@ -106,7 +106,7 @@ class LagHistory:
         return dict(rows)
 
     def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """By (stream, number), how many late completions of the stream have a higher number."""
+        """For each (stream, number), count the late completions of the stream with a higher number."""
         rows = self._session.fetch_tuples(
             "select known.stream, known.number, (select count(*) from tidemark.late_completions l"
             "   where l.stream = known.stream and l.number > known.number)"
@@ -119,11 +119,11 @@ class LagHistory:
         """The time at which the linear position first was beyond `id`.
 
         Args:
-            since: a time at which it was not beyond `id` yet; makes the search faster.
+            since: a time at which the position was not beyond `id` yet. It makes the search faster.
 
         Returns:
-            None if the history does not have such a time. The beginning of the stored history if the position was
-            beyond `id` already.
+            None if the stored history has no position beyond `id`. If its first position is already beyond `id`, the
+            time of that position.
         """
         now = datetime.now(UTC)
         starts: Sequence[datetime | str] = (
@@ -157,8 +157,8 @@ class LagHistory:
                 moved.setdefault(writer, [0] * steps)[min(steps - 1, int(second / step.total_seconds()))] += width
         for gap in gaps:
             fine.add_known(max(0, int((gap.opened - since) / STEP)), abs(gap.top))
-        # The position before the first move in the window is not read, because that is too expensive. It was below each
-        # gap that was open then.
+        # Reading the position before the first move in the window is too expensive. That position was at or below the
+        # lower end of each gap that was open then.
         first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear_positions([stream]).get(stream, 0))
         fine.linear.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
         lags = [*fine.lag(int(window / STEP))]

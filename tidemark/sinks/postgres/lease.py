@@ -1,9 +1,9 @@
 """The query lease: which query may publish (docs/design.md, rule 6).
 
 One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
-it again; the owner's consent is not needed. Times are by the clock of the database, and only decide when another
-process may *try*. Safety depends on the token alone: every batch checks it under a row lock, and Redis compares it in
-its script.
+the token again. The owner cannot prevent that. Times are by the clock of the database, and only decide when another
+process may *try*. Safety depends on the token alone: every batch checks the token under a row lock, and Redis compares
+it in its script.
 
 A counter would repeat its values after a restore, or after a failover that lost the newest owner. A token therefore
 consists of the clock and a random part, and is always higher than the token before.
@@ -37,7 +37,7 @@ select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 1
 """
 
 
-# The range of the random part of a token. Tokens stay below 2**53, exact in any metric, until the year 2106.
+# The range of the random part of a token. Until the year 2242 tokens are below 2**53, so a metric (a double) is exact.
 TOKENS_PER_SECOND = 2**20
 
 
@@ -47,7 +47,7 @@ def next_token(last: int, clock: int) -> int:
 
 
 def session_name(token: int) -> str:
-    """The `application_name` of sessions that write under `token`. The next owner finds hanging sessions by it."""
+    """The `application_name` of sessions that write under `token`. The next owner finds hanging ones by this name."""
     return f"tidemark token {token}"
 
 
@@ -71,7 +71,7 @@ class LeaseConfig:
 
 
 class Lease:
-    """The lease of this process. A thread renews it every `ttl / 3`. A context manager, which releases it."""
+    """The lease of this process. A context manager: a thread renews the lease every `ttl / 3`; the end releases it."""
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
@@ -133,8 +133,8 @@ class Lease:
         try:
             with self._database.use() as connection, connection.transaction():
                 connection.execute("set local synchronous_commit = local")
-                # The next owner need not wait until this session ends. The row may have a lower token than a sink has
-                # seen, but still belongs to this process.
+                # Expire the lease, so that the next owner need not wait until this session ends. Compare with the token
+                # of this process, not with the newest one: a sink may have a higher token than the row.
                 released = connection.execute(
                     "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
                 )

@@ -1,7 +1,7 @@
 """Operator overrides and policies.
 
-A verb logs an override before it sends the record, with the login that Postgres has verified. A consumer of Kafka does
-not learn who produced a record.
+A command such as `tidemark skip` logs an override before it sends the record. The log has the login that Postgres has
+verified, because a Kafka consumer cannot see who produced a record.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class OverrideEntry:
     """An override of `(prev, id]` of `writer`.
 
     Attributes:
-        number: None if no verb of Tidemark sent the record.
-        seen_as: the login that Postgres verified, or None.
-        seen_from: the address of the client, or None.
-        topic, partition, offset: of the record.
+        number: None if no command of Tidemark sent the record.
+        seen_as: the login that Postgres verified; None without a number.
+        seen_from: the address of the client; None without a number, or with a Unix socket.
+        topic, partition, offset: of the record; None if the record is not known to be sent.
         outcome: `applied` or `refused`; None if it is not known, or if the record was not sent.
     """
 
@@ -66,7 +66,7 @@ def _same_record_condition(one: LiteralString, other: LiteralString) -> LiteralS
     return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
 
-# If no verb has stored the outcome, a row of the audit shows that the override was applied.
+# If no command has stored the outcome, a row of the audit shows that the override was applied.
 _ALL_OVERRIDES: LiteralString = f"""
 with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
@@ -166,8 +166,9 @@ class OverrideLog:
     def find_outcome(self, override: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
         """Find the outcome of an override whose record was read.
 
-        `settled before`: another override, which was applied after the logging, had settled the whole range. Of two
-        equal overrides, the one at the lower offset is the first.
+        Returns:
+            `settled before` if another override settled the whole range after this one was logged and before it was
+            applied. If two overrides are equal, the one at the lower offset counts as the first.
         """
         is_settled = self._session.fetch_value(_OUTCOME, {"number": override.number, "last_skip": override.last_skip})
         if is_settled is None:
@@ -208,7 +209,7 @@ class OverrideLog:
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
     def newest(self, stream: str | None, most: int) -> list[OverrideEntry]:
-        """Overrides of one stream or of all, newest first, including those that no verb has sent."""
+        """Overrides of one stream or of all, newest first, including overrides that no command has sent."""
         return self._session.fetch_all(
             OverrideEntry,
             _ALL_OVERRIDES + " where %(stream)s::text is null or stream = %(stream)s"
@@ -238,7 +239,7 @@ def _require_noted(is_noted: object, override: LoggedOverride) -> None:
     column only once.
     """
     if not is_noted:
-        raise BadRecord("not_yours", f"override {override.number} is of another login, or its outcome was noted before")
+        raise BadRecord("not_yours", f"override {override.number} belongs to another login, or was noted before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,10 @@ class _PolicyChange:
 
 
 class PolicyTable:
-    """Needs the role tidemark_reader; to change, also tidemark_operator. Raises `Unavailable` and `Refused`."""
+    """The policies. Needs the role tidemark_reader; to change, also tidemark_operator.
+
+    Raises `Unavailable` and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session

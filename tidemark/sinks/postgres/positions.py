@@ -3,8 +3,8 @@
 A batch moves positions and appends their advances to the history in one statement (`write_positions`).
 
 The table of requeues has the Kafka offsets of deferred records that must be produced again. The batch that decides on a
-requeue writes its row, which is deleted once all its records are produced. If Kafka no longer has some of them, the row
-stays for operators, until a later epoch or the retirement of its writer.
+requeue writes its row. The row is deleted when all its records are produced. If Kafka no longer has some of the
+records, the row stays for operators until a later epoch or the retirement of its writer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -184,7 +184,7 @@ def _writer_rows(batch: Batch) -> Iterator[_Row]:
 
 
 def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
-    """By stream and writer, the advances that were cut; None if the whole advance was already stored.
+    """(stream, writer) -> the rest of an advance that was cut; None if the whole advance was already stored.
 
     Raises:
         ChainBroken: an advance begins beyond the stored position.
@@ -201,7 +201,7 @@ def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], Wri
 
 
 def higher_positions(changed: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
-    """The stored positions that are beyond those of the batch, by stream and writer."""
+    """(stream, writer) -> the stored position, if it is beyond the position of the batch."""
     return {
         (stream, writer): stored
         for stream, writer, *_, stored, position in changed
@@ -228,8 +228,8 @@ def forget_retired(connection: Connection, before: datetime) -> None:
 def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
     """Delete the numbers of forgotten writers whose newest advance is before `oldest`.
 
-    Locks the row of the lease until the end of the transaction, because a batch with a returning writer uses its
-    number.
+    Locks the row of the lease until the end of the transaction, so that no batch runs: a batch may use the number of a
+    writer that has returned.
     """
     connection.execute("select 1 from tidemark.query_lease for update")
     connection.execute(
@@ -240,8 +240,8 @@ def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
 
 
 def forget_settled_requeues(connection: Connection) -> None:
-    """Delete requeues of epochs that ended with a later epoch or a retirement: their records would be rejected as those
-    of a zombie.
+    """Delete requeues of epochs that ended with a later epoch or a retirement. Their records would be rejected as
+    zombies.
     """
     connection.execute(
         "delete from tidemark.requeues r using tidemark.stream_positions p"
@@ -319,8 +319,9 @@ class PendingRequeue:
 
 @dataclass(frozen=True, slots=True)
 class RequeueStatus:
-    """An unfinished requeue. `gone`: the number of its offsets that Kafka no longer had. `problem`: why it does not
-    continue.
+    """A requeue that is not complete, or that is complete except for records that Kafka no longer had.
+
+    `gone`: the number of offsets that Kafka no longer had. `problem`: why the requeue does not continue.
     """
 
     stream: str
@@ -372,7 +373,7 @@ def give_up_requeues(connection: Connection, why: str) -> None:
 
 
 def unfinished_requeues(session: PostgresSession) -> list[RequeueStatus]:
-    """All unfinished requeues, oldest first."""
+    """All stored requeues, oldest first: see `RequeueStatus`."""
     return session.fetch_all(
         RequeueStatus,
         "select stream, writer, partition, gone, problem, since from tidemark.requeues order by number",

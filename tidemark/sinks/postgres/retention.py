@@ -40,7 +40,7 @@ class HistoryPartition:
     """A partition of the history, which has the advances of one day.
 
     Attributes:
-        name: its table.
+        name: the name of its table.
         parent: the partitioned table; None if the partition is detached.
         is_pending: whether detaching has begun.
         is_owned: whether this user has the rights of its owner.
@@ -84,7 +84,7 @@ def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
 def _drop_before(connection: Connection, day: date) -> DropResult:
     dropped: list[str] = []
     in_use: dict[str, str] = {}
-    blocked: set[str | None] = set()  # tables of which no partition can be detached now
+    blocked: set[str | None] = set()  # partitioned tables with a failed detach: later partitions would fail too
     for old in _partitions_before(connection, day):
         if old.parent is not None and old.parent in blocked:
             continue
@@ -146,7 +146,7 @@ def _readers(connection: Connection, old: HistoryPartition) -> str:
 
 
 def _first_days(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
-    """By name of the policy, the first day that must be stored."""
+    """Name of the policy -> the first day that must be stored."""
     rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
     days = {"*": retention.history, **dict(rows.fetchall())}
     return {name: today - timedelta(days=count) for name, count in days.items()}

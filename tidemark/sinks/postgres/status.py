@@ -47,8 +47,8 @@ def note_lagging_partitions(
 
     Args:
         connection: a session of the owner of the lease.
-        partitions: (topic, partition, unread records, seconds since it lags, offset of the blocking record, seconds
-            since it blocks). The server's clock converts ages to times.
+        partitions: (topic, partition, unread records, seconds of lag, last stable offset, seconds for which an open
+            transaction has blocked the partition). The last two are None if nothing blocks the partition.
     """
     columns = [list(column) for column in zip(*partitions, strict=True)] or [[], [], [], [], [], []]
     with connection.transaction():
@@ -193,7 +193,10 @@ class _LeaseRow:
 
 
 class ConditionReader:
-    """Needs the role tidemark_reader. Any thread may call. Raises `Unavailable` (call again) and `Refused`."""
+    """Reads the status of the pipeline. Needs the role tidemark_reader. Any thread may call.
+
+    Raises `Unavailable` (call again) and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -283,7 +286,7 @@ class ConditionReader:
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
     def requeues(self) -> list[RequeueStatus]:
-        """Requeues of deferred records that are not complete, oldest first."""
+        """The requeues that are not complete, or that lack records, oldest first: see `RequeueStatus`."""
         return unfinished_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:
@@ -325,7 +328,7 @@ class AuditedStream:
 
 @dataclass(frozen=True, slots=True)
 class HistoryFault:
-    """A break in the history of `writer`: `found` follows where `expected` should.
+    """A break in the history of `writer`: the history has `found` where `expected` should be.
 
     `hole` and `overlap`: an advance does not begin at the end of the one before. `regress`: the linear position went
     back, or a position is below the end of the history. `no writer`: the writer has advances but no position.
@@ -347,7 +350,7 @@ class _StreamRow:
 
 
 class Audit:
-    """A context manager; needs the rights of the role tidemark_reader.
+    """The stored data of streams, to check it. A context manager; needs the role tidemark_reader.
 
     Raises `Unavailable`, `Refused` and `SchemaMismatch`.
     """
@@ -460,7 +463,7 @@ order by stream, writer, place limit %(most)s
 
 
 MAX_ROWS: Final = 1000
-"""Rows of a table."""
+"""The largest number of rows of one table in a `dump`."""
 # The view of the history reads only the days of the given range of time.
 _TABLES: Final[dict[str, LiteralString]] = {
     "streams": "select stream, linear, head, direction, shard, length(state) as state_bytes, updated_at"

@@ -180,7 +180,7 @@ class Postgres:
             note_faults(connection, faults)
 
     def last_batch(self) -> tuple[str, int] | None:
-        """The query and number of the batch that was applied last."""
+        """The query and number of the batch that was applied last; None before the first batch."""
         with self._reads.use() as connection:
             return connection.execute(
                 "select query, batch from tidemark.applied_batches order by number desc limit 1"

@@ -1,5 +1,7 @@
-"""The transaction of a batch (docs/design.md 5): writes token, positions, history, gaps, audit, states, offsets, batch
-number.
+"""The transaction of a batch (docs/design.md 6): checks the token and the previous batch, and writes all effects.
+
+The effects are states, positions, history, gaps, late completions, audit, rejected records, requeues, offsets and the
+number of the batch.
 
 Each statement takes whole columns, so the number of statements does not depend on the number of streams. The
 transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Rejected records are stored
@@ -66,7 +68,7 @@ BATCHES_STORED = 1000  # of each query, so that a retry detects a commit whose a
 
 
 def apply(connection: Connection, batch: Batch) -> CommitResult:
-    """Commit `batch`, or detect that it is already committed. Repeat the call after any other error.
+    """Commit `batch`, or detect that it is already committed. After an error that is not listed here, call again.
 
     Raises:
         LeaseLost: another query has the lease. Nothing is written.
@@ -107,7 +109,7 @@ def refusal(connection: Connection, batch: Batch) -> str | None:
     return None
 
 
-# SQLSTATE classes: cardinality, data, constraints (also those of a trigger), check options, program limits.
+# SQLSTATE classes: cardinality, data, constraints, check options, program limits, and PL/pgSQL (raised by triggers).
 _CONTENT_ERROR_CLASSES = ("21", "22", "23", "44", "54", "P0")
 
 
