@@ -1,5 +1,6 @@
--- What the pipeline writes: positions, gaps, audit and progress in the one transaction of a batch (docs/design.md 5 and 6),
--- and what it notes about itself and its sinks. IDs are signed. Times are the batch's unless the column has a default.
+-- The tables that the pipeline writes: positions, gaps, audit and progress, in one transaction for each batch
+-- (docs/design.md 6); and the status of the pipeline and its sinks. IDs are signed. A time is the time of the batch unless
+-- its column has a default.
 
 -- The fill factor leaves half of a page free. Each batch rewrites these rows; the new version of a row then fits beside
 -- the old one, and no index is written.
@@ -16,7 +17,7 @@ create table tidemark.streams (
 comment on table tidemark.streams is 'Linear position and encoded state of each stream';
 comment on column tidemark.streams.head is 'The highest ID that any record of the stream named';
 comment on column tidemark.streams.retired is
-    'Encoded table of the retired writers, which replaces the last byte of state; null: state is complete. A separate column because it may be 500 kB and rarely changes';
+    'Encoded table of the retired writers, which replaces the last byte of state; null: state is complete. A separate column, because the table may have 500 kB and rarely changes';
 
 create table tidemark.stream_positions (
     stream      text        not null,
@@ -86,7 +87,7 @@ create table tidemark.linear_moves (
 );
 create index linear_moves_time on tidemark.linear_moves (stream, time);
 comment on table tidemark.linear_moves is
-    'Moves of the linear position in batches that made no advance in the stream, as after a retirement; position_advances has the other moves';
+    'Moves of the linear position in batches without an advance in the stream, for example by a retirement; position_advances has the other moves';
 comment on column tidemark.linear_moves.retired is 'Writers that retired in the batch; epochs has the epoch of each';
 
 create table tidemark.dead_letters (
@@ -104,7 +105,7 @@ create table tidemark.unsent_dead_letters (
     primary key (query, batch)
 );
 comment on table tidemark.unsent_dead_letters is
-    'Rejected records of a batch until they are in the dead letters, so that a lost checkpoint does not lose them (docs/design.md, rule 5)';
+    'Rejected records of a batch until they are in the dead letters: a restart must not lose them (docs/design.md, rule 5)';
 comment on column tidemark.unsent_dead_letters.rejected is 'Kafka offsets and reasons, without the records themselves';
 
 create table tidemark.requeues (
@@ -165,7 +166,7 @@ create table tidemark.query_lease (
 );
 create unique index query_lease_one_row on tidemark.query_lease ((true));
 comment on column tidemark.query_lease.version is
-    'Version of Tidemark that acquired the lease last; empty: nobody has acquired it';
+    'Version of Tidemark that acquired the lease last; empty: no process has acquired it';
 comment on column tidemark.query_lease.waits_for is
     'What a batch of the owner has waited for in this database for seconds; null: it does not wait';
 insert into tidemark.query_lease (token, owner, since, expires_at) values (0, '', now(), '-infinity');
@@ -178,7 +179,7 @@ create table tidemark.sink_faults (
     primary key (sink, stream)
 );
 comment on table tidemark.sink_faults is
-    'Streams that a sink cannot publish while it publishes the others, and its error. For display; the pipeline retries by itself';
+    'Streams that a sink cannot publish while it publishes the others, and the error. For display; the pipeline retries by itself';
 
 create table tidemark.lagging_partitions (
     topic           text        not null,
@@ -197,4 +198,4 @@ create table tidemark.retention_clock (
     time        timestamptz not null
 );
 comment on table tidemark.retention_clock is
-    'The time up to which the last complete run of retention dropped history. A run moves it by at most one day, so that a clock that jumps ahead deletes one day at a time';
+    'The time up to which the last complete run of retention dropped history. A run moves the time by at most one day: a clock that jumps ahead deletes at most one day of history at a time';

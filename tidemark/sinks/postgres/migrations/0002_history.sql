@@ -38,7 +38,7 @@ create table tidemark.history_since (
     since       timestamptz not null
 );
 comment on table tidemark.history_since is
-    'The time from which the history of streams is visible; the pipeline moves it each day. Streams share rows, which stay as long as the longest policy says';
+    'The time from which the history of streams is visible; the pipeline moves it each day. Streams share rows, and rows are kept for the longest retention of any policy';
 comment on column tidemark.history_since.stream is 'A pattern as in policies; * is every stream without a policy of its own';
 
 -- Whoever may connect to this database can take any advisory lock. Only the owner of the tables can lock this row.
@@ -46,10 +46,10 @@ create table tidemark.history_lock (
     singleton   boolean     primary key default true check (singleton)
 );
 comment on table tidemark.history_lock is
-    'Its row is locked while days of history are made or dropped; the functions run as its owner';
+    'The row is locked while days of history are created or dropped. The functions that lock it run as the owner of the table';
 insert into tidemark.history_lock default values;
 
--- Callers compare with the newest time of history_since first: a younger row is visible whatever its stream.
+-- For speed, callers compare with the newest time of history_since first: rows after that time are visible in every stream.
 create function tidemark.is_shown(wanted text, at timestamptz) returns boolean
     language sql stable as
 $$
@@ -72,7 +72,7 @@ create view tidemark.position_advances as
     where p.time >= (select coalesce(max(since), '-infinity') from tidemark.history_since)
         or tidemark.is_shown(n.stream, p.time);
 comment on view tidemark.position_advances is
-    'One row per move of a writer''s position. State a range of time: other days are then not read';
+    'One row per move of a writer''s position. Give a range of time, so that other days are not read';
 
 -- For one stream, at a tenth of the cost of the view: rows without this stream are not unpacked.
 create function tidemark.advances_of(
@@ -94,8 +94,8 @@ $$
     order by 12, 2
 $$;
 
--- CREATE TABLE ... PARTITION OF would lock out readers of the history; attaching a finished table does not. A batch whose
--- day exists takes no lock. SECURITY DEFINER: members of tidemark_owner make and drop days without owning the table.
+-- CREATE TABLE ... PARTITION OF would block readers of the history; attaching a finished table does not. A batch whose
+-- day exists takes no lock. SECURITY DEFINER: members of tidemark_owner create and drop days without owning the table.
 create function tidemark.make_history_day(day date) returns void
     language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
 $$
@@ -115,7 +115,7 @@ begin
 end
 $$;
 
--- The short lock timeout: batches must not wait behind this function while a reader holds it up.
+-- The lock timeout is short: batches would wait behind this function while it waits for a reader.
 create function tidemark.drop_history_before(day date) returns setof text
     language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '200ms' as
 $$

@@ -1,6 +1,6 @@
--- Operator overrides and policies. The record of overrides is append-only by rights: the outcome of an override is written
--- once, by the login that began it, through functions. So is the dead letter or the late completion that it is about. A
--- policy is changed by a function only, which also writes the audit entry.
+-- Operator overrides and policies. Rights make the table of overrides append-only. Only functions write the offset and the
+-- outcome of an override, and the dead letter or late completion that it concerns: each once, and only for the login that
+-- logged the override. Only a function changes a policy; it also logs the change as an override.
 
 create table tidemark.overrides (
     number      bigint      generated always as identity primary key,
@@ -21,11 +21,11 @@ create table tidemark.overrides (
     outcome     text
 );
 comment on table tidemark.overrides is
-    'Operator overrides by a verb, written before the verb sends its record. Kafka does not tell a consumer who produced a record';
+    'Operator overrides by a command of Tidemark, written before the command sends its record. A Kafka consumer cannot see who produced a record';
 comment on column tidemark.overrides.by is 'The name that the operator gave';
 comment on column tidemark.overrides.seen_as is 'The login in this database';
-comment on column tidemark.overrides."offset" is 'Offset of the record; null: not known to be sent';
-comment on column tidemark.overrides.outcome is 'Outcome as the verb saw it; null: the verb did not wait, or not long enough';
+comment on column tidemark.overrides."offset" is 'Offset of the record; null: the record is not known to be sent';
+comment on column tidemark.overrides.outcome is 'Outcome that the command saw; null: the command did not wait, or not long enough';
 
 create table tidemark.replays (
     topic       text        not null,
@@ -42,8 +42,8 @@ create table tidemark.late_resolved (
     act         bigint      not null references tidemark.overrides on delete cascade
 );
 comment on table tidemark.late_resolved is
-    'Late completions that an operator has repaired by hand in what readers derived from the stream';
-comment on column tidemark.late_resolved.number is 'Number of late_completions, whose row may be past its retention';
+    'Late completions that an operator has repaired by hand in the data that readers derived from the stream';
+comment on column tidemark.late_resolved.number is 'Number of the late completion. Its row in late_completions may be past its retention';
 
 create table tidemark.policies (
     stream      text        not null,
@@ -56,9 +56,9 @@ create table tidemark.policies (
 comment on table tidemark.policies is
     'Settings of single streams: bounds, alert thresholds, retention. The pipeline reads them every few seconds';
 comment on column tidemark.policies.stream is
-    'A stream, or a prefix of names followed by *; the most specific one counts';
+    'A stream, or a prefix of stream names followed by *. The most specific entry counts';
 comment on column tidemark.policies.act is
-    'The override that set it; null: it was set by hand, or the override is past its retention';
+    'The override that set the value; null: it was set by hand, or the override is past its retention';
 
 create function tidemark.note_sent(act bigint, to_topic text, to_partition integer, to_offset bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -68,7 +68,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_sent(bigint, text, integer, bigint) is
-    'Notes the offset of the record of one''s own override; null: it belongs to another login, or was noted before';
+    'Stores the offset of the record of an override; null: the override belongs to another login, or has an offset or an outcome';
 
 create function tidemark.note_outcome(act bigint, became text) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -78,7 +78,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_outcome(bigint, text) is
-    'Notes the outcome of one''s own override; null: it belongs to another login, or was noted before';
+    'Stores the outcome of an override; null: the override belongs to another login, or has an outcome';
 
 create function tidemark.note_replay(act bigint, of_topic text, of_partition integer, of_offset bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -90,7 +90,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_replay(bigint, text, integer, bigint) is
-    'Notes the dead letter that one''s own override replays; null: the override is of another login, or the letter was replayed before';
+    'Stores the dead letter that an override replays; null: the override belongs to another login, or the dead letter was replayed before';
 
 create function tidemark.note_resolved(act bigint, late bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -102,7 +102,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_resolved(bigint, bigint) is
-    'Notes the late completion that one''s own override resolves; null: the override is of another login, or it was resolved before';
+    'Stores the late completion that an override resolves; null: the override belongs to another login, or the late completion was resolved before';
 
 create function tidemark.change_policy(name text, settings text[], wanted bigint[], by_whom text, reason text)
     returns table (act bigint, outcome text)
@@ -113,7 +113,7 @@ declare
     was bigint;
     said text[] := '{}';
 begin
-    -- One call at a time, so that the old values in the audit entry are those that it replaced.
+    -- One call at a time, so that the old values in the override are the values that this call replaces.
     lock table tidemark.policies in share row exclusive mode;
     insert into tidemark.overrides (kind, stream, writer, epoch, prev, id, by, why)
         values ('POLICY', name, '', 0, 0, 0, by_whom, reason) returning number into act;
@@ -124,7 +124,7 @@ begin
                 values (name, settings[place], wanted[place], act)
                 on conflict on constraint policies_pkey do update set value = excluded.value, act = excluded.act;
         elsif was is null then
-            raise exception 'the policy % says nothing of %', name, settings[place] using errcode = 'no_data_found';
+            raise exception 'the policy % does not set %', name, settings[place] using errcode = 'no_data_found';
         else
             delete from tidemark.policies p where p.stream = name and p.setting = settings[place];
         end if;
@@ -137,4 +137,4 @@ begin
 end
 $$;
 comment on function tidemark.change_policy(text, text[], bigint[], text, text) is
-    'Sets the given settings of a policy, and removes those whose value is null; all or none. Returns the audit entry and the changes';
+    'Sets the given settings of a policy, and removes settings whose value is null; all or none. Returns the number of the override, and the changes as text';

@@ -1,5 +1,5 @@
 -- Three roles without login, to be granted to people and services. A user without CREATEROLE can still migrate: an
--- administrator makes the roles beforehand, or they are not used.
+-- administrator creates the roles before, or the installation does not use them.
 
 do $$
 declare
@@ -36,8 +36,8 @@ begin
         grant delete on tidemark.overrides, tidemark.replays, tidemark.late_resolved to tidemark_owner;
         grant usage on sequence tidemark.skips_number_seq, tidemark.applied_batches_number_seq,
             tidemark.writer_numbers_number_seq to tidemark_owner;
-        -- Each owner of the lease sets the numbers of late completions ahead: a restored database must not give a number
-        -- again that readers and Redis already have.
+        -- Each owner of the lease raises the sequence of late completions: a restored database must not give out numbers
+        -- that readers and Redis already have.
         grant usage, select, update on sequence tidemark.late_completions_number_seq to tidemark_owner;
         grant execute on function tidemark.make_history_day(date), tidemark.drop_history_before(date) to tidemark_owner;
     end if;
@@ -51,7 +51,7 @@ begin
             tidemark.position_advances, tidemark.overrides, tidemark.replays, tidemark.late_resolved, tidemark.policies
             to tidemark_reader;
     end if;
-    -- Nobody may write seen_as, seen_from and time of an override, or change it later but through the functions.
+    -- No role may write seen_as, seen_from and time of an override. Only the functions may change an override later.
     foreach someone in array array['tidemark_owner', 'tidemark_operator'] loop
         if to_regrole(someone) is not null then
             execute format(
