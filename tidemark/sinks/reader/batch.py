@@ -36,8 +36,8 @@ class ReadBatch(Generic[C]):
 
     `withdrawn` has pairs of IDs, each the first and the last of a range, the lower one first. It is empty unless the
     source was restored. The earlier facts of these IDs no longer exist: undo their effects, and then process `rows`,
-    which has the new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets them
-    once for each `partition`, and undoes the effects of that partition.
+    which has the new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets the
+    ranges once for each `partition`, and must undo only the effects of that partition.
 
     `partition` is the partition of the rows; None if the reader has no partitions.
     """
@@ -60,9 +60,9 @@ class ReadBatch(Generic[C]):
     def parking(self, id: int, *errors: type[Exception]) -> "Parking":
         """A savepoint for the effects of the fact `id`: `with`, or `async with` for an `AsyncReader`.
 
-        If the block raises one of the `errors`, the effects are rolled back, and the fact is stored in
-        `tidemark_reader.parked` with the reason, for a person. The error is logged and the loop continues. Other
-        errors, and errors that a retry may solve (a lost connection, a deadlock), are raised.
+        If the block raises one of the `errors`, the effects are rolled back, the fact and the reason are stored in
+        `tidemark_reader.parked` for an operator, the error is logged, and the loop continues. Other errors are raised,
+        and also errors that a retry may solve (a lost connection, a deadlock).
         """
         return Parking(self._checkpoint_store, self._transaction, id, errors)
 

@@ -27,7 +27,7 @@ RETRIES_PER_QUERY = 100  # parked facts that are handed over again after one que
 
 @dataclass(frozen=True, slots=True)
 class DeliveredFact:
-    """A fact that was handed over but may still be announced as late; see `read_loop`."""
+    """A fact that was handed over and may come again, as late or in order; see `read_loop`."""
 
     id: int
     writer: str
@@ -43,7 +43,7 @@ class ReaderCheckpoint:
         late_part: the number of the late completion that is being read, and the ID up to which its rows were handed
             over.
         must_read: ranges to read regardless of the evidence; see `read_loop`.
-        delivered: facts that may still be announced as late, by ID; see `read_loop`.
+        delivered: facts that must not be handed over again, by ID; see `read_loop`.
     """
 
     version: int = 0
@@ -113,7 +113,8 @@ class CheckpointStore:
         """Lock the row of the reader until the transaction ends. Never waits.
 
         Returns:
-            The stored version, and the name of the open transaction. None: another copy of the reader holds the lock.
+            The stored version, and the ID of the open transaction. None: another copy of the reader holds the lock, or
+            the place was deleted.
         """
         locked = yield from self._rows(
             "select version, txid_current()::text as transaction from tidemark_reader.places"
@@ -132,7 +133,7 @@ class CheckpointStore:
             checkpoint: the new checkpoint.
             added: facts to add to the delivered facts.
             removed: IDs of facts to remove from the delivered facts.
-            transaction: the name of the transaction, from `lock`.
+            transaction: the ID of the transaction, from `lock`.
 
         Returns:
             The new version. It is a clock value, so a restored database never repeats it.
@@ -210,8 +211,10 @@ class CheckpointStore:
         )
 
     def _check_rows_visible(self) -> Generator[Request, Answer, None]:
-        """Raises `Refused` if row level security hides rows of the reader's tables from this user. The connection
-        belongs to the service, so `row_security` stays as the service set it."""
+        """Raise `Refused` if row level security hides rows of the reader's tables from this user.
+
+        The connection belongs to the service, so its setting `row_security` is not changed.
+        """
         hidden_tables = yield from self._rows(
             "select relname as name, current_user::text as role, current_database()::text as database,"
             " pg_has_role(relowner, 'usage') as is_owner from pg_class"

@@ -90,8 +90,9 @@ class Databases:
             raise problem from error
 
     def raise_if_refused(self, role: Role, error: psycopg.OperationalError) -> None:
-        """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the cause
-        may be temporary, and libpq reports it like a wrong password.
+        """Raise `Refused` if the server answers, but refuses this user.
+
+        For the first connection only: libpq reports some temporary problems like a wrong password.
         """
         if error.sqlstate is None and not is_outage(error) and is_reachable(conninfo(self._dsn(role), "")):
             raise Refused(
@@ -99,7 +100,7 @@ class Databases:
             ) from error
 
     def with_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
-        """If `error` is a lock time-out, a new error that also names the sessions that may hold the lock; else `error`.
+        """A new error that also names the sessions that may hold the lock, if `error` is a lock time-out; else `error`.
 
         Opens a connection to query the sessions.
         """
@@ -121,7 +122,7 @@ class Databases:
 
 
 def _time_limit_setting(error: psycopg.Error) -> str | None:
-    """The setting by which the server ended an idle or long transaction; None for another error."""
+    """The setting that made the server end an idle or long transaction; None for another error."""
     if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
         return setting
     return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None

@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 
 from tidemark.common.errors import BadSetting
 
-BEGIN = "select 1"  # these libraries begin a transaction with its first statement
+BEGIN = "select 1"  # these libraries begin a transaction only when its first statement runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,8 +184,9 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """Wait for an entry beyond the last one that the first waiting partition has read. The other partitions have
-        read later. So no partition misses an entry.
+        """Wait for a list entry after the last entry that the first waiting partition has read.
+
+        The other partitions have read later, so no partition misses an entry.
         """
         waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)

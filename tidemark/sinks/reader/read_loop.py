@@ -9,8 +9,8 @@ late range has up to three parts:
 
 - The part at or below the reader's place: its rows are handed over as late.
 - The part that the burst passes is `must_read`: the table is read there regardless of the evidence.
-- The part beyond the burst (of a fenced incarnation) may never be passed. Its rows are handed over as late, and
-  remembered, so that they are not handed over again if the place gets there.
+- The part beyond the burst (of an earlier timeline, or of an epoch that never joined) may never be passed. Its rows are
+  handed over as late. They are remembered, so that they are not handed over again if the place reaches them.
 
 A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
 skipped range are remembered until the next epoch of the writer. Then the old epoch is a zombie (docs/design.md 3).
@@ -55,7 +55,7 @@ class ReadPlan:
     Attributes:
         goal: the place after the burst.
         ranges: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
-        skipped: epoch and range of advances that an operator may have skipped in part.
+        skipped: epoch and range of each advance that has skipped IDs.
         late_lost: late completions that are no longer listed; None: all are known.
         epochs: the newest epoch of each writer in the burst.
     """
@@ -281,7 +281,7 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """Another copy of the reader has moved the place, or (`is_locked`) holds its lock."""
+    """Another copy of the reader has moved the place, or holds the lock of the place (`is_locked`)."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
@@ -377,7 +377,11 @@ class ReadProgram:
                 queried_at = time.monotonic()
 
     def _apply_operator_changes(self) -> Generator[Request | Portion, Answer, bool]:
-        """Hand over parked facts to retry, each in its own transaction. True: an operator changed the stored place."""
+        """Hand over the parked facts to retry, each in its own transaction.
+
+        Returns:
+            True if an operator or another copy changed the stored place. No fact is then handed over.
+        """
         version, retries = yield from self.checkpoint_store.operator_changes()
         if version != self._checkpoint.version:
             return True
@@ -489,9 +493,12 @@ class ReadProgram:
     def _find_withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """The IDs of the span whose earlier facts no longer exist, and the ID up to which they were computed.
+        """Find the IDs of the span whose earlier facts no longer exist.
 
-        All IDs except those with rows of other writers, which have their own late completions.
+        These are all IDs without rows of other writers. Other writers have their own late completions.
+
+        Returns:
+            The ID up to which the span was checked, and the IDs as in `absent_ranges`.
         """
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)

@@ -1,4 +1,4 @@
--- A reader's own bookkeeping, in its own database, so that a place and the effects of a batch are committed together.
+-- The state of readers, in their own database: a place and the effects of a batch are committed in one transaction.
 create schema if not exists tidemark_reader;
 
 create table if not exists tidemark_reader.places (
@@ -19,9 +19,9 @@ comment on table tidemark_reader.places is 'How far each reader has read; one co
 comment on column tidemark_reader.places.positions is 'Vector mode: writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.places.late is 'Number of the last late completion that was handed over';
 comment on column tidemark_reader.places.is_settled is
-    'Vector mode: rows up to linear of writers that Tidemark does not know, which a table that is older than its stream has, were handed over';
-comment on column tidemark_reader.places.late_part is 'Of the next one: its number, and the ID up to which it was handed over';
-comment on column tidemark_reader.places.must_read is 'Late completions beyond the place: the table is read there, whatever the evidence is';
+    'Vector mode: whether the rows up to linear without a known writer were handed over. A table that is older than its stream has such rows';
+comment on column tidemark_reader.places.late_part is 'Number of the late completion that is being handed over, and the ID up to which it was handed over';
+comment on column tidemark_reader.places.must_read is 'Ranges of late completions beyond the place: the table is read there regardless of the evidence';
 
 create table if not exists tidemark_reader.delivered (
     reader      text        not null,
@@ -32,7 +32,7 @@ create table if not exists tidemark_reader.delivered (
     primary key (reader, stream, id)
 );
 comment on table tidemark_reader.delivered is
-    'Facts that were handed over where an operator had skipped: their late completion must not hand them over again';
+    'Facts that were handed over and may come again, as late or in order: they are not handed over again';
 
 create table if not exists tidemark_reader.parked (
     reader      text        not null,
@@ -44,9 +44,9 @@ create table if not exists tidemark_reader.parked (
     primary key (reader, stream, id)
 );
 comment on column tidemark_reader.parked.retry_at is
-    'When an operator asked for the fact to be handed over again; null: nobody did';
+    'When an operator requested a retry; null: no retry was requested';
 comment on table tidemark_reader.parked is
-    'Facts that a reader passed without their effects, because its handler failed on them and parks them: for a person';
+    'Facts that a reader passed without their effects, because its handler failed. An operator retries or deletes them';
 
 create table if not exists tidemark_reader.copies (
     reader      text        not null,
@@ -55,4 +55,4 @@ create table if not exists tidemark_reader.copies (
     seen_at     timestamptz not null default clock_timestamp(),
     primary key (reader, stream, copy)
 );
-comment on table tidemark_reader.copies is 'The copies of readers in partitions that run: each has a share of the partitions';
+comment on table tidemark_reader.copies is 'Running copies of readers with partitions. Each copy reads a share of the partitions';
