@@ -49,7 +49,7 @@ class LinearStay:
 
 @dataclass(frozen=True, slots=True)
 class StoredGap:
-    """A gap `(low, top]`. `closed_by`: `completed`, `joined`, `retired` or `skipped`; None for an open gap."""
+    """A gap of one writer. `closed_by`: `completed`, `joined`, `retired` or `skipped`; None for an open gap."""
 
     writer: str
     epoch: int

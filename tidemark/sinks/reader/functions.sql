@@ -1,9 +1,9 @@
--- Positions in the database of readers, and the functions by which readers in any language read each fact once
+-- Positions in the database of readers, and the functions with which readers in any language read each fact once
 -- (docs/design.md 6b). `tidemark relay migrate` and `tidemark follow migrate` run this file after `schema.sql`, each time:
 -- tables stay, and functions are replaced.
 
 alter table tidemark_reader.places add column if not exists timeline bigint;
-comment on column tidemark_reader.places.timeline is 'The timeline of the positions by which the place moved last';
+comment on column tidemark_reader.places.timeline is 'Timeline of the positions when the place last moved';
 
 create table if not exists tidemark_reader.positions (
     stream      text        primary key,
@@ -19,13 +19,13 @@ create table if not exists tidemark_reader.positions (
 );
 comment on table tidemark_reader.positions is 'How far each stream is complete: written by the relay of this database, or by `tidemark follow`';
 comment on column tidemark_reader.positions.source is
-    'database: by the transactions of this database, which has all writers of the stream. published: what Tidemark has published';
+    'database: all writers append in this database, and its transactions decide the position. published: a copy of the position that Tidemark has published';
 comment on column tidemark_reader.positions.vector is 'Writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.positions.late is 'Number of the newest known late completion';
 comment on column tidemark_reader.positions.late_after is 'Late completions up to this number are not known here';
-comment on column tidemark_reader.positions.timeline is 'When the timeline began (microseconds since 1970). Within one no position goes back';
+comment on column tidemark_reader.positions.timeline is 'Begin of the timeline (microseconds since 1970). Within a timeline no position goes back';
 comment on column tidemark_reader.positions.written_by is
-    'The transaction that wrote this row. Another one has put the row there if it differs from xmin: a restore, or replication';
+    'The transaction that wrote this row. If it differs from xmin, a restore or replication put the row there';
 
 create table if not exists tidemark_reader.late_completions (
     stream      text        not null,
@@ -52,7 +52,7 @@ create or replace function tidemark_reader.channel(stream text) returns text
 language sql immutable parallel safe
 return 'tidemark_' || case when octet_length(stream) <= 54 then stream else md5(stream) end;
 comment on function tidemark_reader.channel is
-    'The channel on which moves of the stream are notified: tidemark_ and the name, or its MD5 if the name is longer than 54 bytes';
+    'The channel of the notifications about a stream: tidemark_ and the name of the stream, or the MD5 of a name longer than 54 bytes';
 
 create or replace function tidemark_reader.clock() returns bigint
 language sql volatile
@@ -67,7 +67,8 @@ return (
     where abs(value::bigint) > abs(linear)
 );
 
--- The greater of both positions of each writer; a writer that is not named is at its side's linear position.
+-- For each writer, the farther position of two vectors; positions up to `linear` are left out. A writer that a vector does
+-- not name is at the linear position of that vector.
 create or replace function tidemark_reader.farther_vector(linear bigint, a_linear bigint, a jsonb, b_linear bigint, b jsonb)
 returns jsonb
 language sql immutable parallel safe
@@ -82,8 +83,8 @@ return (
     where abs(at) > abs(linear)
 );
 
--- Any login can fill the queue of NOTIFY, and no transaction that notifies commits while it is full. So if 1 % of the
--- queue is used (84 MB of 8 GiB), nobody is notified: readers wait for at most 10 s and take again.
+-- Any login can fill the queue of NOTIFY. While it is full, no transaction that notifies can commit. So no notification is
+-- sent if 1 % of the queue is used (82 MiB of 8 GiB): readers then wait for at most 10 s and take again.
 create or replace function tidemark_reader.notify(_streams text[]) returns void
 language plpgsql volatile
 as $$
@@ -94,9 +95,9 @@ begin
 end
 $$;
 
--- The linear position and the vector move on, and never back; gives the streams that moved. What is published moves no
--- stream whose writers are all in this database: there the transactions decide (docs/design.md 6b), and they decide for the
--- timeline in which they were looked at.
+-- Moves linear positions and vectors forward, and never back. Returns the streams that moved. A position is ignored if:
+-- the source of the stream is another one (the transactions of this database decide a `database` stream, docs/design.md 6b);
+-- its `timelines` entry is not the timeline of a `database` stream; or a restore has put the row of that stream there.
 create or replace function tidemark_reader.publish(
     source text, streams text[], linears bigint[], vectors jsonb[] default null, timelines bigint[] default null
 ) returns text[]
@@ -141,9 +142,9 @@ begin
 end
 $$;
 
--- IDs beyond `back_to` may be given out again: a new timeline. Readers that are beyond it get an error. `restored`: a
--- restore has put back the tables of the relay, and `back_to` is how far they were. If it has put back these positions
--- with them, the IDs up to the positions stay as they are.
+-- Begins a new timeline of a `database` stream, because IDs beyond `back_to` may be given out again. Readers beyond `back_to`
+-- then get an error. Returns false for other streams. `restored`: a restore has put back the tables of the relay, and
+-- `back_to` is their floor. If the restore has also put back the row of positions, the stream goes on from these positions.
 create or replace function tidemark_reader.went_back(
     stream text, back_to bigint, restored boolean default false
 ) returns boolean
@@ -182,8 +183,8 @@ begin
 end
 $$;
 
--- Writers elsewhere were found, or an operator has settled IDs that are open here: from now on the published positions move
--- the stream, and the transactions of this database do not. Late completions up to `late` are older than that.
+-- Makes a `database` stream `published` permanently: it has writers elsewhere, or an operator has settled IDs that are open
+-- here. Readers do not get late completions up to number `late`, because these are older. Returns false for other streams.
 create or replace function tidemark_reader.share(stream text, late bigint) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -198,7 +199,8 @@ begin
 end
 $$;
 
--- Late completions as Tidemark has published them. `after`: those up to this number are not known here.
+-- Stores late completions as Tidemark has published them, and keeps the newest `keep` of the stream. `after`: the caller
+-- does not have the late completions up to this number.
 create or replace function tidemark_reader.publish_late(
     stream text, after bigint, numbers bigint[], writers text[], epochs bigint[], prevs bigint[], ids bigint[],
     facts bigint[], whys text[], keep integer default 10000
@@ -236,8 +238,8 @@ begin
 end
 $$;
 
--- As the statement sees it that calls tidemark_reader.take. So a single statement that takes and selects is right too: it
--- sees every fact up to the position that it sees.
+-- The positions in the snapshot of the statement that calls tidemark_reader.take. So one statement may take a range and
+-- select its rows: its snapshot has every fact up to these positions.
 create or replace function tidemark_reader.positions_of(_stream text) returns tidemark_reader.positions
 language sql stable security definer set search_path = pg_catalog, pg_temp set row_security = off
 return (select known from tidemark_reader.positions as known where known.stream = _stream);
@@ -263,9 +265,10 @@ create or replace function tidemark_reader.partition_of(key text, partitions int
 language sql immutable parallel safe
 return (('x' || left(md5(coalesce(key, '')), 8))::bit(32)::bigint % partitions)::integer;
 comment on function tidemark_reader.partition_of is
-    'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions. A key that is NULL is as the empty one';
+    'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions. A NULL key counts as the empty key';
 
--- The place of a reader, locked until the transaction ends. NULL: another copy of the reader holds it, and _wait is false.
+-- Locks the place of a reader until the transaction ends, and returns it. Creates the place of a new reader at _since.
+-- NULL: another copy of the reader holds the lock, and _wait is false.
 create or replace function tidemark_reader.lock_place(
     _stream text, _reader text, _mode text, _wait boolean, _since text, _now tidemark_reader.positions
 ) returns tidemark_reader.places
@@ -364,16 +367,16 @@ begin
             message = format('reader %L has read stream %L up to ID %s, and the stream went back to ID %s',
                 _place.reader, _place.stream, _farthest, _back_to),
             detail = 'A sequence was set back, or a part of the database was restored. IDs beyond are given out again.',
-            hint = format('Take back the effects of IDs beyond %s, then move the reader: select tidemark_reader.seek(%L, %L, ''m%s'')',
+            hint = format('Undo the effects of IDs beyond %s, then move the reader: select tidemark_reader.seek(%L, %L, ''m%s'')',
                 _back_to, _place.stream, _place.reader, _back_to);
     end if;
 end
 $$;
 
--- The late completions of the place that come next: the IDs that the reader has passed, at most _most, by writer; and the
--- place after them. Of a wide range a part is handed out at once, and the place says how far. _withdrawn: by writer the
--- ranges of IDs, first and last, whose earlier facts a restore took; as in _ids, only those that the reader has passed.
--- Facts that tidemark.Reader has handed over where an operator had skipped are left out.
+-- The next late completions for a place, and the place after them. Only IDs that the reader has passed are returned.
+-- _ids: writer -> late IDs, at most _most. A wide range is handed out in parts; late_part of the place has the progress.
+-- _withdrawn: writer -> ranges (first ID, last ID) whose earlier facts were lost in a restore.
+-- Late facts of a skipped range are left out if tidemark.Reader has already handed them over.
 create or replace function tidemark_reader.late_of(
     inout _place tidemark_reader.places, _now tidemark_reader.positions, _most integer, out _ids jsonb, out _withdrawn jsonb
 )
@@ -393,9 +396,9 @@ begin
         return;
     elsif _place.late < _now.late_after and _place.linear <> 0 then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('late completions of stream %L from number %s to %s are not listed any more, and reader %L has not had them',
+            message = format('late completions of stream %L from number %s to %s are not listed any more, and reader %L has not read them',
                 _place.stream, _place.late + 1, _now.late_after, _place.reader),
-            hint = format('`tidemark late list` has them. Then: select tidemark_reader.pass_late(%L, %L)', _place.stream, _place.reader);
+            hint = format('Handle them by hand (`tidemark late list` shows them), then: select tidemark_reader.pass_late(%L, %L)', _place.stream, _place.reader);
     end if;
     for _late in
         select * from tidemark_reader.late_completions as listed
@@ -448,8 +451,8 @@ begin
 end
 $$;
 
--- Whether the place has late completions that were not handed out yet. Then no range is taken: it could have facts of
--- these late completions, which would be handed out twice.
+-- Whether the place has late completions that were not handed out yet. If so, no range is taken: the range could have facts
+-- of these late completions, and these facts would be handed out twice.
 create or replace function tidemark_reader.has_more_late(
     _place tidemark_reader.places, _now tidemark_reader.positions
 ) returns boolean
@@ -471,7 +474,7 @@ return (
     from jsonb_array_elements(_ranges) as range
 );
 
--- The parked facts that an operator retries, at most _most: they are handed out again, and are parked no longer.
+-- Removes at most _most parked facts that an operator retries, and returns their IDs, which are then handed out again.
 create or replace function tidemark_reader.unpark(_place tidemark_reader.places, _most integer) returns bigint[]
 language sql volatile
 begin atomic
@@ -508,7 +511,7 @@ language plpgsql stable
 as $$
 begin
     if _most is null or _most < 1 then
-        raise exception using errcode = 'invalid_parameter_value', message = 'at least one ID is taken: most => 1000';
+        raise exception using errcode = 'invalid_parameter_value', message = 'most must be 1 or more, for example most => 1000';
     elsif _now.stream is null then
         raise exception using errcode = 'undefined_object',
             message = format('this database has no positions of stream %L', _stream),
@@ -598,10 +601,12 @@ begin atomic
         take.most, take.wait, take.since, tidemark_reader.positions_of(take.stream)) as taken;
 end;
 comment on function tidemark_reader.take is
-    'The IDs that the reader reads next, at most `most`: those beyond low up to high, and late, which it passed before their
-facts came, or whose parked facts are retried; withdrawn: IDs whose earlier facts a restore took, to be undone first. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
-new, or another copy of the reader has the place and wait is false. since: where a new reader begins (a token, an ID, now,
-or beginning). partition and partitions: each partition has a place of its own';
+    'Returns the IDs that the reader must read next, and moves the place of the reader past them. The place is moved in the
+transaction of the caller, and is locked until that transaction ends. low and high: read the IDs in (low, high], at most `most`.
+late: IDs that the reader has passed before their facts came, and IDs of parked facts to retry. withdrawn: IDs whose earlier
+facts were lost in a restore: undo their effects first. No row: nothing is new, or another copy of the reader holds the lock
+and wait is false. since: where a new reader begins: a token, an ID, now or beginning. partition and partitions: each
+partition has its own place';
 
 create or replace function tidemark_reader.take_ranges(
     _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
@@ -639,7 +644,7 @@ begin
     _place := _next._place;
     _ids := _next._ids;
     _has_more_late := tidemark_reader.has_more_late(_place, _now);
-    -- NULL, the last, stands for all writers that are not named.
+    -- The last element is NULL, for all writers that are not named.
     select array_agg(name order by name) || null::text into _named from (
         select jsonb_object_keys(_before.positions) union select jsonb_object_keys(_now.vector)
         union select jsonb_object_keys(_ids || _next._withdrawn)) as known (name);
@@ -671,7 +676,7 @@ begin
             writer := _named[_index];
             low := _lows[_index];
             high := _highs[_index];
-            -- The writers of retried facts are not known: each row lists them.
+            -- The writers of retried facts are not known, so each row lists all retried IDs.
             select coalesce(array_agg(distinct id), '{}') into late from (
                 select id::bigint from jsonb_array_elements_text(_ids -> writer) as id
                 union all select unnest(_retried)) as passed (id);
@@ -692,8 +697,8 @@ begin atomic
         take_vector.most, take_vector.wait, take_vector.since, tidemark_reader.positions_of(take_vector.stream)) as taken;
 end;
 comment on function tidemark_reader.take_vector is
-    'As take, with a range for each writer, up to its own position: a reader of one writer waits for no other. The row without
-a writer is for all writers that have no row in this answer';
+    'Like take, with one range for each writer, up to the position of that writer: the facts of one writer do not wait for
+other writers. The row whose writer is NULL is for all writers without a row in this answer';
 
 create or replace function tidemark_reader.park(
     stream text, reader text, id bigint, reason text, partition integer default null, partitions integer default null
@@ -718,8 +723,8 @@ begin
 end
 $$;
 comment on function tidemark_reader.park is
-    'Notes that the reader passes a fact without its effects, because it fails on it. `tidemark readers parked retry` has take
-list its ID in late once more';
+    'Stores that the reader passes a fact without its effects, because processing it fails. After `tidemark readers parked
+retry`, take returns the ID in late again';
 
 create or replace function tidemark_reader.seek(stream text, reader text, token text) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -741,7 +746,7 @@ begin
 end
 $$;
 comment on function tidemark_reader.seek is
-    'Moves the place of a reader to a token, an ID, now or beginning. A reader that goes back reads facts again. For the owner of the schema';
+    'Moves the place of a reader to a token, an ID, now or beginning. If the place moves back, the reader reads facts again. Only for the owner of the schema';
 
 create or replace function tidemark_reader.pass_late(stream text, reader text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -761,7 +766,7 @@ begin
 end
 $$;
 comment on function tidemark_reader.pass_late is
-    'The reader does not get the next late completion, which somebody has handled by hand; gives its number. For the owner of the schema';
+    'Skips late completions that an operator has handled by hand: the next one that is still listed, and all before it. Returns the number of the last skipped one. Only for the owner of the schema';
 
 create or replace function tidemark_reader.repartition(stream text, reader text, partitions integer) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -792,7 +797,7 @@ begin
 end
 $$;
 comment on function tidemark_reader.repartition is
-    'Changes the number of partitions of a reader whose partitions are all at one place. For the owner of the schema';
+    'Changes the number of partitions of a reader whose partitions are all at one place. Only for the owner of the schema';
 
 revoke all on all functions in schema tidemark_reader from public;
 
