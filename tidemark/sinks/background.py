@@ -81,7 +81,10 @@ class MaintenanceConfig:
 
 
 class Maintenance(LeasedThread):
-    """Refills sinks, runs retention and compares clocks. Problems are retried; a `Stop` becomes the `failure`."""
+    """Refills sinks, stores their faults, runs retention and compares clocks.
+
+    Problems are retried; a `Stop` becomes the `failure`.
+    """
 
     def __init__(
         self,

@@ -92,7 +92,10 @@ class UnacknowledgedRecords:
             self.put(record)
 
     def flush(self) -> KafkaError | None:
-        """Wait until each record is acknowledged or has failed (within the message timeout); return the first error."""
+        """Wait until all records are acknowledged, or one has failed. Returns the error, or None.
+
+        A record fails at the latest after the message timeout.
+        """
         self._wait_for_acknowledgements()
         too_large, self._too_large = self._too_large, []
         for record in too_large:
@@ -116,7 +119,7 @@ class KafkaConnections:
     Args:
         client: librdkafka settings of the reader.
         producer: librdkafka settings of the producer.
-        patience: seconds after which a produced record fails.
+        patience: seconds until a read without progress, or an unacknowledged record, is an error.
         isolation: the isolation level of the reader.
     """
 
@@ -166,7 +169,10 @@ MAX_DETAIL_LENGTH = 500  # characters: a detail may quote the record
 
 @dataclass(frozen=True, slots=True)
 class DeadLettersConfig:
-    """`client` and `producer` are librdkafka settings and may contain a password. `patience` is in seconds."""
+    """`client` and `producer` are librdkafka settings and may contain a password.
+
+    `patience`: seconds until a read without progress, or an unacknowledged record, is an error.
+    """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
@@ -204,8 +210,8 @@ class DeadLetters:
         """Produce every rejected record to the dead letters, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
-        `offset`, and `detail` if more is known. If retention has removed the record, or if it is too large for the
-        topic, the dead letter has only Tidemark's headers, and the header `gone` has the reason.
+        `offset`, and `detail` if more is known. The dead letter of a record that retention has removed, or that is too
+        large for the topic, has only these headers and the header `gone` with the reason.
 
         Raises:
             Unavailable: call again; all records are then sent again.
@@ -443,7 +449,7 @@ class RequeueConfig:
         topic: the facts topic.
         client: librdkafka settings of the consumer. May contain a password.
         producer: librdkafka settings of the producer. May contain a password.
-        patience: seconds without progress before a problem is reported.
+        patience: seconds until a read without progress, or an unacknowledged record, is a problem.
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.

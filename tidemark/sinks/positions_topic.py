@@ -70,7 +70,10 @@ class TopicLookup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PositionsTopicConfig:
-    """`client` and `producer` are librdkafka settings and may contain a password. `patience` is in seconds."""
+    """`client` and `producer` are librdkafka settings and may contain a password.
+
+    `patience`: seconds until a Kafka call without an answer is an error.
+    """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)

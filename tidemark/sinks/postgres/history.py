@@ -272,8 +272,8 @@ def full_changes_since(connection: Connection, since: DurableMark, most: int, ti
         timeout: statement time-out, in seconds.
 
     Returns:
-        None if there are more than `most` advances, if the history does not reach back to the mark, or if the mark is
-        later than the newest batch (another database, or a restored one).
+        None if there are more than `most` advances, or if the history does not reach back to the mark. None also if the
+        mark is later than the newest batch: the mark is of another database, or the database was restored.
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{timeout * 1000:.0f}",))

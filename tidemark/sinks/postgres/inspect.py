@@ -316,7 +316,7 @@ class BatchHistory:
     def open(cls, dsn: Dsn) -> Iterator[Self]:
         """Open the history. All reads inside the block use one snapshot, which is taken at the start of the block.
 
-        All records behind the snapshot were written to Kafka before.
+        All records that the snapshot counts were in Kafka before.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)

@@ -28,8 +28,9 @@ class LaggingPartition:
     """A partition with `records` unread records, the oldest waiting since `since`. 0 records: Kafka has not answered
     since then.
 
-    If an open Kafka transaction blocks the partition, `blocked_offset` is its last stable offset, beyond which nothing
-    can be read, and `blocked_since` is the time of its last move; both are None otherwise.
+    `blocked_offset` and `blocked_since` are None unless an open Kafka transaction blocks the partition.
+    `blocked_offset` is the last stable offset: records from there on cannot be read. `blocked_since` is the time at
+    which the last stable offset last moved.
     """
 
     topic: str
@@ -114,8 +115,8 @@ class SinkFault:
 class BridgeStatus:
     """The state of the `tidemark synapse` process that sends a stream.
 
-    `speaks`: whether a process is connected; None on a replica, which cannot know. `since`: the time of the connection;
-    None without a connection, or if this user may not see it.
+    `speaks`: whether a process is connected; None on a replica, where this cannot be seen. `since`: the time of the
+    connection; None without a connection, or if this user may not see it.
     """
 
     speaks: bool | None

@@ -135,9 +135,9 @@ def _is_applied(connection: Connection, batch: Batch) -> bool:
         "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
     )
     newest_batch = connection.execute("select query, batch from tidemark.applied_batches order by number desc limit 1")
-    # If this process hangs from now on, the server ends the transaction, or the next owner finds the session by this
-    # name and ends it. The batch must be durable before it is published (rule 4), even if the server's default is
-    # asynchronous.
+    # If this process hangs from now on, the server ends the transaction after the time-out. The next owner may end the
+    # session before, and finds it by this name. The batch must be durable before it is published (rule 4), even if the
+    # server's default is asynchronous.
     connection.execute(
         "select set_config('application_name', %s, true),"
         " set_config('idle_in_transaction_session_timeout', '10s', true),"
@@ -325,7 +325,7 @@ REPORT_AFTER = 3.0
 
 
 def wait_reason(connection: Connection, pid: int) -> str | None:
-    """What the server process `pid` waits for; None if it does not wait or has ended."""
+    """The lock or the synchronous standby that the server process `pid` waits for; None if there is no such wait."""
     row = connection.execute(
         "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
     ).fetchone()

@@ -51,7 +51,8 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     `anext` gets the batch. `aclose` ends that work.
 
     Raises `Refused`, `ReaderInUse` (another task reads from the same object), `ReaderModeChanged`,
-    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, and psycopg's errors about invalid statements.
+    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, `RowUnreadable`, `TransactionEnded`, and psycopg's
+    errors about invalid statements.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ class ReadBatch(Generic[C]):
     def parking(self, id: int, *errors: type[Exception]) -> "Parking":
         """A savepoint for the effects of the fact `id`: `with`, or `async with` for an `AsyncReader`.
 
-        If the block raises one of the `errors`, the effects are rolled back, the fact and the reason are stored in
-        `tidemark_reader.parked` for an operator, the error is logged, and the loop continues. Other errors are raised,
+        If the block raises one of the `errors`, the effects are rolled back, and the error is logged. The fact and the
+        reason are stored in `tidemark_reader.parked` for an operator, and the loop continues. Other errors are raised,
         and also errors that a retry may solve (a lost connection, a deadlock).
         """
         return Parking(self._checkpoint_store, self._transaction, id, errors)

@@ -40,9 +40,9 @@ from tidemark.streaming.values.direction import beyond, farther
 class LinearEvidence:
     """Turns moves of the linear position into `LinearMove` events.
 
-    The linear position may pass an ID before the follower knows the position of its writer, and IDs of writers that
-    joined and retired unseen. So `known` is true only for a range that begins beyond every position at
-    the start, that every writer has passed, and whose advances all have their evidence.
+    The linear position may pass an ID before the follower has the position of its writer. It may also pass IDs of
+    writers that joined and retired unseen. So `known` is true only if the range begins beyond every position at the
+    start, if every writer has passed the range, and if all its advances have their evidence.
     """
 
     def __init__(self, linear: int) -> None:

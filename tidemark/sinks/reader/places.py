@@ -1,7 +1,7 @@
 """The stored places of readers and their parked facts, for operators: to list, move and delete them.
 
-A running copy of a reader notices a changed place by its version: the copy rolls back the batch in hand and continues
-from the new place. So a place may be changed while copies run.
+A place may be changed while copies of its reader run. A copy detects the change by the version of the place, and
+continues from the new place.
 """
 
 import re
@@ -75,7 +75,7 @@ class StoredPlace:
         parked: the number of parked facts.
         retried: how many of the parked facts will be handed over again.
         copies: the number of connections of the reader's copies to this database, for all partitions; None if they
-            cannot be counted, because the name of the reader is not ASCII or too long, or the reader uses SQL.
+            cannot be counted: the name of the reader is too long or not ASCII, or the reader uses SQL.
         busy_since: when a copy began its current batch; None if no copy has one or it is not visible, and always None
             for a partition.
     """

@@ -50,7 +50,8 @@ class Reader(Iterator[ReadBatch[Any]]):
     The reader logs and waits while servers are down.
 
     Raises `Refused`, `ReaderInUse` (another thread reads from the same object), `ReaderModeChanged`,
-    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, and psycopg's errors about invalid statements.
+    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, `RowUnreadable`, `TransactionEnded`, and psycopg's
+    errors about invalid statements.
     """
 
     def __init__(

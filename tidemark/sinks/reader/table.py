@@ -40,8 +40,8 @@ class Table:
         """The query of the rows of the ranges, ascending (away from 0), at most `limit`. All ranges have the same
         direction.
 
-        Each range is a branch of a union, which an index returns in order, so Postgres merges the branches and stops at
-        the limit. With one condition for all ranges, each page would read and sort all rows.
+        Each range is a branch of a union. An index returns each branch in order, so Postgres merges the branches and
+        stops at the limit. With one condition for all ranges, each page would read and sort all rows.
         """
         by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
         limit_clause = sql.SQL("" if limit is None else " limit {}").format(limit)
@@ -152,11 +152,11 @@ class Range:
         return self.writer is None and self.has_null
 
     def after(self, id: int) -> "Range | None":
-        """The part beyond `id`; None if there is none."""
+        """The part beyond `id`; None if it is empty."""
         return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
 
     def upto(self, id: int) -> "Range | None":
-        """The part up to `id`; None if there is none."""
+        """The part up to `id`; None if it is empty."""
         return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
 
 

@@ -186,8 +186,8 @@ def wait_for_token(
     """Yields a snapshot that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
     deadline, `Unavailable`.
 
-    It also waits for a token beyond every known ID: the relay and the pipeline may have lag, so only the writer's
-    database knows whether the ID was given out (Rule 9).
+    Also waits for a token beyond every known ID. The relay and the pipeline may have lag, so only the writer's database
+    has the information whether the ID was given out (Rule 9).
     """
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout

@@ -1,4 +1,4 @@
-"""Clients of Redis, made from an address: for one server, a primary behind Sentinels, or a Cluster.
+"""Clients of Redis, created from an address: of one server, of a primary behind Sentinels, or of a Cluster.
 
 redis-py parses the URL of a server; this module parses the two other forms, which are Tidemark's own. `RedisSession` is
 a client for threads that connects at its first use and raises the errors of `common.errors`. `key` and the functions

@@ -1,7 +1,7 @@
 """The sink that mirrors Postgres to Redis: publishes each batch, and restores data that Redis has lost.
 
-It only copies committed data, so it may run at any time, even concurrently (docs/design.md, rule 4). A lock prevents a
-refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
+The sink copies only committed data, so it may run at any time, even concurrently (docs/design.md, rule 4). A lock
+prevents a refill and a batch from interleaving within a stream: the list of advances must stay chained (rule 3).
 """
 
 import threading

@@ -115,7 +115,7 @@ local function joins()
         if not position or beyond(id, position) then reached[writer] = id end
     end
     if mode == 'known' then
-        for _, pair in ipairs(positions) do -- a writer that retires, say, without a move
+        for _, pair in ipairs(positions) do -- for example of a writer that retires without a move
             local position = reached[pair[1]] or known[pair[1]]
             if position and beyond(pair[2], position) then return false end
         end
