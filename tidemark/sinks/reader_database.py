@@ -153,7 +153,7 @@ def publish(session: PostgresSession, updates: Mapping[str, StreamUpdate]) -> No
     ignored.
     """
     with session.use() as connection, connection.transaction():
-        # Late completions before positions: no position may pass a late fact that is not stored.
+        # Store late completions before positions: no position may pass a late fact that is not stored.
         for stream, update in updates.items():
             if update.late or update.late_after:
                 _publish_late(connection, stream, update)

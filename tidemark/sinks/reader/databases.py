@@ -33,8 +33,8 @@ AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]
 
 _REFUSALS: Mapping[str, str] = {
-    "25P02": "a statement on the batch's connection failed and its error was swallowed: put what may fail into a"
-    " savepoint (batch.parking, or `with batch.connection.transaction()`)",
+    "25P02": "a statement on the batch's connection failed and its error was swallowed: put statements that may"
+    " fail into a savepoint (batch.parking, or `with batch.connection.transaction()`)",
     "28": "check user and password",
     "3D": "create the database, or correct its name",
     "42501": "grant the reader's user select on the backing table, and create on its own database for the schema"

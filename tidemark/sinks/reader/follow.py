@@ -344,7 +344,8 @@ class FollowProgram:
 
     def _follow_list(self) -> Steps:
         """Follow one list until it is no continuation of the entries read before."""
-        # Postgres has all advances up to the end of the list. Linear mode needs entries beyond it.
+        # Vector mode starts at the newest entry, because Postgres has all advances before. Linear mode reads the whole
+        # list: entries beyond the linear position are the evidence of the next linear moves.
         starts_at_end = self._mode == "vector"
         is_new = self._merge is None and self._since is None
         keys = yield from self._read_keys(ReadNewest(self._stream) if starts_at_end else ReadList(self._stream, None))
