@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,9 +16,10 @@ import pytest
 from tests.app.lines.given import NO_POSITION
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
+from tidemark.app.read_side.subscription import Listener, StreamAdded
 from tidemark.app.sidecar.admission import AdmissionConfig, AdmissionQueue
 from tidemark.app.sidecar.app import AppConfig
-from tidemark.app.sidecar.service import Limits, StartQueue
+from tidemark.app.sidecar.service import Limits, StartQueue, WakeQueue
 
 BOUNDS = AdmissionConfig(slots=20, max_head_bytes=16_384, max_head_fields=50, head_timeout_seconds=60)
 
@@ -233,6 +235,39 @@ def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
     asyncio.run(serve())
     assert begun.index("10.0.0.2") <= StartQueue.MAX_STARTING + 1
     assert len(begun) == 99 + 1 + 20
+
+
+def test_event_streams_are_woken_in_groups_that_go_round_by_address() -> None:
+    """Each once for all that it got until its turn; requests are handled between two groups, and a client of another
+    address is in the first one."""
+    woken: list[str] = []
+    batch = StreamAdded()
+
+    async def stream(listener: Listener, address: str) -> None:
+        assert await listener.wait_for_item(60.0)
+        woken.append(address)
+        assert len(listener.take(10)) == 2
+
+    async def serve() -> list[int]:
+        queue = WakeQueue()
+        addresses = ["10.0.0.1"] * 100 + ["10.0.0.2"]
+        listeners = [Listener(partial(queue.add, address)) for address in addresses]
+        tasks = [asyncio.create_task(stream(*each)) for each in zip(listeners, addresses, strict=True)]
+        await asyncio.sleep(0)
+        tasks[50].cancel()
+        seen = []
+        for _ in range(2):
+            for listener in listeners:
+                listener.put("s", batch)
+        while not all(task.done() for task in tasks):
+            seen.append(len(woken))
+            await asyncio.sleep(0)
+        return [*seen, len(woken)]
+
+    seen = asyncio.run(serve())
+    assert seen[-1] == 100
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= WakeQueue.GROUP_SIZE
+    assert woken.index("10.0.0.2") < WakeQueue.GROUP_SIZE
 
 
 def test_proxy_that_is_trusted_names_the_client() -> None:

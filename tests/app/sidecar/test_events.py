@@ -621,7 +621,7 @@ def test_client_that_does_not_read_is_left() -> None:
 
     async def serve() -> None:
         clock = iter((0.0, MAX_QUEUE_SECONDS / 2, MAX_QUEUE_SECONDS + 1))
-        listener = Listener(lambda: next(clock))
+        listener = Listener(now=lambda: next(clock))
         held = ExitStack()
         held.callback(left.append, "gone")
         stream = EventStream(texts(), listener.disconnect_signal, held)

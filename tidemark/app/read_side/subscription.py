@@ -73,15 +73,24 @@ Item = FollowerStarted | StreamAdded | EventBatch | Watermark
 class Listener:
     """The queue of one listener. For one event loop.
 
+    Args:
+        wake: completes the future of the task that waits for an item, at once or a little later.
+        now: seconds, monotonic.
+
     Attributes:
         disconnect_signal: done when the listener must end, because it was too slow, its follower failed, or its slot
             went to another client. No more items follow.
         wants_watermarks: whether the listener gets `Watermark` items.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        wake: Callable[["asyncio.Future[None]"], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.wants_watermarks = False
+        self._wake = wake or complete_future
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task that waits
@@ -97,17 +106,18 @@ class Listener:
         else:
             self._items.append((now, stream, item))
             if self._waiter is not None:
-                complete_future(self._waiter)
+                waiter, self._waiter = self._waiter, None  # wake it only once
+                self._wake(waiter)
 
     async def wait_for_item(self, seconds: float) -> bool:
         """Wait for an item, up to `seconds`. Returns whether there is one. Only one task may wait at a time."""
         if not self._items:
             # Thousands of tasks wait here several times a second, and asyncio's time-outs need several times more CPU.
             loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(seconds, complete_future, self._waiter)
+            waiter = self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, complete_future, waiter)
             try:
-                await self._waiter
+                await waiter
             finally:
                 self._waiter = None
                 timer.cancel()

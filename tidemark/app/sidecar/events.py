@@ -270,7 +270,7 @@ async def follow_events(call: OperationCall) -> Response:
         if await call.request.is_disconnected():
             return Response(media_type=EVENT_STREAM)
     with ExitStack() as stack:
-        listener = Listener()
+        listener = Listener(partial(service.wake_queue.add, address))
         stack.enter_context(
             service.limiter.slot("events", address, partial(complete_future, listener.disconnect_signal))
         )

@@ -136,6 +136,29 @@ class StartQueue:
         self._starting -= 1
 
 
+class WakeQueue:
+    """Wakes the tasks of event streams in small groups, round-robin by address. Between two groups the event loop
+    handles requests, which would otherwise wait until every event stream has sent its events. For one event loop."""
+
+    GROUP_SIZE = 16  # tasks, each of which sends for less than 0.1 ms
+
+    def __init__(self) -> None:
+        self._queue = FairQueue()
+
+    def add(self, address: str, waiter: "asyncio.Future[None]") -> None:
+        """Complete `waiter`, of a client at `address`, when it is its turn."""
+        if not self._queue:
+            asyncio.get_running_loop().call_soon(self._wake_group)
+        self._queue.add(address, waiter)
+
+    def _wake_group(self) -> None:
+        woken = 0
+        while self._queue and woken < self.GROUP_SIZE:
+            woken += self._queue.start_next()
+        if self._queue:
+            asyncio.get_running_loop().call_soon(self._wake_group)
+
+
 class ReconnectThrottle:
     """Delays new event streams of an address from which very many event streams ended soon after their start. Pure.
 
@@ -227,6 +250,7 @@ class Service:
     limiter: Limiter
     reconnect_throttle: ReconnectThrottle
     start_queue: StartQueue
+    wake_queue: WakeQueue
     limits: Limits
     metrics_text: MetricsText
     stopping: asyncio.Event
@@ -250,6 +274,7 @@ async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Ev
                 limiter,
                 ReconnectThrottle(),
                 StartQueue(),
+                WakeQueue(),
                 limits,
                 MetricsText(read_side, limits.metrics_streams),
                 stopping,
