@@ -20,7 +20,7 @@ async def told(stands: Place, *items: FollowerStarted | EventBatch) -> str:
     listener = Listener()
     for item in items:
         listener.put("s", item)
-    texts = EventsClient(NOBODY, NOBODY, listener, {"s": stands}, {"s": stands}, lambda: None).texts(["s"])
+    texts = EventsClient(NOBODY, NOBODY, listener, {"s": stands}, {"s": stands}, lambda: None, NOBODY).texts(["s"])
     await anext(texts)  # after how long to come back
     return (await anext(texts)).decode()
 

@@ -95,7 +95,7 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(
         page,
         ".problem .advice",
-        re.compile("^Open: pid 4711, idle in transaction. End the transaction, by this statement"),
+        re.compile("^Open: pid 4711, idle in transaction. End the transaction with this statement"),
     )
     says(page, ".problem .command", "select pg_terminate_backend(4711)")
     expect(page.locator(".lane .gap")).to_be_visible()

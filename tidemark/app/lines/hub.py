@@ -27,7 +27,7 @@ log = get_logger(__name__)
 ROW_TIMEOUT_SECONDS = 0.5  # for the rows of an advance
 TIMEOUT_CHECK_SECONDS = 0.1  # between two checks for rows that did not arrive in time
 RETRY_SECONDS = 1.0
-BATCHES_PER_ITERATION = 50  # other tasks run between two iterations
+BATCHES_PER_ITERATION = 8  # other tasks run between two iterations
 FORGET_INTERVAL_SECONDS = 60.0  # between two checks for removed writers
 POLL_SECONDS = 0.2  # how long the thread that reads Kafka waits for a record
 

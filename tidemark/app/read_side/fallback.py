@@ -32,6 +32,7 @@ from tidemark.sinks.reader import (
 )
 
 UNKNOWN_STREAM = StreamKeys(None, {})
+EVENTS_PER_ITERATION = 200  # of the event loop; a page may have ten thousand
 
 
 class RequestHandler:
@@ -141,6 +142,8 @@ class HistoryPager:
                 case _:
                     self._driver.mark_handed_over()
                     self._events.append(step)
+                    if len(self._events) % EVENTS_PER_ITERATION == 0:
+                        await asyncio.sleep(0)
         events, self._events = self._events, []
         assert self._program.place is not None
         return HistoryPage(events, self._program.place, len(events) < self._limit)

@@ -6,6 +6,7 @@ loss.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
@@ -127,6 +128,7 @@ class RedisReader:
 
 
 RECONNECT_SECONDS = 1.0  # less than the time-out of the client
+MESSAGES_PER_ITERATION = 8  # of the event loop; a batch of the pipeline may send thousands of messages at once
 
 
 async def listen(
@@ -145,11 +147,13 @@ async def listen(
             await client.initialize()  # a Cluster's client selects one of its nodes
             async with _subscription(client) as pubsub:
                 await subscribe(pubsub)
-                while True:
+                for number in itertools.count(1):
                     # No time-out, which would need most of the CPU at thousands of messages a second.
                     message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
                     if message is not None:
                         receive(message)
+                    if number % MESSAGES_PER_ITERATION == 0:
+                        await asyncio.sleep(0)  # `get_message` does not wait while messages are in its buffer
         await asyncio.sleep(RECONNECT_SECONDS)
 
 

@@ -304,8 +304,8 @@ def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
         raise BadSetting(CA, f"cannot read {ca_file}: {error.strerror}") from None
 
 
-ACCEPTS_PER_ITERATION = 64  # of the event loop
-TLS_ACCEPTS_PER_ITERATION = 8  # fewer, because a handshake takes 1 ms
+ACCEPTS_PER_ITERATION = 4  # of the event loop; more would delay requests that have begun
+TLS_ACCEPTS_PER_ITERATION = 2  # fewer, because a handshake takes 1 ms
 _TLS_SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
 _RETRY_SECONDS = 0.1  # the pause if the process has too many open files
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tidemark.app.serving.tls_listener import EVICTION_DIVISOR, FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, reason_phrase, status_response
 
-_REQUESTS_PER_ITERATION = 4  # requests that start in one iteration of the event loop
+_REQUESTS_PER_ITERATION = 1  # requests that start in one iteration of the event loop; each may take milliseconds
 
 
 class AdmissionQueue:

@@ -12,7 +12,7 @@ streams.
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -78,6 +78,7 @@ class EventsClient:
         resume_from: Mapping[str, Place] | DurableMark,
         resumed_places: dict[str, Place],
         on_started: Callable[[], None],
+        wait_for_turn: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -87,6 +88,7 @@ class EventsClient:
             resume_from: the decoded `Last-Event-ID` of the client.
             resumed_places: by stream, the place from which the items of the listener continue.
             on_started: called when the client has been sent the positions of every stream.
+            wait_for_turn: returns when it is the turn of this client, because many clients may wait for the same read.
         """
         self._read_side = read_side
         self._snapshot_cache = snapshots
@@ -95,6 +97,7 @@ class EventsClient:
         self._connected_at = time.monotonic()
         self._places = resumed_places
         self._on_started = on_started
+        self._wait_for_turn = wait_for_turn
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
         """The texts of the response for these streams, until the listener must be disconnected."""
@@ -109,7 +112,9 @@ class EventsClient:
                 yield text
         others = [stream for stream in streams if stream not in self._places]
         for start in range(0, len(others), SNAPSHOTS_PER_READ):
-            yield b"".join(await self._snapshot_texts(others[start : start + SNAPSHOTS_PER_READ], self._connected_at))
+            text = b"".join(await self._snapshot_texts(others[start : start + SNAPSHOTS_PER_READ], self._connected_at))
+            await self._wait_for_turn()
+            yield text
         self._request_watermarks_if_many()
         text = await self._next_text()
         if not text and self._places and not self._listener.wants_watermarks:
@@ -286,7 +291,15 @@ async def follow_events(call: OperationCall) -> Response:
         resumed_places = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))
         stack.callback(service.reconnect_throttle.count_ended_stream, address, time.monotonic())
         resources = stack.pop_all()
-    client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, resumed_places, on_started)
+    client = EventsClient(
+        read_side,
+        service.snapshot_texts,
+        listener,
+        resume_from,
+        resumed_places,
+        on_started,
+        partial(service.wake_queue.wait_for_turn, address),
+    )
     return EventStream(client.texts(sorted(names)), listener.disconnect_signal, resources)
 
 

@@ -140,7 +140,7 @@ class WakeQueue:
     """Wakes the tasks of event streams in small groups, round-robin by address. Between two groups the event loop
     handles requests, which would otherwise wait until every event stream has sent its events. For one event loop."""
 
-    GROUP_SIZE = 16  # tasks, each of which sends for less than 0.1 ms
+    GROUP_SIZE = 2
 
     def __init__(self) -> None:
         self._queue = FairQueue()
@@ -150,6 +150,12 @@ class WakeQueue:
         if not self._queue:
             asyncio.get_running_loop().call_soon(self._wake_group)
         self._queue.add(address, waiter)
+
+    async def wait_for_turn(self, address: str) -> None:
+        """Wait until it is the turn of a client at `address`."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.add(address, turn)
+        await turn
 
     def _wake_group(self) -> None:
         woken = 0
