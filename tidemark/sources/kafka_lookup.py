@@ -85,7 +85,7 @@ class RecordReader:
 
 
 MAX_RECORDS_PER_READ = 2_000
-"""A RUN record has any number of edges, and `Tail.read` returns each edge as a record."""
+"""The largest number of records that `Tail.read` returns at once. Each edge of a RUN counts as a record."""
 _OFFSET_GONE_CODES = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 

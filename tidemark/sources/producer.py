@@ -17,7 +17,7 @@ _FRAME_BYTES = 150
 
 
 def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
-    """A producer whose limits follow the topic's current `max.message.bytes`.
+    """A producer with the topic's present `max.message.bytes` as its limit.
 
     Raises `Unavailable` if Kafka does not answer, `TopicMissing`, and `Refused` if this user may not describe the
     topic.
@@ -28,7 +28,8 @@ def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float
 def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
     """librdkafka settings of a producer for the topic, with the topic's limits.
 
-    If this user may not describe the topic, with Kafka's default limits. Raises `Unavailable` if Kafka does not answer.
+    If the topic is missing, or this user may not describe it, the limits are Kafka's defaults. Raises `Unavailable` if
+    Kafka does not answer.
     """
     try:
         return connection.producer_settings(Topics(connection).max_message_bytes(topic))
@@ -73,8 +74,12 @@ class RecordProducer:
         self._poll(0)
 
     def send_all(self, stream: str, values: Iterable[bytes], on_acknowledged: Callable[[], None]) -> None:
-        """Queue several records. Later calls of any method call `on_acknowledged` once for each record that Kafka has
-        acknowledged.
+        """Queue several records. Blocks while the queue is full. Raises the error of an earlier record.
+
+        Args:
+            stream: the key of the records.
+            values: the values of the records.
+            on_acknowledged: called once for each record that Kafka has acknowledged, during this call or a later one.
         """
         key, on_delivery = stream.encode(), partial(self._on_delivery, on_acknowledged=on_acknowledged)
         for value in values:

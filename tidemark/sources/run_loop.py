@@ -76,12 +76,15 @@ class OversizedRecords:
         )  # fmt: skip
 
     def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """Make a producer with the topic's current `max.message.bytes`; None if not even one waiting record fits.
-        Queries Kafka at most once per pause; the pauses grow.
+        """Make a producer with the topic's current `max.message.bytes`, if this limit accepts a waiting record.
 
         Args:
             make: makes the producer.
             now: seconds of a monotonic clock.
+
+        Returns:
+            None if every waiting record is still too large, Kafka is unavailable, or Kafka was queried a short time
+            ago. The pause between two queries grows.
         """
         if not self._bytes or now < self._next_query:
             return None
@@ -115,7 +118,7 @@ select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and obj
 
 
 class LoopMetrics:
-    """The metrics that every run loop has. `registry` belongs to one process, or to the caller."""
+    """The metrics that every run loop has."""
 
     def __init__(
         self, registry: CollectorRegistry, prefix: str, process: str, transaction_labels: Sequence[str]
@@ -176,7 +179,7 @@ class LoopMetrics:
         )
 
     def clear(self) -> None:
-        """Reset the metrics of the state, after this process has stopped working."""
+        """Reset the gauges of the present state, after this process has stopped working."""
         self.active.set(0)
         self.standby.set(0)
         self.oldest_open.show([])
@@ -244,7 +247,7 @@ class StandbyLocks:
 class RunLoop(ABC):
     """Runs in the thread that calls `run`, until `halt` is set. A subclass does the work.
 
-    `session` holds the locks of `lock_space`. `schema` is the schema of the session's database.
+    `session` holds the locks of `lock_space`. Its database must have the version of `schema`.
     """
 
     def __init__(
@@ -347,7 +350,10 @@ class RunLoop(ABC):
         self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
 
     def _deliver(self) -> None:
-        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `DELIVERY_TIMEOUT` seconds."""
+        """Wait until Kafka has acknowledged every record.
+
+        Raises `Unavailable` after `DELIVERY_TIMEOUT` seconds, or when `halt` is set before that.
+        """
         deadline = time.monotonic() + DELIVERY_TIMEOUT
         while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
             self._kafka_wait.check(self._producer, left)
@@ -385,8 +391,10 @@ class RunLoop(ABC):
             self._producer.send(report.stream, records.encode(report))
 
     def _restore_of_database(self, error: TidemarkError) -> PrerequisitePending | None:
-        """The restore that explains why the database refused a statement. A table that is missing meanwhile needs no
-        migration."""
+        """The running restore of the database, if it explains the refusal `error`; otherwise None.
+
+        During a restore a table may be missing. Then the remedy in `error`, to run a migration, would be wrong.
+        """
         if isinstance(error, Refused):
             with suppress(Retry, Refused, SchemaMismatch):
                 try:

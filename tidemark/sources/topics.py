@@ -73,7 +73,10 @@ def require_unchanged(topics: Mapping[str, RememberedTopic], remembered: Mapping
 
 
 def require_policy(topics: Iterable[TopicState], policy: str = "delete") -> None:
-    """Raises `WrongCleanupPolicy` for the first topic whose cleanup policy would delete records that are needed."""
+    """Raises `WrongCleanupPolicy` for the first topic whose cleanup policy differs from `policy`.
+
+    With another policy, Kafka would delete records that are needed.
+    """
     for topic in topics:
         if topic.policy != policy:
             raise WrongCleanupPolicy(topic.name, topic.policy, policy)
@@ -173,12 +176,12 @@ class TopicPlan:
 
 
 def positions_plan(name: str) -> TopicPlan:
-    """The topic of positions. The pipeline reads the whole topic at its start, so the topic is compacted every hour."""
+    """The topic of positions, compacted with segments of one hour, because the pipeline reads all of it at start."""
     return TopicPlan(name, 1)
 
 
 def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
-    """Tidemark's three topics. `partitions` is for the topic of facts, and can never change."""
+    """Tidemark's three topics. `partitions` is for the topic of facts, and must not change later."""
     return (
         # 7 days: the longest outage of the pipeline without a loss of records.
         TopicPlan(facts, partitions, 7 * _DAY_MS),
@@ -191,7 +194,14 @@ def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) ->
 
 @dataclass(frozen=True, slots=True)
 class TopicDetails:
-    """The description of a topic for people. `operations`: the operations that this user may perform, such as READ."""
+    """The description of a topic for people.
+
+    Attributes:
+        partitions: the number of partitions.
+        replicas: the number of replicas of the partition that has the fewest.
+        settings: the topic's configuration; empty if not requested.
+        operations: the operations that this user may perform, such as READ.
+    """
 
     partitions: int
     replicas: int
@@ -200,7 +210,7 @@ class TopicDetails:
 
 
 class Topics:
-    """Queries and creates topics over one connection. Thread-safe: calls run one at a time.
+    """Queries and creates topics over one connection. Not thread-safe.
 
     Every method raises `Unavailable` if the brokers do not answer within `timeout` seconds, and `Refused` if they
     refuse.
@@ -275,7 +285,7 @@ class Topics:
         return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The end offset (that the next written record will get), by topic and partition, for computing a lag."""
+        """By topic and partition, the end offset: the offset that the next written record will get."""
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
         ]
@@ -294,14 +304,14 @@ class Topics:
         return TopicDetails(len(topic.partitions), replicas, values, operations)
 
     def max_message_bytes(self, name: str) -> int:
-        """The topic's limit for one batch of records. Raises `TopicMissing`."""
+        """The topic's limit for one batch of records, in bytes. Raises `TopicMissing`."""
         self._descriptions([name])
         return int(self._configs([name])[name]["max.message.bytes"].value)
 
     def stable_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The last stable offset, by topic and partition. Readers with `read_committed` get no record at or beyond it.
+        """By topic and partition, the last stable offset. Readers with `read_committed` get no record from there on.
 
-        It is the first offset of the oldest open transaction, or the end offset if no transaction is open.
+        The last stable offset is the first offset of the oldest open transaction, or the end offset if none is open.
         """
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)

@@ -21,7 +21,8 @@ class ServerHistory:
     """Identifies one uninterrupted run of a database server.
 
     `database` has the system identifier, the timeline, and the OIDs of the database and of one table. A restore from a
-    dump changes the OIDs. A restored disk image has the same `database`, but another `server`: the start time.
+    dump changes the OIDs. `server` is the start time of the server: a restored disk image has the same `database`, but
+    another `server`.
     """
 
     database: str
@@ -148,7 +149,7 @@ REPORTED_AFTER = timedelta(seconds=2)
 
 
 HEARTBEATS_PER_SECOND = 20
-"""A relay of many streams sends heartbeats less often, because each costs the pipeline about 0.5 ms."""
+"""The largest number of heartbeats per second, over all streams. One costs the pipeline about 0.5 ms."""
 
 
 class SourceReports:

@@ -5,8 +5,8 @@
         id = writer.append(connection, "orders", {"order": 17})
         connection.execute("insert into orders (id) values (%s)", [id])
 
-A writer has no state except its name, so threads, tasks, forks and processes may share it. A writer never begins or
-ends a transaction. Each call is one round trip without a prepared statement, so poolers work.
+A writer has no state except its name, so threads, tasks, forks and processes may share it. A writer never commits or
+rolls back. On psycopg, each call is one round trip without a prepared statement, so poolers work.
 """
 
 import math
@@ -31,7 +31,7 @@ MAX_FACT_BYTES = 16_777_216
 """The largest fact in bytes: the JSON of its rows plus 200 for each row. Bounds the relay's memory."""
 _ROW_BYTES = 200
 MAX_DEPTH = 256
-"""The deepest nesting of a row. Some JSON parsers accept no deeper one."""
+"""A row that is nested this deep or deeper is refused, because not every JSON parser accepts it."""
 
 _APPEND = "select tidemark.append_as(%s, %s, variadic %s::jsonb[])"
 _APPEND_MANY = "select tidemark.append_many(%s, %s::jsonb[], writer => %s)"
@@ -57,9 +57,9 @@ class Writer:
     """Appends facts as the writer `name`, which has its own position; without a name, as the writer of the database.
 
     `connection` is psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. Methods raise `BadRow`,
-    `NotReserved`, and `Refused` if the stream, the functions or a right are missing. Other errors of the connection
-    are raised unchanged. After an error the transaction must be rolled back, except after a `BadRow` that was raised
-    before the row was sent.
+    `NotReserved`, `BadSetting` for an invalid name, and `Refused` if the stream, the functions or a right are missing.
+    Other errors of the connection are raised unchanged. After an error the transaction must be rolled back, except
+    after a `BadRow` that was raised before the row was sent.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -251,7 +251,7 @@ async def _run_async(original: object, call: _WriterStatement) -> Any:
 
 
 async def _run_asyncpg(driver: Any, call: _WriterStatement) -> Any:
-    """Run the call on a connection of asyncpg, or of SQLAlchemy on asyncpg, which begins its transaction itself."""
+    """Run the call on a connection of asyncpg, or on a connection of SQLAlchemy that uses asyncpg."""
     numbers = count(1)
     # asyncpg encodes each value by the parameter's type, so all values are passed as text.
     statement = re.sub("%s", lambda _: f"${next(numbers)}::text", call.statement)
@@ -284,7 +284,8 @@ def _psycopg_connection(original: Any) -> psycopg.Connection[Any]:
     connection = original
     if callable(getattr(original, "connection", None)):  # a Session of SQLAlchemy
         connection = original.connection()
-    if hasattr(connection, "in_transaction"):  # a Connection of SQLAlchemy, which begins at its own first statement
+    if hasattr(connection, "in_transaction"):  # a Connection of SQLAlchemy
+        # SQLAlchemy begins a transaction only at a statement of its own, and this statement bypasses SQLAlchemy.
         if not connection.in_transaction():
             connection.begin()
         connection = connection.connection.driver_connection

@@ -37,7 +37,8 @@ def is_due(evidence: StreamEvidence, head: int) -> bool:
 def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads: Mapping[int, int]) -> Generator[str]:
     """Query the transactions that may own the IDs up to the heads, and add them to the evidence of the streams.
 
-    Leaves out streams whose sequence has become unfit. Yields the name of each step before the step runs.
+    If the sequence of a stream has become unfit, its IDs above the known head are left out. Yields the name of each
+    step before the step runs.
 
     Args:
         connection: must not be in a transaction.
@@ -84,9 +85,7 @@ class Decision:
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def edge_ids(self) -> dict[str, Intervals]:
-        """By writer, its edges of one ID: the IDs of its facts. The IDs without a fact belong to the writer of the
-        database.
-        """
+        """By writer, the IDs of its edges of one ID each. IDs without a fact count for the writer of the database."""
         by_writer: dict[str, list[int]] = {self.stream_epoch.database_writer: []}
         for fact in self.facts:
             by_writer.setdefault(self.stream_epoch.kafka_name(fact.writer), []).append(fact.id)
@@ -117,16 +116,16 @@ class _StreamState:
     epoch_ends: dict[str, int] = field(default_factory=dict)
 
     def end_epoch(self, writer: str, id: int) -> None:
-        """Note that the writer's epoch ends at `id`: it has no fact between the floor and `id`, and joins again before
-        facts of it beyond `id` are published."""
+        """Note that the writer's epoch ends at `id`. The writer has no fact between the floor and `id`, and joins again
+        before its facts beyond `id` are published."""
         known = self.stream_epoch.writers.get(writer)
         if known is not None and known.last < id and writer not in self.epoch_ends and self.chains is not None:
             self.epoch_ends[writer] = id
             self.chains.end_epoch(writer)
 
     def undecided_ids(self, writer: str) -> Intervals:
-        """The undecided IDs that may belong to the writer. All of them may belong to the database's writer, so that the
-        linear position does not pass them."""
+        """The undecided IDs that may belong to the writer. For the database's writer, all undecided IDs: so the linear
+        position passes none of them."""
         return self.evidence.undecided_ids(
             None if writer == self.stream_epoch.database_writer else self.stream_epoch.writers[writer].lock_keys
         )

@@ -22,7 +22,7 @@ from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
 MAX_RUN_FACTS = 200
 MAX_RUN_BYTES = 256 * 1024
-"""A larger fact gets a record of its own."""
+"""The largest size of a RUN record, in bytes. A larger fact gets records of its own."""
 _VOID_BYTES = 30
 """The approximate size of a void in a RUN record."""
 _decoder = msgspec.json.Decoder(Raw)
@@ -77,7 +77,7 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
 def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
     """The ranges of `decision.previously_published`. They may have had facts, so no ID is declared void.
 
-    The only writer of a stream had one edge for each of these IDs, so ranges of any size match its edges.
+    If the stream has one writer, the writer's edges had one ID each, so a range of any size matches them.
     """
     for low, high in decision.previously_published:
         cuts = [low, high] if len(decision.stream_epoch.writers) == 1 else range(low, high + 1)
@@ -165,7 +165,7 @@ def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> In
 
 
 def split_decision(decision: Decision) -> Iterator[Decision]:
-    """Split a decision into parts that need little memory, because a range of voids becomes one record for each ID."""
+    """Split a decision into parts that need little memory. A range of voids becomes one record for each ID."""
     if decision.facts or decision.announced or decision.previously_published:
         yield Decision(
             decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published

@@ -1,10 +1,10 @@
 """The epochs of the writers of a database: the first one, and a new one for each timeline.
 
-Epochs are stored in the database, so a relay that starts continues the stored epoch. A new epoch begins only after the
-server was restarted, the database was restored, or a standby was promoted. Then each writer joins at the current floor.
-Its JOIN contains the highest ID that was published, as far as the database knows. Tidemark compares this ID with its
-own positions, and so detects a restored older disk image. A new writer joins at the current floor when the relay reads
-its first fact: the writer has no fact up to the floor.
+Epochs are stored in the database, so a relay that starts continues the stored epoch. New epochs of all writers begin
+only after the server was restarted, the database was restored, a standby was promoted, or the stream went back. Then
+each writer joins at the floor. The JOIN contains the highest ID that was published, as far as the database knows.
+Tidemark compares this ID with its own positions, and so detects a restored older disk image. A new writer joins at the
+current floor when the relay reads its first fact: the writer has no fact up to the floor.
 """
 
 from collections.abc import Mapping, Sequence

@@ -84,7 +84,7 @@ class StreamEvidence:
     crash the server reuses transaction numbers and IDs.
 
     `floor`: every ID up to it is decided, and Kafka has the records. `head`: the highest ID that was given out.
-    `has_several_writers`: locks are evidence too, of the writer to which an ID may belong.
+    `has_several_writers`: whether the locks must show to which writer an ID may belong.
     """
 
     def __init__(self, floor: int, *, has_several_writers: bool = False) -> None:
@@ -108,13 +108,13 @@ class StreamEvidence:
 
     @property
     def decided_upto(self) -> int:
-        """The highest ID up to which the relay knows for every ID whether it has a fact."""
+        """The highest ID up to which every ID is decided."""
         parts = [part for group in self._groups for part in (group.unread, group.absent) if part]
         return min([self.head, *(int(part.lows[0]) for part in parts)])
 
     @property
     def has_unread(self) -> bool:
-        """Whether the outbox must be read again before a transaction ends."""
+        """Whether the outbox must be read now, without waiting for the end of a transaction."""
         return any(group.unread for group in self._groups)
 
     @property
@@ -166,8 +166,8 @@ class StreamEvidence:
     def undecided_ids(self, writers: Collection[int] | None) -> Intervals:
         """The undecided IDs that may belong to a writer.
 
-        If the writer may end at an undecided ID, all IDs beyond it count as undecided too: the writer's RETIRE would
-        contradict an announced range beyond it. The writer of the database never ends.
+        If the writer may retire at an undecided ID, all IDs beyond this ID count as undecided too: a RETIRE there would
+        contradict an announced range beyond it. The writer of the database never retires.
 
         Args:
             writers: the second halves of the keys of the writer's locks; None for the writer of the database, to which

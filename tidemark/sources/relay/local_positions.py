@@ -39,7 +39,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
 @dataclass(slots=True)
 class _DecidedStream:
-    """What one decider knows of a stream.
+    """The state of one stream in a decider.
 
     Attributes:
         stream: the stream.
@@ -60,7 +60,7 @@ class _DecidedStream:
     writers: Mapping[str, int] = field(default_factory=dict)
 
     def vector(self) -> dict[str, int]:
-        """The positions of writers that are beyond the linear position (magnitudes)."""
+        """By writer, the positions to store: beyond the linear position and the stored position (magnitudes)."""
         complete, positions = self.evidence.decided_upto, dict[str, int]()
         if complete < self.evidence.head:
             for writer, lock in self.lock_keys.items():
@@ -121,7 +121,8 @@ class PositionDecider:
             most: seconds to wait at most.
 
         Returns:
-            False at once if more than the sequences has to be queried: an ID is open, or a sequence is unfit.
+            False at once if a query of the sequences is not enough: an ID is open, a sequence is unfit, or there are
+            too many streams. Otherwise True.
         """
         seen = {number: snapshot.sequence for number, (_, snapshot) in self._snapshots.items()}
         if (

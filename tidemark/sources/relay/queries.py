@@ -1,7 +1,7 @@
 """The queries and statements of the relay in a service's database. Each statement has its own snapshot.
 
-Their order is essential: see `sources.relay.evidence` and `sources.relay.decider`. The files in `migrations/` create
-the schema, which has its own version (see `common.migrations`).
+The order of the statements is essential: see `sources.relay.evidence` and `sources.relay.decider`. The files in
+`migrations/` create the schema, which has its own version (see `common.migrations`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,7 @@ LOCK = 1414087749
 the hash of the writer's name. The SQL functions contain this number too. The relay's own locks use the stream number 0,
 which no stream has."""
 BEAT = "*"
-"""The writer's name in the rows of beats in the outbox."""
+"""The writer's name in the outbox rows of beats (see `sources.relay.evidence`)."""
 ROWS_AT_ONCE = 5000
 """The largest number of rows that one query reads from the outbox."""
 
@@ -132,7 +132,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
         + _HAS_SEQUENCE,
         [LOCK],
     ).fetchall()
-    whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
+    whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # pg_locks has only the lower half of a number
     owners: dict[int, set[LockHolder]] = {}
     for number, xid, writer, exclusive in rows:
         if xid in whole:
@@ -141,7 +141,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 
 def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
-    """Read the facts of the outbox in these ranges, in order, up to `max_bytes`, but at least one if any exists."""
+    """Read the facts of the outbox in these ranges, in order. Stops after the fact that reaches `max_bytes`."""
     order = "asc" if stream.direction is Direction.FORWARD else "desc"
     lows, highs = signed_bounds(stream, ranges)
     cursor = connection.cursor(binary=True)
@@ -326,7 +326,7 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Records are sent after commits, so the commits must be durable, also with another default.
+        # The relay sends records after its commit, so the commit must be durable, whatever the server's default is.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
         # dead rows.

@@ -70,7 +70,7 @@ class RelayMetrics(LoopMetrics):
 log = get_logger(__name__)
 
 _NAMES_BYTES = 2 * 4 * 255
-"""The largest size of the names of stream and writer in a record."""
+"""The largest size in bytes of the names of stream and writer in a record."""
 MAX_UNACKNOWLEDGED_BYTES = 16 * 1024 * 1024
 """If this number of bytes waits for Kafka's acknowledgement, further facts stay in the database."""
 SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.05
@@ -80,7 +80,7 @@ _FLOOR_INTERVAL = 1.0
 _FLOORS_AT_ONCE = 500
 """The largest number of streams whose floors are raised between two rounds, each in its own transaction."""
 _BEAT_INTERVAL = 1.0
-"""The shortest time between two beats of a stream, in seconds."""
+"""The shortest time between two beats of a stream, in seconds. `evidence` explains beats."""
 _CHAINS_PER_SECOND = 200
 """The largest number of chains that beats cut in a second. With more chains there are fewer beats."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
@@ -121,7 +121,7 @@ class AppendRelay(RunLoop):
         return [0]
 
     def _work(self, connection: Connection) -> None:
-        """Work until the connection breaks, or streams or epochs change."""
+        """Join the streams and send their facts, until `halt` is set. Joins again when streams or epochs change."""
         set_lock_timeout(connection)
         if not self._has_worked and (seconds := dead_client_timeout(connection)) > DEAD_CLIENT_WARNING_SECONDS:
             log.warning("A client host that dies can block a stream for a long time", seconds=seconds, set=_SETTINGS)
@@ -238,7 +238,7 @@ class AppendRelay(RunLoop):
         self._in_flight.append(encode.send(self._producer, self._without_oversized(decision), self._max_run_facts))
 
     def _without_oversized(self, decision: Decision) -> Decision:
-        """The decision without the facts of which a record is too large for the topic.
+        """The decision without the facts that have a record too large for the topic.
 
         No record of such a fact is sent: Kafka would accept the smaller records, and the last one, which has the ID,
         would make the fact look complete.

@@ -1,7 +1,7 @@
 """Queries the streams' sequences, their defects, and misplaced rows, which have impossible IDs (docs/design.md 4b).
 
-Every round queries all of them, because logical replication, a restore or `setval` can change rows and sequences
-separately while the connection stays open.
+Every round queries the sequences, and the misplaced rows unless that query is slow. Logical replication, a restore or
+`setval` can change rows and sequences separately while the connection stays open.
 """
 
 import time
@@ -270,7 +270,8 @@ class Regression:
         floor: the stream goes back to this floor.
         upto: IDs beyond it may be given out again, although they were published.
         reader_floor: readers of this database go back to this ID.
-        is_restore: if a restore included the readers' positions, they continue from those instead.
+        is_restore: whether the only evidence is that a restore or a replication wrote the row with the floor. Then
+            readers whose positions were restored too continue from these positions.
         why: the reason, for the log.
     """
 
@@ -318,7 +319,7 @@ def begin_timelines_for_filled_ids(connection: Connection) -> None:
     """Begin a new timeline for the readers of each stream whose sequence was set back unnoticed.
 
     The evidence is a fact at or below the readers' position whose transaction is younger than the stored position.
-    Otherwise the transactions of all facts up to a position end before the transaction that stores the position begins.
+    Normally the transactions of all facts up to a position end before the transaction that stores the position begins.
     """
     rows = connection.execute(
         """

@@ -236,8 +236,8 @@ def messages(
 ) -> tuple[list[TimelineRow], PageEnd | None]:
     """A page of history, the deepest events first.
 
-    Keys are unique: pages neither omit nor repeat an event that exists when the first page is read, even if events are
-    inserted meanwhile.
+    The order by `(depth, stream_ordering)` is unique: pages neither omit nor repeat an event that exists when the first
+    page is read, even if events are inserted meanwhile.
 
     Args:
         connection: to the database of the rooms.

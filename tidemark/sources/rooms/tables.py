@@ -286,7 +286,7 @@ def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
 
 
 ROOM_CACHES = "*room"
-"""Stands for all caches whose key is the room."""
+"""The name of the group of all caches whose key is the room."""
 STATE_CACHE, MEMBERS_CACHE, JOINED_ROOMS_CACHE = "state", "members", "rooms_of"
 """The names of the caches of a room's current state, of its joined members, and of the rooms that a member has
 joined."""

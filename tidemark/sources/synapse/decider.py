@@ -163,7 +163,7 @@ class SynapseWriter:
         """Discard the announced position if it is beyond `head`, the highest ID that was given out. `head` must be read
         after the position was received.
 
-        Such a position shows that the sequence was set back. The position says nothing about IDs that are given out
+        Such a position shows that the sequence was set back. The position is no evidence for IDs that are given out
         again. Returns whether the position was discarded.
         """
         if self.reported <= head:

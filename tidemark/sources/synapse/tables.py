@@ -319,7 +319,10 @@ def check_server(connection: Connection, name: str) -> None:
 
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """The writers that the database names: all that have ever written and are still in Synapse's configuration."""
+    """The writers that the database names: those in `stream_positions`, or else those of the table's rows.
+
+    Synapse deletes writers that are no longer in its configuration from `stream_positions`.
+    """
     names = "select instance_name from stream_positions where stream_name = %s"
     if not stream.positions:
         names += f" union select coalesce(instance_name, '{MASTER}') from {stream.queries[0].name}"
