@@ -182,7 +182,7 @@ def test_one_row_is_not_many(connection: psycopg.Connection, rows: object) -> No
 
 def test_a_stream_that_is_not_there(connection: psycopg.Connection) -> None:
     """Who must act is a person, who is told what to do."""
-    with pytest.raises(errors.Refused, match=r"no stream 'order'.*create_stream\('order'\)"):
+    with pytest.raises(errors.Refused, match=r"stream 'order' does not exist.*create_stream\('order'\)"):
         Writer().append(connection, "order", 1)
 
 
@@ -291,7 +291,7 @@ def test_asyncio(dsn: str) -> None:
         async with engine.connect() as alone:
             await writer.append(alone, "orders", "connection")
             await alone.commit()
-        with pytest.raises(errors.Refused, match="no stream"):
+        with pytest.raises(errors.Refused, match="does not exist"):
             async with engine.begin() as begun:
                 await writer.append(begun, "order", 1)
         await engine.dispose()

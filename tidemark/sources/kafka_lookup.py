@@ -183,7 +183,7 @@ class Tail:
             if is_group_refusal(error):
                 return
             if error.code() in _OFFSET_GONE_CODES:
-                raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
+                raise Unavailable("Kafka", self._connection.bootstrap, "retention removed unread records")
             raise KafkaException(error)
         with suppress(BadRecord):
             for record in split_edges(read(message.value(), message.key(), Topic.FACTS)):

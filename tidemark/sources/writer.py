@@ -182,11 +182,11 @@ def _row_problem(row: object, body: bytes) -> str:
             " itself, or its text as msgspec.Raw"
         )
     if len(body) > MAX_ROW_BYTES:
-        return f"it has {len(body)} bytes of JSON, and Kafka takes {MAX_ROW_BYTES}"
+        return f"it has {len(body)} bytes of JSON, and the limit is {MAX_ROW_BYTES}"
     if b"null" in body and not _is_finite(row):
         return "NaN and Infinity are not JSON"
     if body.count(b"[") + body.count(b"{") >= MAX_DEPTH and _nesting_depth(body) >= MAX_DEPTH:
-        return f"it is nested {MAX_DEPTH} deep or deeper, which not every reader of JSON takes"
+        return f"it is nested {MAX_DEPTH} deep or deeper, which not every JSON parser accepts"
     return ""
 
 

@@ -317,7 +317,7 @@ def _with_stored_content(event: RoomEvent) -> RoomEvent:
         text = tables.as_json(event.content)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadEvent(event.id, f"its content is no JSON: {error}") from error
+        raise BadEvent(event.id, f"its content is not JSON: {error}") from error
     if _NUL.search(text):
         raise BadEvent(event.id, "its content has the character NUL, which Postgres does not take")
     return replace(event, content=msgspec.json.decode(text))

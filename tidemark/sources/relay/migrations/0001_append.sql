@@ -1,17 +1,17 @@
--- What a service needs in its own database to say in any language, inside its transaction, that a fact happened
--- (docs/design.md 4b): streams, the functions that append, and the table from which the relay reads.
+-- The schema with which a service appends facts in its own database and transaction, from any language (docs/design.md
+-- 4b): the streams, the functions that append, and the outbox that the relay reads.
 
--- In SQL_ASCII nobody knows which characters the bytes of a row are.
+-- A database with the encoding SQL_ASCII accepts any bytes, so a row might not be valid text.
 do $$
 begin
     if getdatabaseencoding() = 'SQL_ASCII' then
         raise exception using errcode = 'character_not_in_repertoire',
-            message = 'the encoding of this database is SQL_ASCII, in which rows may be no text';
+            message = 'the encoding of this database is SQL_ASCII, so a row might not be valid text';
     end if;
 end
 $$;
 
--- Two names that look the same cannot be distinguished by people.
+-- Whether the name contains an invisible character. Such names are refused, because two of them may look the same.
 create function tidemark.has_invisible(_name text) returns boolean
 language sql immutable
 as $$
@@ -21,7 +21,7 @@ $$;
 
 create table tidemark.append_streams (
     number      integer     primary key generated always as identity,
-    -- As on Kafka (docs/design.md 3): no white space, no control characters.
+    -- The rules for names on Kafka (docs/design.md 3): no white space, no control characters.
     stream      text        not null unique check (
         char_length(stream) between 1 and 255
         and stream !~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
@@ -31,11 +31,14 @@ create table tidemark.append_streams (
     direction   smallint    not null check (direction in (-1, 1)),
     after       bigint      not null check (after * direction >= 0)
 );
-comment on table tidemark.append_streams is 'Streams that tidemark.append knows; made by tidemark.create_stream';
-comment on column tidemark.append_streams.ids is 'The sequence of its IDs, from which only the functions take. None: the stream was dropped';
-comment on column tidemark.append_streams.after is 'Its IDs begin behind this one';
+comment on table tidemark.append_streams is
+    'Streams to which facts can be appended; tidemark.create_stream creates them';
+comment on column tidemark.append_streams.ids is
+    'The sequence of the stream''s IDs, which only the functions may use. NULL: the stream was dropped';
+comment on column tidemark.append_streams.after is 'The stream''s IDs begin beyond this one';
 
--- A table of its own, because every append reads the one above: rows that change often grow versions while a snapshot is old.
+-- Separate from append_streams, which every append reads: while an old snapshot exists, a row that changes often has
+-- many dead versions.
 create table tidemark.append_progress (
     number      integer     primary key references tidemark.append_streams on delete cascade,
     floor       bigint      not null,
@@ -48,22 +51,25 @@ create table tidemark.append_progress (
     published   bigint      not null default 0,
     written_by  xid
 );
-comment on table tidemark.append_progress is 'How far the relay is with each stream';
+comment on table tidemark.append_progress is 'The relay''s progress with each stream';
 comment on column tidemark.append_progress.floor is
-    'Every ID up to it is decided and in Kafka. Rows go only below it, with the transaction that raises it';
-comment on column tidemark.append_progress.version is 'Rises when epochs begin and writers are found: a relay that has read another version reads everything again';
-comment on column tidemark.append_progress.database is 'The history of this database in which the epochs began';
-comment on column tidemark.append_progress.start is 'The token of this history''s JOINs, which follows that of the one before';
-comment on column tidemark.append_progress.writer is 'The name under which Tidemark knows this database';
+    'Every ID up to it is decided, and Kafka has the records. Outbox rows are deleted only up to the floor, by the transaction that raises it';
+comment on column tidemark.append_progress.version is
+    'Rises when epochs begin or new writers are found. A relay that has read another version starts again';
+comment on column tidemark.append_progress.database is
+    'Identifies the history of this database in which the epochs began';
+comment on column tidemark.append_progress.start is
+    'The token of the present JOINs (timeline.start); after: that of the JOINs before';
+comment on column tidemark.append_progress.writer is 'The name of the database''s own writer on Kafka';
 comment on column tidemark.append_progress.server is
-    'When the server began on which the epochs began: on another one, which may have an older disk, others begin';
+    'The start time of the server when the epochs began. After a restart new epochs begin, because the server may have an older disk';
 comment on column tidemark.append_progress.published is
-    'The highest floor that was left when the database went back (a magnitude): up to here an ID without a row may have had a published fact';
+    'The highest floor from which the database went back (a magnitude). An ID up to it without a row may have had a published fact';
 comment on column tidemark.append_progress.written_by is
-    'The transaction of the relay that wrote this row. Another one has put the row there if it differs from xmin: a restore, or replication';
+    'The relay''s transaction that wrote this row. If it differs from xmin, a restore or a replication has written the row';
 
--- A row for each time: one that is changed for ever would leave its old versions where everybody has to pass them while
--- a snapshot is old.
+-- A new row for each value. If one row were updated again and again, every query would read its dead versions while an
+-- old snapshot exists.
 create table tidemark.append_sent (
     number      integer     not null,
     upto        bigint      not null,
@@ -71,7 +77,7 @@ create table tidemark.append_sent (
 )
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 comment on table tidemark.append_sent is
-    'Nothing beyond the highest of them was ever published (magnitudes). A row is stored before records are sent, and deleted with the rows below the floor';
+    'No ID of a stream beyond the highest `upto` was ever published (magnitudes). A row is stored before records are sent, and deleted when the floor passes it';
 
 create table tidemark.append_writers (
     number      integer     not null references tidemark.append_streams on delete cascade,
@@ -81,12 +87,12 @@ create table tidemark.append_writers (
     state       text        not null default 'joining' check (state in ('joining', 'joined', 'retiring', 'retired')),
     primary key (number, writer)
 );
-comment on table tidemark.append_writers is 'Writers that Tidemark knows of a stream: the database, and each that has a name of its own';
+comment on table tidemark.append_writers is 'The known writers of each stream: the database''s own, and the named ones';
 comment on column tidemark.append_writers.last is
-    'Where its chain was last cut: at the JOIN, a fact, a void, a beat or its end. All of it up to here is in Kafka';
+    'The last cut of the writer''s chain: the ID of a JOIN, a fact, a void, a beat or the end of its epoch. Kafka has everything of the writer up to this ID';
 comment on column tidemark.append_writers.state is
-    'Joining until Kafka has acknowledged the JOIN of the epoch; retiring since the floor has passed its end, until Kafka has
-the RETIRE. A writer that is retired and appends again joins in a higher epoch';
+    'joining: until Kafka has acknowledged the JOIN. retiring: from when the floor has reached the end of the epoch, until Kafka has
+acknowledged the RETIRE. A retired writer that appends again joins in a higher epoch';
 
 create table tidemark.append_outbox (
     number      integer     not null,
@@ -97,22 +103,24 @@ create table tidemark.append_outbox (
     writer      text        not null default '',
     primary key (number, id)
 )
--- Every row is deleted soon: what counts is how many are dead, not their share of the few that live.
+-- Every row is deleted soon. So the number of dead rows must start autovacuum, not their share of the few live rows.
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0,
       autovacuum_analyze_threshold = 50000);
-comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor';
-comment on column tidemark.append_outbox.rows is 'JSON; of a beat the names of writers that end there';
-comment on column tidemark.append_outbox.bytes is 'About what its records take';
-comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
+comment on table tidemark.append_outbox is 'Appended facts, reserved IDs and beats above the floor';
+comment on column tidemark.append_outbox.rows is
+    'The rows of the fact as JSON; of a beat, the names of the writers whose epochs end at its ID';
+comment on column tidemark.append_outbox.bytes is 'The approximate size of its records';
+comment on column tidemark.append_outbox.reserved_by is
+    'The transaction that has reserved the ID and not completed it; otherwise NULL';
 comment on column tidemark.append_outbox.writer is
-    'Whose fact it is: empty for the database itself; * is a beat, an ID at which the chain of every writer is cut';
+    'The name of the writer; empty for the database''s own; * for a beat, an ID at which the chain of every writer is cut';
 
--- The next ones are for the functions behind them, whose search path they have. Those have row_security = off: row level
--- security that is forced on a table is an error, and never just no rows, because the functions rely on rows that are not
--- there.
+-- Helpers of the functions below, which set the search path and row_security = off. With this setting, a statement
+-- fails if row level security would hide rows. The functions rely on that, because a missing row is evidence.
 
--- Any login may take the lock of stream and writer. Of Tidemark only tidemark.retire_writer takes it exclusively, for a
--- moment. So a wait is bounded, by the caller's lock_timeout (_limit) if there is one, and the error names the session.
+-- Waits for the lock of stream and writer. Any login may take this advisory lock; of Tidemark, only
+-- tidemark.retire_writer takes it exclusively, for a moment. The wait ends after the caller's lock_timeout (_limit), or
+-- after 5 s if that is 0. The error names the session that has the lock.
 create function tidemark.wait_for_lock(_of integer, _writer integer, _stream text, _limit text) returns void
 language plpgsql volatile set lock_timeout = '5s'
 as $$
@@ -138,9 +146,9 @@ exception when lock_not_available then
 end
 $$;
 
--- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, has an ID of its transaction,
--- and holds the sequence: the first two are taken before the ID. The relay looks who holds them. Writers with one hash
--- share a lock, and then wait for each other.
+-- Takes a transaction ID and the shared lock of stream and writer. Both must be taken before nextval, which locks the
+-- sequence until the transaction ends. So a transaction with an undecided ID has all three, and the relay finds it in
+-- pg_locks. Writers whose names have one hash share a lock: an open transaction of one blocks the positions of both.
 create function tidemark.take_lock(_of tidemark.append_streams, _writer text) returns void
 language plpgsql volatile
 as $$
@@ -166,12 +174,12 @@ create function tidemark.append_writer(_writer text) returns text
 language plpgsql immutable
 as $$
 begin
-    -- As on Kafka (docs/design.md 3); empty is the database itself.
+    -- The rules for names on Kafka (docs/design.md 3). Empty: the database's own writer.
     if _writer is null or char_length(_writer) > 255 or _writer = '*'
         or _writer ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
         or tidemark.has_invisible(_writer) then
-        raise exception using errcode = 'invalid_parameter_value', message = format('no name of a writer: %L', _writer),
-            hint = 'It has 1 to 255 characters, no white space, no control characters, no invisible ones, and is not *.';
+        raise exception using errcode = 'invalid_parameter_value', message = format('invalid writer name: %L', _writer),
+            hint = 'A name has 1 to 255 characters, no white space, control or invisible characters, and is not *.';
     end if;
     return _writer;
 end
@@ -186,14 +194,15 @@ begin
     select * into _of from tidemark.append_streams as known where known.stream = _stream and known.ids is not null;
     if not found then
         raise exception using errcode = 'undefined_object',
-            message = format('tidemark knows no stream %L', _stream),
-            hint = format('Make it, once, as the owner of the schema: select tidemark.create_stream(%L)', _stream);
+            message = format('stream %L does not exist', _stream),
+            hint = format('Create it once, as the owner of the schema: select tidemark.create_stream(%L)', _stream);
     end if;
     return _of;
 end
 $$;
 
--- What Kafka or a reader could not take would be a fact that cannot be told, and holds its stream for ever.
+-- Checks the rows of a fact, and returns them as text. A row that Kafka or a reader cannot accept would block its
+-- stream for ever.
 create function tidemark.append_checked(_rows jsonb[]) returns text[]
 language plpgsql immutable
 as $$
@@ -201,7 +210,7 @@ declare
     _texts text[] := _rows::text[];
     _text text;
 begin
-    -- Nearly always: no row is long or deep, and none is NULL.
+    -- The usual case: all rows together are too short to be too long or too deep, and none is NULL.
     if array_ndims(_texts) = 1 and octet_length(array_to_string(_texts, '')) <= 512
         and array_position(_texts, null) is null then
         return _texts;
@@ -218,11 +227,11 @@ begin
         elsif octet_length(_text) > 512 then
             if octet_length(_text) > 900000 then
                 raise exception using errcode = 'program_limit_exceeded', message =
-                    format('a row has %s bytes of JSON, and Kafka takes 900000', octet_length(_text)),
-                    hint = 'Leave in the row what readers need to find the fact, or give it in several rows.';
+                    format('a row has %s bytes of JSON, and the limit is 900000', octet_length(_text)),
+                    hint = 'Keep only what readers need to find the fact, or split it into several rows.';
             elsif jsonb_path_exists(_text::jsonb, '$.**{256}') then
                 raise exception using errcode = 'program_limit_exceeded', message =
-                    'a row is nested 256 deep or deeper, which not every reader of JSON takes';
+                    'a row is nested 256 deep or deeper, which not every JSON parser accepts';
             end if;
         end if;
     end loop;
@@ -230,30 +239,31 @@ begin
 end
 $$;
 
--- About what their records take, so that the relay can bound its memory.
+-- The approximate size of the records of these rows. The relay bounds its memory with it.
 create function tidemark.append_bytes(_texts text[]) returns integer
 language sql immutable
 as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
 
--- A fact has a bound, as each of its rows has: the relay sends a fact as a whole, within bounded memory.
+-- Checks the size of a fact, and returns it. The relay has a whole fact in memory, so its size is limited.
 create function tidemark.fact_bytes(_stream text, _texts text[]) returns integer
 language plpgsql immutable
 as $$
 declare
     _bytes integer := tidemark.append_bytes(_texts);
 begin
-    -- 16 MiB, counted as tidemark.append_bytes does.
+    -- 16 MiB, in the units of tidemark.append_bytes.
     if _bytes > 16777216 then
         raise exception using errcode = 'program_limit_exceeded',
             message = format('a fact of stream %L has %s bytes in %s rows, and a fact may have 16777216 (200 for each row,'
                 ' and its JSON)', _stream, _bytes, cardinality(_texts)),
-            hint = 'Give it in several facts, or leave in the rows what readers need to find them.';
+            hint = 'Split it into several facts, or keep in the rows only what readers need to find them.';
     end if;
     return _bytes;
 end
 $$;
 
--- One call and few expressions, of which each costs every transaction of a service a microsecond.
+-- Appends a fact. One function with few expressions, because each one costs every transaction of a service a
+-- microsecond.
 create function tidemark.append_fact(_writer text, _stream text, _rows jsonb[]) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -275,7 +285,7 @@ begin
     if not found then
         select made.number, made.ids into _number, _ids from tidemark.append_stream(_stream) as made;
     end if;
-    -- As tidemark.take_id.
+    -- The statements of tidemark.take_id.
     perform pg_current_xact_id();
     if not pg_try_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer)) then
         perform tidemark.wait_for_lock(
@@ -288,15 +298,15 @@ begin
 end
 $$;
 
--- This and the next become part of the statement that they stand in.
+-- Postgres can inline this function and the next one into the statement that calls it.
 create function tidemark.append(stream text, variadic rows jsonb[] default '{}') returns bigint
 language sql volatile return tidemark.append_fact('', stream, rows);
 comment on function tidemark.append is
-    'A fact of the stream with these rows happened if this transaction commits; gives its stream ID';
+    'Appends a fact with these rows to the stream, and returns its stream ID. The fact is published only if this transaction commits';
 
 create function tidemark.append_as(writer text, stream text, variadic rows jsonb[] default '{}') returns bigint
 language sql volatile return tidemark.append_fact(writer, stream, rows);
-comment on function tidemark.append_as is 'The same as a writer that has a position of its own';
+comment on function tidemark.append_as is 'Does the same as tidemark.append, for a named writer with its own position';
 
 create function tidemark.append_many(stream text, rows jsonb[], writer text default '') returns bigint[]
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -318,7 +328,8 @@ begin
     return _ids;
 end
 $$;
-comment on function tidemark.append_many is 'Many facts of one row each; gives their stream IDs in the order of the rows';
+comment on function tidemark.append_many is
+    'Appends one fact for each row, and returns their stream IDs in the order of the rows';
 
 create function tidemark.reserve(stream text, writer text default '') returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -328,14 +339,15 @@ declare
     _writer text := tidemark.append_writer(reserve.writer);
     _id bigint := tidemark.take_id(_of, _writer);
 begin
-    -- Goes with a savepoint that is rolled back, as the lock does; and tells `complete` whose the ID is.
+    -- A rolled back savepoint removes this row together with the lock. `complete` changes the row, which has the
+    -- writer.
     insert into tidemark.append_outbox (number, id, rows, bytes, reserved_by, writer)
     values (_of.number, _id, '{}', 0, pg_current_xact_id(), _writer);
     return _id;
 end
 $$;
 comment on function tidemark.reserve is
-    'The next stream ID, for tidemark.complete in the same transaction; without that it is an ID without a fact';
+    'Reserves and returns the next stream ID, for tidemark.complete in the same transaction. Without tidemark.complete the ID gets no fact';
 
 create function tidemark.complete(stream text, id bigint, variadic rows jsonb[] default '{}') returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -352,11 +364,12 @@ begin
         raise exception using errcode = 'object_not_in_prerequisite_state',
             message = format('this transaction has not reserved ID %s of stream %L, or has completed it',
                 complete.id, complete.stream),
-            hint = 'Reserve and complete belong into one transaction, and a savepoint that is rolled back takes the ID.';
+            hint = 'Reserve and complete the ID in one transaction. A rolled back savepoint gives up the IDs reserved in it.';
     end if;
 end
 $$;
-comment on function tidemark.complete is 'A fact with these rows has the reserved ID, if this transaction commits';
+comment on function tidemark.complete is
+    'Appends a fact with these rows at the reserved ID. The fact is published only if this transaction commits';
 
 create function tidemark.create_stream(stream text, direction text default 'forward', after bigint default 0) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -368,7 +381,7 @@ declare
 begin
     if _sign is null or create_stream.after is null or create_stream.after * _sign < 0 then
         raise exception using errcode = 'invalid_parameter_value',
-            message = 'a stream goes forward, after 0 or more, or backward, after 0 or less';
+            message = 'the direction must be forward, with `after` at least 0, or backward, with `after` at most 0';
     end if;
     insert into tidemark.append_streams (stream, direction, after)
     values (create_stream.stream, _sign, create_stream.after)
@@ -376,12 +389,13 @@ begin
     select * into _known from tidemark.append_streams as made where made.stream = create_stream.stream for no key update;
     if _known.direction <> _sign then
         raise exception using errcode = 'duplicate_object',
-            message = format('stream %L is there and goes in the other direction', create_stream.stream);
+            message = format('stream %L exists already, in the other direction', create_stream.stream);
     elsif _known.ids is not null then
         return;
     elsif abs(create_stream.after) > abs(_known.after) then
         raise exception using errcode = 'invalid_parameter_value',
-            message = format('stream %L was dropped at ID %s: made again it goes on behind it', _known.stream, _known.after);
+            message = format('stream %L was dropped at ID %s and must continue there: `after` is beyond it',
+                _known.stream, _known.after);
     end if;
     _sequence := format('tidemark.append_ids_%s', _known.number);
     execute format('create sequence %s as bigint increment by %s start with %s cache 1 no cycle',
@@ -391,7 +405,8 @@ begin
         execute format('grant select on sequence %s to tidemark_relay', _sequence);
     end if;
     update tidemark.append_streams as made set ids = _sequence::regclass where made.number = _known.number;
-    -- Where it was dropped the database has retired there, and joins again: a relay that has not looked since begins anew.
+    -- If the stream was dropped, the database's writer has retired, and joins again. The new version makes a relay
+    -- start again that has not noticed the drop.
     insert into tidemark.append_progress as kept (number, floor) values (_known.number, _known.after)
     on conflict (number) do update set version = kept.version + 1;
     update tidemark.append_writers as known
@@ -401,10 +416,10 @@ begin
 end
 $$;
 comment on function tidemark.create_stream is
-    'Makes the stream unless it is there. With `after` its IDs begin behind that one, as of a table that has rows';
+    'Creates the stream if it does not exist. Its IDs begin beyond `after`, which may be the last ID of a table that has rows';
 
--- Whoever has taken an ID holds the sequence until its transaction ends, also where a savepoint gave up the lock of the
--- writer. What is known of the stream stays, so that no ID is given out twice and no epoch comes again.
+-- A transaction that has taken an ID locks the sequence until it ends, even if a savepoint gave up the lock of the
+-- writer. The rows about the stream stay, so that no ID and no epoch is given out twice.
 create function tidemark.drop_stream(stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '1s' set row_security = off
 as $$
@@ -415,7 +430,7 @@ declare
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         raise exception using errcode = 'feature_not_supported',
-            message = 'a stream is dropped in a transaction that is READ COMMITTED';
+            message = 'tidemark.drop_stream needs a READ COMMITTED transaction';
     end if;
     select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
     from pg_locks as held
@@ -430,13 +445,13 @@ begin
             from pg_locks as held
             where held.locktype = 'relation' and held.relation = _of.ids and held.granted
                 and held.database = (select oid from pg_database where datname = current_database());
-            _holders := coalesce(_holders, 'the last has ended just now');
+            _holders := coalesce(_holders, 'one that has ended since');
         end;
     end if;
     if _holders is not null then
         raise exception using errcode = 'object_in_use',
             message = format('stream %L has open transactions: %s', drop_stream.stream, _holders),
-            hint = '`tidemark relay blockers` says more of them.';
+            hint = 'Run `tidemark relay blockers` for details.';
     end if;
     _head := coalesce(pg_sequence_last_value(_of.ids), _of.after);
     if exists (
@@ -457,10 +472,11 @@ begin
 end
 $$;
 comment on function tidemark.drop_stream is
-    'Nothing is appended to the stream any more; its writers retire. Made again, its IDs go on behind the one that this gives';
+    'Drops the stream, and retires its writers. Returns its last ID: a stream that is created again continues beyond this ID';
 
--- For the relay: where a stream has several writers, the lines of those who are idle end here. NULL if another session
--- holds the lock: the relay must not wait, because it serves other streams too.
+-- For the relay, if a stream has several writers: takes an ID at which every chain is cut, so that the positions of
+-- idle writers move. Returns NULL if another session has the lock: the relay must not wait, because it serves other
+-- streams too.
 create function tidemark.append_beat(stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -479,9 +495,9 @@ begin
 end
 $$;
 
--- For the process that keeps the positions: returns when a sequence gives out another ID than its `last` (a magnitude),
--- when a stream was added, and after `most` seconds. A query of a sequence locks it until its transaction ends, so each
--- query has a transaction of its own. No SET clause: it would forbid COMMIT.
+-- For the process that updates the positions. Returns when a sequence gives out another ID than its `last` (a
+-- magnitude), when a stream is added, or after `most` seconds. Each query has its own transaction, because it locks the
+-- sequences until the transaction ends. The procedure has no SET clause, which would forbid COMMIT.
 create procedure tidemark.await_ids(numbers integer[], last bigint[], pause double precision, most double precision)
 language plpgsql
 as $$
@@ -509,8 +525,9 @@ begin
 end
 $$;
 
--- The writer's epoch ends at the ID that this gives: whoever held an ID in its name has ended, all its facts are in Kafka,
--- and none can come below. It waits for nobody, because whoever appends in that name would wait behind it.
+-- Ends the writer's epoch at the returned ID: every transaction with an ID of the writer has ended, Kafka has all its
+-- facts, and none can follow below. Does not wait for the lock, because appends of the writer would queue behind the
+-- wait.
 create function tidemark.retire_writer(writer text, stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -522,18 +539,19 @@ declare
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         raise exception using errcode = 'feature_not_supported',
-            message = 'a writer retires in a transaction that is READ COMMITTED',
-            hint = 'Another one does not see what was committed while it waited.';
+            message = 'tidemark.retire_writer needs a READ COMMITTED transaction',
+            hint = 'With another isolation level it may not see facts that were committed before it got the lock.';
     end if;
     select * into _known from tidemark.append_writers as known
     where known.number = _of.number and known.writer = retire_writer.writer and known.state in ('joining', 'joined');
     if not found then
         raise exception using errcode = 'undefined_object',
             message = format('stream %L has no writer %L', retire_writer.stream, retire_writer.writer),
-            hint = 'It is retired, or has not appended, or the relay has not read the outbox since.';
+            hint = 'The writer has retired, has never appended, or the relay has not read its first fact yet.';
     elsif _known.writer = (select told.writer from tidemark.append_progress as told where told.number = _of.number) then
         raise exception using errcode = 'invalid_parameter_value',
-            message = format('%L is the database itself, in whose name every append without a writer is published', retire_writer.writer);
+            message = format('%L is the database itself: appends without a writer name are published under this name',
+                retire_writer.writer);
     end if;
     perform pg_current_xact_id();
     if not pg_try_advisory_xact_lock(1414087749 + _of.number, hashtext(_known.writer)) then
@@ -544,13 +562,13 @@ begin
             and held.database = (select oid from pg_database where datname = current_database());
         raise exception using errcode = 'object_in_use',
             message = format('writer %L of stream %L has an open transaction: %s',
-                _known.writer, retire_writer.stream, coalesce(_holders, 'it has ended just now')),
-            hint = '`tidemark relay blockers` says more of it.';
+                _known.writer, retire_writer.stream, coalesce(_holders, 'one that has ended since')),
+            hint = 'Run `tidemark relay blockers` for details.';
     elsif exists (
         select from tidemark.append_outbox as kept where kept.number = _of.number and kept.writer = _known.writer
     ) then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('facts of writer %L of stream %L wait for the relay, or for what is open below them',
+            message = format('facts of writer %L of stream %L still wait for the relay, or for open IDs below them',
                 _known.writer, retire_writer.stream);
     end if;
     _id := nextval(_of.ids);
@@ -560,7 +578,7 @@ begin
 end
 $$;
 comment on function tidemark.retire_writer is
-    'The writer no longer holds positions back, once the relay has published its end. If it appends again it joins again';
+    'Retires the writer, and returns the ID at which it retires. The writer blocks no position after the relay has published this. A retired writer that appends again joins again';
 
 revoke all on function
     tidemark.wait_for_lock(integer, integer, text, text), tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
@@ -573,8 +591,8 @@ revoke all on function
 from public;
 revoke all on procedure tidemark.await_ids(integer[], bigint[], double precision, double precision) from public;
 
--- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them
--- beforehand, or nobody needs them.
+-- Two roles without login, to grant to users. A user who may not create roles can still migrate: then an administrator
+-- creates the roles before, if they are needed.
 do $$
 begin
     create role tidemark_append nologin;

@@ -1,4 +1,4 @@
--- The rooms of a server, in the service's own database (docs/explanation/rooms.md). What was told on a stream stands in
+-- The rooms of a server, in the service's own database (docs/explanation/rooms.md). Each fact of a stream is a row of
 -- rooms.timeline or rooms.invalidations with its stream ID, and never changes.
 
 create schema rooms;
@@ -10,7 +10,7 @@ create table rooms.state_groups (
 );
 create index state_groups_by_room on rooms.state_groups (room, id);
 create index state_groups_by_base on rooms.state_groups (base);
-comment on table rooms.state_groups is 'States that events share, each as what it says otherwise than its base';
+comment on table rooms.state_groups is 'States that events share, each stored as its difference from its base';
 
 create table rooms.state_deltas (
     state_group bigint  not null references rooms.state_groups on delete cascade,
@@ -28,10 +28,10 @@ create table rooms.rooms (
     turn        bigint  not null default 0
 );
 create index rooms_by_group on rooms.rooms (state_group);
-comment on table rooms.rooms is 'Whoever persists an event holds the lock of its room''s row';
-comment on column rooms.rooms.state_group is 'Of the current state; none where there is no forward extremity';
-comment on column rooms.rooms.turn is 'How often the room''s lock was taken';
-comment on column rooms.rooms.version is 'Of the current state: one more for each change';
+comment on table rooms.rooms is 'A transaction that persists an event locks the row of the event''s room';
+comment on column rooms.rooms.state_group is 'The group of the current state; NULL if there is no forward extremity';
+comment on column rooms.rooms.turn is 'The number of times that the room''s lock was taken';
+comment on column rooms.rooms.version is 'The number of changes of the current state';
 
 create table rooms.events (
     event       text    primary key,
@@ -55,8 +55,9 @@ create table rooms.edges (
     counts      boolean not null,
     primary key (room, prev, event)
 );
-comment on table rooms.edges is 'Which events, of which depth, name `prev`, be it held or not';
-comment on column rooms.edges.counts is 'Whether that takes `prev` from the forward extremities';
+comment on table rooms.edges is
+    'The events that name `prev` as a prev event, with their depths. The event `prev` itself may be missing';
+comment on column rooms.edges.counts is 'Whether the edge removes `prev` from the forward extremities';
 
 create table rooms.forward_extremities (
     room        text    not null,
@@ -80,8 +81,9 @@ create table rooms.timeline (
 );
 comment on table rooms.timeline is 'The facts of the streams events (1, 2, ...) and backfill (-1, -2, ...)';
 comment on column rooms.timeline.recipient is
-    'The user to whom alone it is sent: an out-of-band membership, or what ended a stay in the room';
-comment on column rooms.timeline.turn is 'Of the room as the event was persisted: the order of IDs may be another';
+    'The only user who receives it: an out-of-band membership, or the event that ended a stay. NULL: all members';
+comment on column rooms.timeline.turn is
+    'The turn of the room when the event was persisted. The order of stream IDs may differ';
 create index timeline_by_arrival on rooms.timeline (room, stream_ordering) where recipient is null;
 create index timeline_by_depth on rooms.timeline (room, depth, stream_ordering) where recipient is null;
 create index timeline_by_recipient on rooms.timeline (recipient, stream_ordering) where recipient is not null;
@@ -95,7 +97,7 @@ create table rooms.memberships (
     primary key (member, room)
 );
 create index memberships_by_room on rooms.memberships (room);
-comment on table rooms.memberships is 'What the rooms'' current states say of their members';
+comment on table rooms.memberships is 'The memberships in the current states of the rooms';
 
 create table rooms.invalidations (
     stream_id   bigint  primary key,
@@ -106,10 +108,12 @@ create table rooms.invalidations (
     version     bigint
 );
 comment on table rooms.invalidations is 'The facts of the stream caches';
-comment on column rooms.invalidations.keys is 'None: all of the cache';
-comment on column rooms.invalidations.version is 'Of the room''s state that is no more cached';
+comment on column rooms.invalidations.keys is 'NULL: all values of the cache';
+comment on column rooms.invalidations.version is
+    'The version of the room''s new state: cached values of lower versions are invalid. NULL for the cache rooms_of';
 
--- Who is sent the events of a room: each stay of a member, by the turns of its first and last event (docs/explanation/rooms.md).
+-- Who receives the events of a room: each stay of a member, by the turns of its first and last event
+-- (docs/explanation/rooms.md).
 create table rooms.stays (
     member      text    not null,
     room        text    not null references rooms.rooms,
@@ -120,17 +124,20 @@ create table rooms.stays (
 );
 create index stays_by_end on rooms.stays (member, left_by);
 create unique index stays_open on rooms.stays (room, member) where ended is null;
-comment on column rooms.stays.left_by is 'The fact that tells the member of its end: greater than those of all events of the stay';
+comment on column rooms.stays.left_by is
+    'The stream ID of the fact that reports the end to the member. It is higher than the IDs of all events of the stay';
 
--- What clients hold of the rooms is of one incarnation of their database (docs/explanation/rooms.md).
+-- Tokens and caches of clients are valid in one incarnation of the database (docs/explanation/rooms.md).
 
 create table rooms.incarnations (began bigint primary key);
-comment on table rooms.incarnations is 'When the database was opened again after it went back: microseconds since 1970; 0: the first one';
+comment on table rooms.incarnations is
+    'When the database was opened after a restore, in microseconds since 1970; 0: the first incarnation';
 insert into rooms.incarnations values (0);
 
--- To be called in a database that may lack what clients were told, before they are let in: a backup that was put back, a
--- standby that was not in step. `heads` are the IDs up to which Tidemark knows each stream: {"events": 950, ...}; `margin`
--- is more than were given out and had not come to Tidemark.
+-- Begins a new incarnation, and returns its number. Call it before clients connect to a database that may lack facts
+-- that they have received: a restored backup, or a promoted standby that lagged. `heads` has by stream the highest ID
+-- that Tidemark knows: {"events": 950, ...}. `margin` must exceed the number of IDs that were given out and had not
+-- reached Tidemark.
 create function rooms.begin_anew(heads jsonb, margin bigint default 10000) returns bigint
 language plpgsql volatile
 as $$
@@ -141,10 +148,10 @@ begin
     for _of in select * from tidemark.append_streams where ids is not null order by number loop
         if heads->>_of.stream is null then
             raise exception using errcode = 'invalid_parameter_value',
-                message = format('up to where Tidemark knows the stream %L is not given', _of.stream),
-                hint = 'Ask Tidemark''s Postgres: select jsonb_object_agg(stream, head) from tidemark.streams';
+                message = format('`heads` has no ID for stream %L', _of.stream),
+                hint = 'Run in Tidemark''s Postgres: select jsonb_object_agg(stream, head) from tidemark.streams';
         end if;
-        -- Whoever has taken an ID holds the sequence until its transaction ends.
+        -- Waits for transactions that have taken an ID: each locks the sequence until it ends.
         execute format('alter sequence %s no cycle', _of.ids);
         perform setval(_of.ids, _of.direction * (margin + greatest(
             abs((heads->>_of.stream)::bigint), abs(coalesce(pg_sequence_last_value(_of.ids), _of.after))
