@@ -145,7 +145,7 @@ class LoopMetrics:
         )
         self.heartbeat = Gauge(
             f"{prefix}_heartbeat_timestamp_seconds",
-            "Time of the last round of the active process's loop (s since 1970). Older than a minute: it hangs.",
+            "Time of the last round of the active process's loop (s since 1970). Older than a minute: the loop hangs.",
             registry=registry,
         )
         self.oversized = Gauge(

@@ -1,7 +1,7 @@
 """The expected extremities, states and stays of a room, computed slowly from their definitions. Pure.
 
-The verification compares a store with them. This module has all events of the room, including events that the store
-lacks, but not their order of arrival.
+The verification compares a store with them. The results depend on all events of the room, including events that the
+store lacks. The order of arrival matters only for stays and for events of `MAX_DEPTH`.
 """
 
 from collections import defaultdict

@@ -198,8 +198,7 @@ def _missed_and_duplicated(expected: set[int], received: Sequence[int]) -> tuple
 
 APPLICATION_NAME = "tidemark simulate --verify"
 MAX_REORDERED_ANSWERS = 1000
-"""Answers may be committed in another order than that of their numbers. If this many later answers exist, an answer has
-been committed."""
+"""Answers may be committed in another order than that of their numbers, but by fewer than this many answers."""
 
 
 class RoomsDiffer(TidemarkError):
@@ -300,7 +299,7 @@ class RoomsVerification(Verification):
         return [*self.counts(), self.compare_rooms()]
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        """Whether each kind of client got answers, all of them correct."""
+        """Whether each kind of client, and each syncing client, got all its answers, and all are correct."""
         kinds = {count.reader for count in counts}
         return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.unanswered
 

@@ -39,7 +39,7 @@ class RolledBack(Exception):
 
 
 class ServiceConnection(Protocol):
-    """One connection of a service that appends as one writer. All methods raise `ConnectionLost`."""
+    """One connection of a service that appends as one writer. Methods raise the errors of the driver."""
 
     def transaction(self) -> AbstractContextManager[object]:
         """Begin a transaction, or a savepoint inside a transaction. An exception rolls it back and is raised again."""
@@ -57,7 +57,7 @@ class ServiceConnection(Protocol):
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
-"""Opens a connection for a DSN and a writer's name. Raises `ConnectionLost`."""
+"""Opens a connection for a DSN and a writer's name. Errors of the connection leave the block as `ConnectionLost`."""
 
 
 def installed_drivers() -> list[Driver]:

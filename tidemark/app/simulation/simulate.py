@@ -71,7 +71,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
 
     Raises:
         TidemarkError: with `verify`, what was read differs from what was written (`EffectsDiffer`, `RoomsDiffer`,
-            `LossUnreported`).
+            `LossUnreported`), or a bad operator override was not rejected (`OverridesAccepted`).
         StreamTaken: Tidemark knows a stream, and the services' database does not.
         Stop: a topic is missing, or another simulation runs (`TopicMissing`, `AlreadyRunning`, `StartFailed`).
         Unavailable: a server does not answer.

@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 TICK_SECONDS = 0.2
 REMEDY_SECONDS = 1.0
-RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answer, or a lock is taken
+RETRY_SECONDS = 2.0  # until a fault is tried again, if its server does not answer or a lock is not free
 MAX_SET_BACK, MAX_JUMP = 30, 1000  # maximum number of IDs by which a sequence is set back or forward
 KAFKA_SECONDS = 10.0
 TOPIC_LIMIT_BYTES = 400_000  # the outbox accepts facts of twice this size
@@ -238,8 +238,8 @@ class SourceFaults:
             yield connection
 
     def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
-        """Enable row level security for a table: with probability 1/2 for the outbox, otherwise for another table.
-        Returns the name of the table."""
+        """Enable row level security for the outbox (with probability 1/2) or for another table. Returns the name of the
+        table."""
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
         scaled_choice = planned.choice * 2
         table = "tidemark.append_outbox" if scaled_choice < 1 else others[int((scaled_choice - 1) * len(others))]

@@ -79,7 +79,7 @@ class PlacesPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Counts of one reader, over all streams. The last three count facts of a restored database.
+    """Counts of one reader, over all streams. `late`, `again` and `lost` count effects of restores.
 
     Attributes:
         duplicated: facts of which the reader received a row twice, or a row that does not exist.
@@ -236,7 +236,7 @@ class StreamsVerification(Verification):
         facts: DSN of the services' database.
         effects: DSN of the readers' database.
         streams: the streams to compare.
-        timelines: asks Tidemark for the number of each stream's timeline.
+        timelines: returns by stream the number of its timeline in Tidemark.
     """
 
     columns = ("LATE", "AGAIN", "LOST")
@@ -345,7 +345,7 @@ class StreamsVerification(Verification):
 
     def counts(self, *, final: bool = False) -> list[StreamsCount]:
         """The counts of each reader over all streams since the database was created; zeros before the first reader has
-        begun. With `final`, facts that have not come late yet count as missed.
+        begun. With `final`, facts that may still come late count as missed.
 
         Deletes the rows that all readers have read, up to the lowest linear position. If a reader receives such a row
         again, the row counts as duplicated."""

@@ -105,7 +105,7 @@ def make_tables(dsn: str, script: str) -> None:
 
 
 def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
-    """Register streams whose tables already exist."""
+    """Create the streams if they are missing, without tables for their rows."""
     with _connect(dsn) as connection, connection.transaction():
         for stream in streams:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])

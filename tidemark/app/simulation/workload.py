@@ -22,8 +22,9 @@ from tidemark.common.errors import TidemarkError
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """The configuration of a process, which reads it from its standard input because other users can see arguments. At
-    most one field besides the DSNs is set; if none is set, the process is the relay of the services' database.
+    """The configuration of a process. The process reads it from standard input, because other users can see arguments.
+
+    At most one field besides the DSNs is set. If none is set, the process is the relay of the services' database.
 
     Attributes:
         facts: DSN of the services' database.

@@ -141,7 +141,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 
 def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
-    """Read the facts of the outbox in these ranges, in order. Stops after the fact that reaches `max_bytes`."""
+    """Read the facts of the outbox in these ranges, in order. Stops at `max_bytes`, after at least one fact."""
     order = "asc" if stream.direction is Direction.FORWARD else "desc"
     lows, highs = signed_bounds(stream, ranges)
     cursor = connection.cursor(binary=True)
