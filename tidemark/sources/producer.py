@@ -12,8 +12,7 @@ from tidemark.sources.topics import Topics
 
 NO_TIME_LIMIT = 0.0
 _FRAME_BYTES = 150
-"""The largest number of bytes that Kafka adds to a record that is alone in its batch: batch header, lengths, offsets.
-"""
+"""The largest number of bytes that Kafka adds to a record alone in its batch: batch header, lengths, offsets."""
 
 
 def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":

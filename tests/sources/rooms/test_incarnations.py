@@ -44,7 +44,7 @@ def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
 def test_begin_anew_requires_the_heads_of_all_streams(rooms: Connection) -> None:
     """The error has a hint with the query for the heads. Nothing is changed."""
     before = incarnation(rooms)
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match="the stream 'backfill' is not given") as refused:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="no ID for stream 'backfill'") as refused:
         rooms.execute('select rooms.begin_anew(\'{"events": 3, "caches": 0}\')')
     assert "select jsonb_object_agg(stream, head) from tidemark.streams" in str(refused.value)
     assert incarnation(rooms) == before

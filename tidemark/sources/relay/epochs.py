@@ -258,8 +258,8 @@ def _begin_reader_timelines(connection: Connection, regressions: Sequence[Regres
 
 
 def _store_new_writers(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
-    """Store new writers, and a new epoch of writers that ended. Changes the stream's version, so that all relays start
-    again, because they do not know the new chains.
+    """Store new writers, and new epochs of writers whose epoch has ended. Changes the stream's version, so that all
+    relays start again with the new chains.
     """
     connection.execute(
         """

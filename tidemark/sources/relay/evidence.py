@@ -10,9 +10,10 @@ The state between two observations only saves queries. It is not evidence: a rel
 same decisions.
 
 A writer's chain (`WriterChains`) is cut at its own facts and at the *beats*: IDs that belong to no writer, with rows in
-the outbox. Each fact of the writer is an edge of one ID, which is sent as soon as the fact is committed. The range
-between two neighbouring cuts is sent as one announcement, once no ID in the range can belong to the writer. Then no
-other cut can come into the range, so every relay sends the same range, whenever it reads the database.
+the outbox (docs/design.md 4b calls them heartbeats with an ID). Each fact of the writer is an edge of one ID, which is
+sent as soon as the fact is committed. The range between two neighbouring cuts is sent as one announcement, once no ID
+in the range can belong to the writer. Then no other cut can come into the range, so every relay sends the same range,
+whenever it reads the database.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -61,7 +62,7 @@ class _UndecidedGroup:
     absent: Intervals = NO_INTERVALS
 
     def without_ended(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_UndecidedGroup":
-        """A copy whose owners are only the transactions that still run and hold a lock."""
+        """A copy without owners that have ended or, if the locks were queried, hold no lock."""
         if lock_holders is None:
             owners = frozenset(lock for lock in self.owners if lock.transaction in running)
         else:

@@ -89,7 +89,8 @@ REGRESSION_EVENT = (
     "The database or its sequence went back, or a row was committed below the floor: a new timeline begins"
 )
 _JOINED_AT_ONCE = 500
-"""The number of streams whose JOINs are sent and noted together. A relay that is killed often still makes progress."""
+"""The largest number of streams whose JOINs are sent and noted together. The limit lets a relay make progress that is
+killed often."""
 
 
 class AppendRelay(RunLoop):

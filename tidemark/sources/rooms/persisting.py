@@ -258,7 +258,8 @@ class RoomStore:
 
 
 def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
-    """Yield names and keys of caches after a change of the room's state. `members`: whose memberships changed."""
+    """Yield names and keys of the caches that a change of the room's state invalidates. `members`: whose memberships
+    changed."""
     if not members:
         yield STATE_CACHE, [room]
         return
@@ -319,7 +320,7 @@ def _with_stored_content(event: RoomEvent) -> RoomEvent:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadEvent(event.id, f"its content is not JSON: {error}") from error
     if _NUL.search(text):
-        raise BadEvent(event.id, "its content has the character NUL, which Postgres does not take")
+        raise BadEvent(event.id, "its content has the character NUL, which Postgres does not accept")
     return replace(event, content=msgspec.json.decode(text))
 
 

@@ -204,7 +204,7 @@ def _check_fields(event: RoomEvent) -> None:
     if event.state_key:
         _require(event, _is_valid_name(event.state_key), f"its state key: {explain_bad_name(event.state_key)}")
     count = len(event.prevs)
-    _require(event, count <= MAX_PREV_EVENTS, f"it names {count} prev events, and {MAX_PREV_EVENTS} are the most")
+    _require(event, count <= MAX_PREV_EVENTS, f"it names {count} prev events, and the maximum is {MAX_PREV_EVENTS}")
     for id in event.prevs:
         _require(event, _is_valid_name(id), f"a prev event: {explain_bad_name(id)}")
     _require(event, event.id not in event.prevs, "it names itself as a prev event")

@@ -1,9 +1,8 @@
-"""Receives Synapse's replication channel on Redis in a thread: positions and rows of workers, and possible losses of
-lines.
+"""Receives the lines of Synapse's replication channel on Redis in a thread, and reports possible losses of lines.
 
-Redis does not store lines. So lines that are sent during an outage of Redis or of the connection are lost, and lines
-that were sent just before an outage may be lost. After each subscription, the thread reports a possible loss and
-requests the positions of all workers.
+A line is a command of a worker, such as its position or a row. Redis does not store lines. So lines that are sent
+during an outage of Redis or of the connection are lost, and lines that were sent just before an outage may be lost.
+After each subscription, the thread reports a possible loss and requests the positions of all workers.
 """
 
 import threading

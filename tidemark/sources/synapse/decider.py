@@ -125,9 +125,9 @@ class SynapseWriter:
     reported: int = 0
     """The highest position that it has announced."""
     is_uncertain: bool = True
-    """Whether its next position may come from a successor of the process that announced the last one."""
+    """Whether its positions may now come from a successor of its process. `observe` then adds a barrier."""
     has_reported: bool = False
-    """Whether it has announced a position since the last possible loss of lines."""
+    """If `is_uncertain`: whether it has announced a position since then."""
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
@@ -322,8 +322,11 @@ class StreamDecider:
 
     @property
     def backlog(self) -> list[str]:
-        """Writers whose backlog is complete: the facts below the ID at which they joined. The caller must publish them
-        before other facts of the writer, and then call `backlog_sent`."""
+        """Writers whose backlog can be read now, because all its transactions have ended.
+
+        A writer's backlog is its facts below the ID at which it joined. The caller must publish the backlog before
+        other facts of the writer, and then call `backlog_sent`.
+        """
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:

@@ -568,7 +568,7 @@ begin
         select from tidemark.append_outbox as kept where kept.number = _of.number and kept.writer = _known.writer
     ) then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('facts of writer %L of stream %L still wait for the relay, or for open IDs below them',
+            message = format('facts of writer %L of stream %L wait for the relay, or for open IDs below them',
                 _known.writer, retire_writer.stream);
     end if;
     _id := nextval(_of.ids);
