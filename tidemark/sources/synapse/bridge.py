@@ -230,7 +230,7 @@ class SynapseBridge(RunLoop):
         self._requested_at = time.monotonic()
 
     def _publish(self, synapse: Connection, own: Connection) -> None:
-        """Send completed facts until an error ends the work."""
+        """Send completed facts until `halt` is set. An error ends the work too."""
         backoff, checked = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
