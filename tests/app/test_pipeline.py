@@ -550,5 +550,5 @@ def test_a_taken_port_is_named(shared: Site) -> None:
 def test_a_second_process_in_one_place_waits_and_leaves_when_told(shared: Site) -> None:
     """Whatever its database is, it touches nothing, says what it waits for, and ends at SIGTERM with code 0."""
     second = shared.start()
-    second.says("Waiting for another process to leave the checkpoint")
+    second.says("Waiting for the lock on the checkpoint")
     second.terminate()

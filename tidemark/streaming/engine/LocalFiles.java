@@ -7,7 +7,7 @@ import org.apache.hadoop.fs.Path;
 import org.apache.hadoop.fs.RawLocalFileSystem;
 import org.apache.hadoop.fs.permission.FsPermission;
 
-/** Hadoop's local file system, but a file's permissions are set by a system call and not by a process `chmod`. */
+/** Hadoop's local file system. It sets the permissions of a file with a system call, not with a `chmod` process. */
 public class LocalFiles extends RawLocalFileSystem {
   public void setPermission(Path path, FsPermission wanted) throws IOException {
     if (wanted.getStickyBit()) {

@@ -31,7 +31,7 @@ _FOLDER_PATTERN = _PREFIX + "[0-9a-f]" * 32
 
 @contextmanager
 def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Hold a lock on the directory of checkpoints against other processes of this machine. Wait while another has it.
+    """Hold the lock on the directory of checkpoints. Waits while another process of this machine has it.
 
     The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
     processes of different databases from deleting each other's folders.
@@ -53,7 +53,7 @@ def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not is_waiting:
-                    log.info("Waiting for another process to leave the checkpoint", checkpoint=str(path))
+                    log.info("Waiting for the lock on the checkpoint: another process has it", checkpoint=str(path))
                 is_waiting = True
                 if stopping.wait(0.5):
                     raise Stopping from None
@@ -65,8 +65,8 @@ def query_folder(directory: Path) -> Iterator[str]:
     """Create a folder below `directory` for one query, and delete it at the end. Take `directory_lock` first.
 
     Executors on other machines keep the states under the same path on their own disks. Within one query each version of
-    a state is unique, so a state on an executor's disk is either right or missing; a missing one fails the query. The
-    states of another query would be wrong, so each query has its own path.
+    a state is unique. So a state on an executor's disk is right or missing, and a missing state fails the query. States
+    of another query would be wrong, so each query has its own path.
 
     Yields:
         The path of the folder.
@@ -116,8 +116,8 @@ _PERMANENT_ERRORS = (
 def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
     """Create a folder below `store` for one query, and delete it at the end.
 
-    Only the pipelines of one database may use `store`, because other folders in it are deleted. These pipelines run one
-    after the other.
+    Deletes the folders of other queries in `store`. So only the pipelines of one database may use `store`; the lease
+    lets one of them run queries at a time.
 
     Yields:
         The URI of the folder.

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 SETTINGS = {
     # Java listens on IPv6 too, if the host has it.
     "spark.driver.bindAddress": "0.0.0.0",
-    # Wait for all executors, otherwise the first ones would get all states.
+    # Start tasks only when all executors have registered; otherwise the first executors would get all states.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
     # Executors write their own logs.
     "spark.log.level": "ERROR",
@@ -25,8 +25,8 @@ SETTINGS = {
 
 # For a checkpoint without a store: a shard's state is on its executor's disk (streaming.engine.checkpoint).
 LOCAL_STATE_SETTINGS = {
-    # A task on another executor would not find its state and fail the query, so tasks wait for busy executors. Spark
-    # would also wait for dead executors, so the pipeline checks them (app.pipeline.engine).
+    # A task on another executor would not find its state, and the query would fail. So tasks wait for busy executors.
+    # Spark also waits for dead executors, so the pipeline checks for them (app.pipeline.engine).
     "spark.locality.wait": "60s",
     # Removing an executor would lose its states.
     "spark.dynamicAllocation.enabled": "false",
@@ -60,13 +60,13 @@ class Cluster:
 
     Attributes:
         driver_host: the name by which executors reach this process.
-        executors: the number of executors; with a store, the smallest number.
+        executors: the number of executors; if `max_executors` is set, the smallest number.
         cores: CPU cores of each executor.
         memory: heap of each executor, such as `1g`.
         driver_port: the port of the driver; 0 for any free port.
         block_manager_port: the port of each block manager; 0 for any free port.
         has_store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
-        max_executors: with a store, the largest number of executors that Spark may start for more work.
+        max_executors: the largest number of executors that Spark may start for more work. Needs a store.
     """
 
     driver_host: str
@@ -136,7 +136,7 @@ def _uri_host(host: str) -> str:
 
 def local_address_for(master: str) -> str:
     """The local address from which this host reaches `master`. Raises OSError if the host name is unknown."""
-    # Uses the first of several masters (spark://one:7077,two:7077). The kernel finds a route; no packet is sent.
+    # Uses the first of several masters (spark://one:7077,two:7077). A UDP socket sends no packet to find its route.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[
         0

@@ -40,14 +40,14 @@ PYTHONPATH=${paths#:} exec %s "$@"
 log = get_logger(__name__)
 
 STORED_LINES = 50
-"""The first and the last lines of the JVM's output are stored, up to this many each. They have the cause of an exit."""
+"""Number of first lines and of last lines of the JVM's output that are stored, to find the cause of an exit."""
 DRAIN_SECONDS = 5.0  # to read the rest of the output of a JVM that did not start
 _own_variables: set[str] = set()
 """Variables that this module has set in this process for an earlier JVM."""
 
 
 class Jvm:
-    """A running JVM, which ends with this process. The constructor takes seconds, and returns when the JVM answers.
+    """A running JVM, which ends with this process. The constructor returns when the JVM answers, after some seconds.
 
     Raises:
         SparkDied: the JVM does not start.
@@ -97,7 +97,7 @@ class Jvm:
         os.close(descriptor)
 
     def _handle_line(self, line: str) -> None:
-        """Log a line, and store it if it is one of the first or last lines, which may have the cause of an exit."""
+        """Log a line of output, and store the line if it may have the cause of an exit."""
         log.debug("Output of Spark", line=line)
         _, mark, warning = line.partition(SLOW_DECODING)
         if mark and warning not in self._logged_warnings:  # each new worker repeats the warning
@@ -144,8 +144,8 @@ def local_directory(conf: SparkConf) -> Path:
 def write_python_wrapper(directory: Path) -> str:
     """Write a command to `directory` that runs this interpreter without the zip archives of pyspark in its path.
 
-    Spark puts these archives before the installed pyspark. Each process would compile their modules again, for 0.7 s of
-    CPU, and the planner of a data source must start within 10 s.
+    Spark puts these archives before the installed pyspark in the path. Each process would compile their modules again,
+    which takes 0.7 s of CPU. The planner of a data source must start within 10 s.
 
     Returns:
         The path of the command, or of the interpreter if files in `directory` cannot be executed.

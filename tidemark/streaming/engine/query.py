@@ -1,7 +1,7 @@
 """The query: packets -> state per shard -> effects.
 
-These functions run in Spark's Python workers, which import them by name. A `functools.partial` contains their
-arguments.
+`advance_shard` runs in Spark's Python workers, which import it by name; a `functools.partial` has its arguments. The
+other public functions run in the driver.
 """
 
 import time
@@ -38,7 +38,7 @@ def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, b
     """The seeds of a query, cached for the process.
 
     Spark removes a broadcast from a worker after each task that does not use it, such as a task that reads Kafka.
-    Reading the broadcast again costs about 90 MB for a million streams.
+    To read the broadcast again takes about 90 MB for a million streams.
     """
     if lineage not in _seeds_by_lineage:
         _seeds_by_lineage.clear()
@@ -79,7 +79,7 @@ def advance_shard(
     """
     computed_from = time.time_ns() // 1_000_000
     freeze()
-    shard = int(key[0]) % shards  # `streaming.engine.query`
+    shard = int(key[0]) % shards  # see `shard_keys`
     seed = _seeds_of(lineage, seeds).get(shard)
     states = States.unpack(state.get[0] if state.exists else None, NO_STATES if seed is None else PackedStates(seed))
     with gc_disabled():
@@ -105,8 +105,8 @@ def compute_effects(
         packets: see `streaming.ingest.source`.
         seeds: from `pack_by_shard`. They must be the same in all batches of one `lineage`.
         lineage: identifies the query (`app.pipeline.preflight.Seed`).
-        one_task: whether one task computes the whole batch, which requires `set_tasks` (`streaming.engine.spark`).
-            Spark's plan then has no exchange, and a batch takes only 67 % of the CPU.
+        one_task: whether one task computes the whole batch. Then call `set_tasks` (`streaming.engine.spark`) with the
+            same value before the query starts. Spark's plan has no exchange, and a batch takes only 67 % of the CPU.
     """
     if one_task:
         packets = packets.coalesce(1)
@@ -120,7 +120,10 @@ def compute_effects(
 
 
 def collect(batch: DataFrame) -> list[bytes]:
-    """Run the batch. Returns encoded effects, which take far less memory while they wait for the previous batch."""
+    """Run the batch and return its effects, still encoded.
+
+    The batch may wait until the previous one is published. Encoded effects take far less memory than decoded ones.
+    """
     return [bytes(row["effects"]) for row in batch.collect()]
 
 
@@ -152,7 +155,7 @@ def shard_keys(shards: int, tasks: int) -> list[int]:
 def spark_hash(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Spark's `hash` of an `int` column: MurmurHash3 (x86, 32 bits), seed 42.
 
-    If Spark changes it, the load of the tasks becomes uneven; nothing else depends on it.
+    If Spark changes its hash, the load of the tasks becomes uneven. Nothing else depends on the hash.
     """
     mixed = _rotate_left(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     hashed = _rotate_left(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)

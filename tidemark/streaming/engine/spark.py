@@ -20,8 +20,8 @@ _HADOOP = "spark.hadoop."
 _LOCAL_FILE_SYSTEM = f"{_HADOOP}fs.file.impl"
 TASKS_SETTING = "spark.sql.shuffle.partitions"
 """Spark's setting of the number of tasks after the shuffle."""
-# The JVMs only plan and pass on data, with a few hundred milliseconds of CPU per second, so the second compiler (C2)
-# would take hours to pay off. Large pages make a batch 10 % faster, because it touches much memory once.
+# The JVMs only plan and pass on data, with a few hundred milliseconds of CPU per second. The second compiler (C2) would
+# take hours to pay off. Large pages make a batch 10 % faster, because a batch uses much memory and each page once.
 _JVM_OPTIONS = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
@@ -51,8 +51,8 @@ SETTINGS = {
     "spark.shuffle.compress": "false",
     # An idle system runs no batches; threads of the driver do maintenance.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    # By default an idle query polls Kafka 100 times a second, at 2 ms of CPU in the JVM each. After an idle time,
-    # records wait half of this delay on average. Under steady traffic there is no delay.
+    # By default an idle query polls Kafka 100 times a second, and each poll takes 2 ms of CPU in the JVM. After an idle
+    # time, records wait half of this delay on average. Under steady traffic there is no delay.
     "spark.sql.streaming.pollingDelay": "200ms",
     # A batch has four broadcasts of a few KB, and each allocates a whole block. With the default of 4 MiB, they were
     # most of the garbage.
@@ -73,8 +73,8 @@ SETTINGS = {
     "spark.executorEnv.PYTHONSAFEPATH": "1",
     DRIVER_OPTIONS: _JVM_OPTIONS,
     "spark.executor.extraJavaOptions": _JVM_OPTIONS,
-    # The arrays of all batches have similar sizes, so a worker should not return memory to the system: page faults were
-    # 8 % of the cost of RUN records. These variables are glibc's; other libraries ignore them.
+    # The arrays of all batches have similar sizes, so a worker should not return memory to the system: page faults took
+    # 8 % of the CPU time for RUN records. Only glibc reads these variables.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
@@ -158,9 +158,13 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
 
 
 def set_tasks(session: SparkSession, *, one_task: bool) -> None:
-    """Set the number of tasks after the shuffle for later queries. For a local master only."""
+    """Set the number of tasks after the shuffle for later queries. For a local master only.
+
+    Args:
+        one_task: 1 task; otherwise `SparkSettings.tasks`, or the number of cores if there are fewer.
+    """
     context = session.sparkContext
-    # The JVM knows the limits of the container.
+    # The JVM's `defaultParallelism` respects the CPU limit of the container.
     tasks = min(int(context.getConf().get(TASKS_SETTING, "1")), context.defaultParallelism)
     session.conf.set(TASKS_SETTING, 1 if one_task else tasks)
 
@@ -168,7 +172,8 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
 def _replace_file_system(gateway: JavaGateway) -> None:
     """Replace Hadoop's local file system, which starts a `chmod` process for each file: 14 of a batch's 90 ms of CPU.
 
-    Hadoop caches one object for each file system; Spark has already used it for its jars.
+    Hadoop caches one object for each file system. Spark has already created the object, to read the jars. So this
+    function closes that object, and creates one of the new class.
     """
     java: Any = gateway.jvm
     compiler = java.org.codehaus.janino.SimpleCompiler()
@@ -182,9 +187,9 @@ def _replace_file_system(gateway: JavaGateway) -> None:
 
 
 def _remove_default_settings(context: SparkContext, conf: SparkConf) -> None:
-    """Remove Hadoop's default settings, because Spark serialises all settings for each batch: 10 % of the planning.
+    """Remove Hadoop's default settings. Only the settings `spark.hadoop.*` of `conf` remain.
 
-    Only settings of `conf` remain.
+    Spark serialises all settings for each batch: with the defaults, this takes 10 % of the time to plan a batch.
     """
     hadoop = context._jsc.hadoopConfiguration()
     hadoop.clear()

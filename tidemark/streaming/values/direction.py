@@ -1,7 +1,7 @@
-"""The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Only this module handles signs. Pure.
+"""The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Pure.
 
-The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs, ordered away from 0, so the
-IDs of a backward stream ascend too.
+The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs. "Ascending" means away from
+0, so the IDs of a backward stream ascend too.
 """
 
 from enum import IntEnum
@@ -11,9 +11,9 @@ DirectionName = Literal["forward", "backward"]
 
 
 class Direction(IntEnum):
-    """The sign of a stream's IDs. States and Postgres store the numbers.
+    """The sign of a stream's IDs. States and Postgres store the number.
 
-    `UNKNOWN`: no record of the stream has had an ID other than 0 yet.
+    `UNKNOWN`: the stream has had no record with an ID other than 0.
     """
 
     FORWARD = 1

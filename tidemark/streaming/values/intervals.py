@@ -16,12 +16,12 @@ Ids = npt.NDArray[np.int64]
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 _TYPE_CODES = {2: "H", 4: "I", 8: "Q"}
-"""Type codes of `array` for packed steps, by their width in bytes. One byte is not used: steps would often be too long,
-and each longer step requires repacking.
+"""Type codes of `array` for packed steps, by their width in bytes. A width of one byte is not used: many steps need
+more, and a step that does not fit requires repacking the set.
 """
 
 _BITMAP_BITS_PER_ID_MAX = 8
-"""A bitmap with at most this many bits for each ID costs a tenth of sorting."""
+"""The largest number of bits of a bitmap for each ID. Such a bitmap takes a tenth of the time of sorting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +46,8 @@ class Intervals:
         if not len(ids):
             return cls(_NO_IDS, _NO_IDS)
         if (bitmap := _bitmap(ids)) is None:
-            ordered = np.sort(
-                ids, kind="stable"
-            )  # for a few ascending IDs, the usual case, six times as fast as the default
+            # The stable sort is six times as fast as the default for a few ascending IDs, which is the usual case.
+            ordered = np.sort(ids, kind="stable")
             return cls._merge(ordered - 1, ordered)
         low, present = bitmap
         bounds = np.flatnonzero(present[1:] != present[:-1]) + low
@@ -102,7 +101,7 @@ class Intervals:
         return self.above(prev).up_to(id) if len(self) else self
 
     def intersection(self, other: "Intervals") -> "Intervals":
-        """The intersection of both sets. Takes a step for each interval of `other`."""
+        """The intersection of both sets. The time grows with the number of intervals of `other`."""
         return Intervals.of(part for low, high in other for part in self.within(low, high))
 
     def missing(self, prev: int, id: int) -> "Intervals":
@@ -121,7 +120,7 @@ class Intervals:
         return inside
 
     def difference(self, other: "Intervals") -> "Intervals":
-        """The IDs of this set that are not in `other`. Takes a step for each interval of this set."""
+        """The IDs of this set that are not in `other`. The time grows with the number of intervals of this set."""
         if not len(self.within(int(other.lows[0]), int(other.highs[-1])) if len(other) else NO_INTERVALS):
             return self
         return Intervals.of(part for low, high in self for part in other.missing(low, high))
@@ -160,9 +159,8 @@ class Intervals:
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NO_IDS, _NO_IDS)
-        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(
-            np.int64
-        )  # numpy would convert uint64 to float
+        # numpy converts uint64 to float if it meets int64.
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)
         bounds = np.zeros(len(steps) + 1, np.int64)
         np.cumsum(steps, out=bounds[1:])
         bounds += last_bound(packed) - bounds[-1]
@@ -248,10 +246,10 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
     Args:
         packed: a packed set.
         added: at most `count_max` intervals, which begin at the end of the set or beyond.
-        count_max: the largest number of intervals of the result, which has the highest ones.
+        count_max: the largest number of intervals of the result.
 
     Returns:
-        The packed union.
+        The packed union; of more than `count_max` intervals only the highest.
     """
     if added is None:
         return packed
@@ -265,7 +263,7 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
         return _repack(packed, added, count_max)
     step_count = (len(packed) - 9) // step_bytes
     dropped = max(0, step_count + 1 + added_count - (2 * count_max - 1))
-    # After the longest steps are dropped, fewer bytes per number may be enough.
+    # If the dropped steps include the longest one, a smaller width may be enough for the rest.
     if (
         dropped
         and step_bytes > 2

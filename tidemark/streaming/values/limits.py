@@ -1,7 +1,7 @@
 """Bounds of a stream's state, reasons for rejecting a record, evidence, and the shard of a stream.
 
-At a bound a state stops advancing, rejects records, or drops data, which can only delay it (docs/design.md, rule 9).
-This module does not need numpy, because services that only write or read import it too.
+If a bound is reached, the state stops advancing, rejects records, or drops data. Each of these can only delay positions
+(docs/design.md, rule 9). This module does not import numpy, because services that only write or read import it too.
 
 *Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names and a
 `*`. For each setting, the most specific policy that has the setting applies. If no policy has it, the default applies.
@@ -34,12 +34,12 @@ class Bounds:
 
     Attributes:
         pending: spans above the position of a writer. An edge that would add one more is deferred.
-        completed: intervals of completed IDs above the linear position. The highest are forgotten.
-        unjoined: incarnations of a stream that never joined. Records of further ones are rejected.
-        retired: retired writers of a stream. The ones that retired first are dropped.
+        completed: intervals of completed IDs above the linear position. The highest of more intervals are forgotten.
+        unjoined: incarnations (writer and epoch) of a stream that never joined. Records of more are rejected.
+        retired: retired writers of a stream. If there are more, those that retired first are dropped.
         retirement_ms: milliseconds after which a retired writer is dropped.
-        unreadable: streams of a shard that are known only from unreadable records. Beyond it, each new stream is marked
-            as uncertain.
+        unreadable: streams of a shard that are known only from unreadable records. If there are so many, each new
+            stream is marked as uncertain.
         by_policy: other bounds for some streams, by policy name (`policy_names`).
     """
 
@@ -92,8 +92,8 @@ class Reason(StrEnum):
 class RejectedRecords(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Records of one partition that are rejected for one reason. They go to the dead letters unchanged.
 
-    `offsets` are ascending little-endian int64. `ids` is empty, or has the first rejected ID of each record, 0 if the
-    whole record is rejected.
+    `offsets` are ascending, as little-endian int64. `ids` has the rejected ID nearest to 0 of each record; 0 if the
+    whole record is rejected. `ids` is empty if all records are rejected as a whole.
     """
 
     topic: str
@@ -134,7 +134,7 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def proves_empty(self) -> bool:
-        """Whether no fact exists in the range, so that a table has no row for it."""
+        """Whether the range certainly has no fact: a reader need not read the table."""
         return not (self.facts or self.unseen or self.skipped)
 
     def at_most(self, width: int) -> "Evidence":
@@ -149,9 +149,9 @@ class EncodedState(NamedTuple):
     """The stored parts of an encoded state (`core.codec`).
 
     Attributes:
-        whole: the complete state; the table of retired writers replaces the last byte of `state`.
-        state: the state without the table of retired writers; can be decoded alone.
-        retired: the table of retired writers, None if it has not changed.
+        whole: the complete state. The table of retired writers, if there is one, replaces the last byte of `state`.
+        state: the state without the table of retired writers. Can be decoded alone.
+        retired: the table of retired writers; None if it has not changed.
     """
 
     whole: bytes
@@ -169,7 +169,7 @@ def shard_of(stream: str, shards: int) -> int:
     return crc32(stream.encode()) % shards
 
 
-DAY_MS = 24 * 3600 * 1000  # ms
+DAY_MS = 24 * 3600 * 1000
 
 
 class PolicySetting(NamedTuple):
@@ -190,9 +190,9 @@ POLICY_SETTINGS: Final = {
     "completed_bound": PolicySetting(
         10_000,
         10**6,
-        "intervals of completed IDs stored above the linear position; beyond it, the position is cautious",
+        "intervals of completed IDs stored above the linear position; the highest of more intervals are forgotten",
     ),
-    "retired_bound": PolicySetting(10_000, 10**6, "retired writers kept"),
+    "retired_bound": PolicySetting(10_000, 10**6, "retired writers of a stream in the state; older ones leave it"),
     "retirement_days": PolicySetting(7, 36_500, "days after which a retired writer leaves the state"),
     "history_days": PolicySetting(7, 36_500, "days that Postgres keeps the history of advances and of gaps"),
     "gap_seconds": PolicySetting(
@@ -238,7 +238,7 @@ class Policies:
         return Bounds(**limits, by_policy=by_policy)
 
 
-# For each field of `Bounds`: the setting (it has a default), and the factor from its unit to that of the field.
+# For each field of `Bounds`: the setting, which has a default, and the factor from its unit to the unit of the field.
 _BOUND_SETTINGS: Final = {
     "pending": ("pending_bound", 1),
     "completed": ("completed_bound", 1),
