@@ -30,7 +30,7 @@ from tidemark.sources.synapse.channel import SynapseChannel
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
         (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not sent: add it with --stream"),
-        (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not 1 to 255 characters"),
+        (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not a legal name"),
     ],
 )
 def test_what_cannot_be_told_is_refused_with_a_word(plan: BridgePlan, why: str) -> None:

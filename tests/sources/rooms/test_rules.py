@@ -194,7 +194,7 @@ ROOT = an_event("root")
             "its depth is 7, and an event after these prev events has 2",
         ),
         (replace(an_event("twice", ROOT), prevs=("root", "root")), "names a prev event twice"),
-        (replace(ROOT, id=""), "its ID: '' is not 1 to 255 characters"),
+        (replace(ROOT, id=""), "its ID: '' is not a legal name"),
         (replace(ROOT, id="x", state_key="a\nb"), "its state key"),
         (replace(ROOT, id="x" * 256), "its ID"),
         (replace(ROOT, id="\ud800"), "its ID"),

@@ -1,7 +1,7 @@
 """The commands of the line protocol, parsed from lines and formatted as lines. Pure.
 
-A line is UTF-8 without control characters other than the tab. Its first word is the command. Relayed commands, which
-another process interprets, are only checked for their syntax and passed on unchanged.
+A line is UTF-8. It has no character below U+0020 except the tab. Its first word is the command. Another process
+interprets relayed commands; here, only their syntax is checked, and they are passed on unchanged.
 """
 
 import re
@@ -17,7 +17,7 @@ class LineSplitter:
     """Splits the bytes of a connection into lines.
 
     Args:
-        max_bytes: the largest number of bytes of a line without its newline, complete or not.
+        max_bytes: the largest number of bytes of a line without its newline, also of an incomplete line.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -78,7 +78,7 @@ class NameCommand:
 
 @dataclass(frozen=True, slots=True)
 class ReplicateCommand:
-    """Asks for the position of every stream."""
+    """A request for the positions of all streams."""
 
     def __str__(self) -> str:
         return "REPLICATE"
@@ -139,7 +139,7 @@ Command = (
     | RelayedCommand
 )
 
-# The syntax of the arguments of relayed commands. Only workers use the last four.
+# The syntax of the arguments of relayed commands. Only Synapse's workers use the last four.
 RELAYED_COMMANDS: Final = {
     "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # with or without a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),

@@ -21,10 +21,10 @@ from tidemark.streaming.values.limits import Reason
 MAX_ID: Final = 2**63 - 1
 
 ANY_WRITER: Final = "*"
-"""In an operator's RETIRE, instead of a writer: all writers that never joined. Not a legal name of a writer."""
+"""The `writer` of an operator's RETIRE of all writers that never joined. Not a legal name of a writer."""
 
 CURRENT_EPOCH: Final = -1
-"""In an operator's record, instead of an epoch: the current epoch of the writer. Not a legal epoch."""
+"""The `epoch` of an operator's record without this field: the current epoch of the writer. Not a legal epoch."""
 
 MAX_NAME_LENGTH: Final = 255
 """The largest number of characters in the name of a stream or writer."""
@@ -38,8 +38,8 @@ MAX_TRANSACTION_LENGTH: Final = 500
 MAX_HEARTBEAT_SECONDS: Final = 7 * 24 * 3600
 """The largest `heartbeat` of an OPEN, in seconds."""
 
-# Unicode's Default_Ignorable_Code_Point (zero-width and bidirectional control characters), and other invisible marks,
-# because names that differ only in these look the same.
+# Unicode's Default_Ignorable_Code_Point (zero-width and bidirectional control characters), and other invisible
+# characters. Names that differ only in these characters would look the same.
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
@@ -66,7 +66,7 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3). `kind` on Kafka is the name; columns, runs and markers have the number.
 
-    RDATA, VOID and POSITION are edges. JOIN, RETIRE and SKIP are markers. 3 is `ROW`.
+    RDATA, VOID and POSITION are edges. JOIN, RETIRE and SKIP are markers. The number 3 is `ROW`.
     """
 
     RDATA = 0
@@ -80,7 +80,7 @@ class Kind(IntEnum):
 
 
 ROW: Final = 3
-"""The code of a batch row in columns. The kind of its record is RDATA."""
+"""The kind, in columns, of a batch row: an RDATA with `"id": "batch"`, or a further row of a fact in a RUN."""
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -96,7 +96,7 @@ class _OverridableRecord(_Record, kw_only=True, frozen=True):
     """A record that operators may send too, on the control topic with `by` and `why`.
 
     The default `epoch` is the writer's current epoch on the control topic, and 0 on the facts topic. `beyond`: `id` may
-    be larger than the stream's allocated IDs; ignored on the facts topic.
+    be beyond the stream's allocated IDs; ignored on the facts topic.
     """
 
     epoch: Epoch = CURRENT_EPOCH
@@ -138,12 +138,16 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The history of its database in which a writer joined.
+    """The state of the database in which a writer joined. Shows whether the database was restored.
 
-    `database`: system identifier and Postgres timeline, or another value that changes when the database is restored;
-    None if it is unknown. `start`: a new token that this start stored in the database; `after`: the token of the
-    writer's previous start, which it found there. If a start does not follow the last known one, the database went
-    back. A repeated start has the same two tokens.
+    If the `after` of a start is not the `start` of the writer's last known start, the database was restored. A start
+    that is repeated has the same two tokens.
+
+    Attributes:
+        database: a value that changes when the database is restored, such as its system identifier and its Postgres
+            timeline; None if it is unknown.
+        start: a new token that this start of the writer stored in the database.
+        after: the token of the writer's previous start, as the database had it.
     """
 
     database: str | None
@@ -152,10 +156,12 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
-    """A new epoch begins; all IDs of the writer up to `id` are complete. `unseen`: they may include unannounced facts.
+    """A new epoch begins, and all IDs of the writer up to `id` are complete.
 
-    `published`: as far as its database knows, earlier epochs of the writer published nothing beyond this ID, and no
-    published fact up to this ID is lost. The new epoch publishes facts beyond `id` again.
+    Attributes:
+        unseen: IDs up to `id` may be facts that were never announced.
+        published: according to the database, earlier epochs of the writer published no ID beyond this one, and no
+            published fact up to this ID is lost. The new epoch publishes facts beyond `id` again.
     """
 
     id: Id
@@ -178,11 +184,12 @@ class Skip(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
 
 
 class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
-    """Reports what blocks the writer, for people. Moves no position. Each OPEN replaces the previous one.
+    """A report of what blocks the writer, for people. Moves no position. Each OPEN replaces the previous one.
 
-    `transactions`: the transactions with the writer's open IDs, one line for each. `blocked`: why the writer sends
-    nothing new of the stream; empty if it is not blocked. `heartbeat`: the writer sends at least one record within this
-    many seconds; 0: no promise.
+    Attributes:
+        transactions: the transactions with the writer's open IDs, one line of text for each.
+        blocked: why the writer sends no new record of the stream; empty if it is not blocked.
+        heartbeat: the writer sends at least one record of the stream within this many seconds; 0: no promise.
     """
 
     transactions: Annotated[
@@ -234,8 +241,8 @@ def explain_bad_name(name: str) -> str:
     """Explain why `name` is not a legal name of a stream or writer."""
     begin = name[: MAX_NAME_LENGTH + 1]
     return (
-        f"{begin!r} is not 1 to {MAX_NAME_LENGTH} characters without white space, controls and invisible ones, or is"
-        f" `{ANY_WRITER}`"
+        f"{begin!r} is not a legal name: use 1 to {MAX_NAME_LENGTH} characters, without white space, control characters"
+        f" and invisible characters; `{ANY_WRITER}` alone is reserved"
     )
 
 
@@ -243,8 +250,9 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message.
 
     Raises:
-        BadRecord: with one reason: the first one in this order: the JSON, its fields (missing, then of the wrong type,
-            then out of range), names, key, topic, texts, the order of `prev` and `id`.
+        BadRecord: the record is not valid. If several reasons apply, the error has the first one in this order: the
+            JSON, its fields (missing, then of the wrong type, then out of range), names, key, topic, `by` and `why`,
+            the order of `prev` and `id`.
     """
     record = decode(value)
     is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
@@ -378,7 +386,7 @@ def diagnose(value: bytes, error: Exception) -> BadRecord:
                 return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_excerpt(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_excerpt(given['epoch'])}")
-    return BadRecord(Reason.WRONG_TYPE, str(error))  # a repeated field whose first value is wrong
+    return BadRecord(Reason.WRONG_TYPE, str(error))  # the field occurs twice, and only its first value is wrong
 
 
 def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:

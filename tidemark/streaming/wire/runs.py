@@ -1,6 +1,7 @@
-"""Packets, which compaction passes to the state function for each task and shard, and runs as arrays. Pure.
+"""Packets and runs. A packet has the records of one offset range and one shard, from compaction to the state function.
+Pure.
 
-All edges of a run are in one *segment*: between two neighbouring JOIN or RETIRE records of the stream.
+All edges of a run are in one *segment*: between two neighbouring JOIN, RETIRE or OPEN records of the stream.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,17 +20,23 @@ from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
 _RUN_FIELDS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 RUN_DTYPE = np.dtype([(name, "<i8") for name in _RUN_FIELDS])
-"""The numeric fields of a run. `stop` is the end index of its edges among the edges of all runs. The others are as in
-`PackedRun`.
+"""The numeric fields of a run. `stop`: the index after the last edge of the run, among the edges of all runs. The
+other fields are those of `PackedRun`.
 """
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An encoded run. Each edge has an ID (little-endian int64), a kind (uint8) and an offset (uint32 above
-    `first_offset`).
+    """An encoded run. Its edges are in the order of their IDs, which may not be the order of their offsets.
 
-    `first_offset` and `last_offset` are the lowest and highest offset; `oldest` and `newest` are Kafka record times in
-    ms since 1970. The edges are in chain order, which need not be the order of their offsets.
+    Attributes:
+        start: the `prev` of the first edge.
+        ids: the IDs of the edges, as little-endian int64.
+        kinds: the kinds of the edges, as uint8.
+        offsets: the Kafka offsets of the edges minus `first_offset`, as little-endian uint32.
+        first_offset: the lowest offset.
+        last_offset: the highest offset.
+        oldest: the lowest Kafka time of the records, ms since 1970.
+        newest: the highest Kafka time of the records, ms since 1970.
     """
 
     stream: str
@@ -47,7 +54,9 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The runs of a packet: `numbers` are the bytes of an array of `RUN_DTYPE`. The edges are end to end."""
+    """The runs of a packet. `numbers` is an array of `RUN_DTYPE`. `ids`, `kinds` and `offsets` have the edges of all
+    runs, one run after the other.
+    """
 
     streams: list[str] = []
     writers: list[str] = []
@@ -83,7 +92,9 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """Runs of one or several tasks as columns. `rows` has the type `RUN_DTYPE`; `offsets` are above `first_offset`."""
+    """Runs of one or several packets as columns. `rows` has the type `RUN_DTYPE`. `offsets` are relative to the
+    `first_offset` of their run.
+    """
 
     streams: list[str]
     writers: list[str]
@@ -170,12 +181,14 @@ RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
 """Codes in `Run.kinds`. Plain integers, because enum members make numpy ten times slower."""
 
 UNBOUNDED = MAX_ID
-"""The highest ID of a fact in a rejected record, if it is unknown."""
+"""The `reach` of rejected records if the highest ID of their facts is not known."""
 
 
 class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """RDATA with `"id": "batch"`: counted, but without effect on positions. `offsets` are ascending uint32 above
-    `first_offset`."""
+    """Batch rows (`records.ROW`) of one writer and epoch. They are counted and move no position.
+
+    `offsets` are ascending, as uint32 relative to `first_offset`.
+    """
 
     stream: str
     writer: str
@@ -186,11 +199,11 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A JOIN, RETIRE, SKIP or OPEN. `by` and `why` are None unless it came from the control topic.
+    """A JOIN, RETIRE, SKIP or OPEN. `by` and `why` are None unless an operator sent the marker on the control topic.
 
-    `epoch` is CURRENT_EPOCH if an operator gave none. `prev` is only meaningful for a SKIP. `direction` is unknown if
-    `id` and `published` are 0. `beyond`: `id` may be beyond the stream's allocated IDs. `transactions`, `blocked` and
-    `heartbeat` belong to an OPEN, which has no `id`. `published` belongs to a JOIN.
+    `epoch` is CURRENT_EPOCH if an operator gave none. Only a SKIP has a `prev`. `direction` is unknown if `id` and
+    `published` are 0. `beyond`: `id` may be beyond the stream's allocated IDs. Only a JOIN has `published`. Only an
+    OPEN has `transactions`, `blocked` and `heartbeat`; it has no `id`.
     """
 
     stream: str
@@ -214,12 +227,12 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def is_override(self) -> bool:
-        """True if an operator sent the marker, without evidence of the writer."""
+        """True if an operator sent the marker. It is then no evidence of the writer."""
         return self.by is not None
 
     @property
     def no_reuse_below(self) -> int:
-        """The highest ID that the database is certain not to give out again after a restore."""
+        """The highest ID such that a restored database certainly gives out no ID up to it again."""
         return max(self.id, self.published or 0)
 
     @classmethod
@@ -263,10 +276,10 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Facts of `writer` (None: of any writer of the stream) with IDs up to `reach` that rejected records may contain.
+    """The facts that rejected records may contain: of `writer` (None: of any writer), with IDs up to `reach`.
 
-    `first_offset`: the lowest offset of these records, which are between two markers of the stream. `is_key_only`: only
-    the key names this stream; the value names another one.
+    The records are between two neighbouring markers of the stream. `first_offset` is their lowest offset.
+    `is_key_only`: only the key names this stream; the value names another one.
     """
 
     stream: str
@@ -278,12 +291,16 @@ class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The records of one shard in one task (an offset range of one Kafka partition). `topic` is the name on Kafka.
+    """Records of one shard and one offset range of a Kafka partition.
 
-    `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
-    Rejected records, and packets of a task without any valid record, go to the shard `partition % shards`.
-    `possible_facts` are the facts that rejected records may contain. `cut`: the task had too many facts and left the
-    rest of its range unread.
+    The shard `partition % shards` gets the rejected records of the range, and an empty packet if the range has no
+    record at all.
+
+    Attributes:
+        topic: the name on Kafka.
+        next_offset: the next offset to read; the same in all packets of a range. The end of the range unless `cut`.
+        possible_facts: the facts that rejected records may contain.
+        cut: the task had too many facts and left records of its ranges unread.
     """
 
     topic: str
@@ -303,9 +320,9 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A chain of edges. Edge `i` is `(prevs[i], ids[i]]`, from the record at `offsets[i]`; `ids` ascend strictly.
+    """A chain of edges of one writer and epoch. Edge `i` is `(prevs[i], ids[i]]`, from the record at `offsets[i]`.
 
-    `oldest` is the Kafka time (ms) of the run's oldest record.
+    `ids` ascend strictly. `first_offset` is the lowest offset. `oldest` is the Kafka time (ms) of the oldest record.
     """
 
     writer: str
@@ -368,7 +385,7 @@ class Run:
         )
 
     def parts(self, chosen: Mask) -> Iterator["Run"]:
-        """The longest parts in which every edge is chosen."""
+        """The parts of the run that consist of chosen edges, each as long as possible."""
         steps = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         for first, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
             yield self.part(first, stop)
@@ -383,7 +400,7 @@ class Run:
 
     @property
     def completes(self) -> Mask:
-        """A mask of the IDs that are complete: facts and voids. An announced ID may be another writer's."""
+        """A mask of the edges whose ID is complete: facts and voids. An announced ID may belong to another writer."""
         completes: Mask = self.kinds != POSITION
         return completes
 
@@ -392,7 +409,9 @@ class Run:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
-        """The IDs without a fact of the writer: void IDs, announced ranges, and IDs inside edges."""
+        """The IDs without a fact of the writer: void IDs, announced ranges, and the IDs between `prev` and `id` of an
+        edge.
+        """
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
         return Intervals.from_bounds(prevs[declared], highs[declared]) if declared.any() else NO_INTERVALS
