@@ -2,17 +2,17 @@
 
 The path of a record:
 
-1. `source` is the data source for Spark. Its planner queries the end offsets (`ranges.EndOffsets`), limits the batch,
-   and divides it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
+1. `source` is the data source for Spark. Its planner queries the end offsets (`ranges.EndOffsets`), limits the size of
+   the batch, and divides it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
 2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader handles transactions, holes in the
    offsets and lost records. Its consumer comes from `consumer`.
 3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in
    another, offsets and times as arrays of numbers. No Python object exists for a record.
 4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `record_batch` numbers each
    (stream, writer, epoch), so that edges can be rows of an array (`record_batch.Edges`).
-5. When a task has read a range, `compact` cuts the edges at the JOIN and RETIRE records of their stream, sorts and
-   links them into chains (`compact.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of 140
-   bytes becomes about 13 bytes. The state function reads the packets (`core.batch`).
+5. When a task has read a range, `compact` cuts the edges at the JOIN, RETIRE and OPEN records of their stream, and
+   links them into chains (`compact.link`). It packs them into one or more packets for each shard (`wire.runs.Packet`).
+   A record of 140 bytes becomes about 13 bytes. The state function reads the packets (`core.batch`).
 
 Each step that handles single records has two implementations with equal results:
 
@@ -23,7 +23,7 @@ Each step that handles single records has two implementations with equal results
     sort edges             kernels.sort_edges                 numpy
 
 `wire.records.read` defines the meaning of records. The scanner accepts a record only if its meaning is certain, and
-leaves all others to `read`; only `read` gives the reason for a rejection.
+leaves all others to `read`. So only `read` rejects records and gives the reason.
 
 The slow forms are used in three cases:
 
@@ -36,7 +36,7 @@ The slow forms are used in three cases:
 In the last two cases the worker logs one warning that begins with "Slow decoding". The pipeline repeats the warning in
 its own log.
 
-Compiled code (`field_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
-An image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate
-no memory: their callers pass arrays with enough room, and get the used lengths.
+`jit_cache` caches the compiled code (`field_scan`, `kernels`) in files, because compiling takes seconds. A container
+image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate no
+memory. Their callers pass arrays with enough room; the functions return how much of them they have used.
 """

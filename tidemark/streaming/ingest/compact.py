@@ -5,12 +5,12 @@ the end of a range, its edges are linked and packed: a record of 140 bytes becom
 Python loops run over runs, markers and incarnations; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
-JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
-(docs/decisions/0001-segments.md). A run also ends if its offsets exceed 32 bits.
+JOIN, RETIRE and OPEN records cut the records of their stream into *segments*, and no run crosses a cut
+(docs/decisions/0001-segments.md). A run also ends where its offsets would need more than 32 bits.
 
-A batch is bounded by its number of records, but a RUN record holds any number of facts. So a task stops early when it
-has too many facts. Its packets have this flag (`Packet.cut`) and the next offset. A new query reads the rest
-(`app.pipeline.batches`).
+The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early when
+it has too many facts. Its packets then have the flag `Packet.cut` and the next offset to read. A new query reads the
+rest (`app.pipeline.batches`).
 """
 
 from bisect import bisect
@@ -34,13 +34,13 @@ from tidemark.streaming.wire.runs import RUN_DTYPE, BatchRows, Marker, PackedRun
 Order = npt.NDArray[np.intp]
 
 MAX_NUMPY_EDGES = 16_384
-"""The largest number of edges that numpy sorts, in 2 ms; compiled code sorts more. `decode.Decoder.MIN_COMPILED_BYTES`
-bytes contain fewer edges, so a process that never has more bytes loads no compiled code.
+"""The largest number of edges that numpy sorts, which takes 2 ms. Compiled code sorts more edges. A batch with fewer
+than `decode.Decoder.MIN_COMPILED_BYTES` bytes has fewer edges, so a process with such batches loads no compiled code.
 """
 
-EDGE_SECONDS = 2e-7  # for numpy to sort an edge
+EDGE_SECONDS = 2e-7  # that numpy needs to sort one edge
 _MAX_GROUPS_PER_EDGE = 4
-"""With more groups per edge, numpy sorts the edges, because the compiled sort takes a step for each group."""
+"""With this many groups per edge or more, numpy sorts the edges: the compiled sort takes a step for each group."""
 
 
 def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
@@ -48,7 +48,7 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
 
     Args:
         edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `incarnations` group numbers.
-        max_edges: the largest number of edges of a chain. Chains of duplicates may be longer.
+        max_edges: the largest number of edges of a chain. Ignored if edges overlap or repeat.
 
     Returns:
         The edges chain by chain, and the index of each chain's first edge.
@@ -102,7 +102,7 @@ def _lexsort(groups: Ids, prevs: Ids) -> Order:
 
 
 def _firsts(is_joined: npt.NDArray[np.bool_]) -> Order:
-    """The first index of each chain; `is_joined[i]` says whether edge `i + 1` continues the chain of edge `i`."""
+    """The first index of each chain. `is_joined[i]`: edge `i + 1` continues the chain of edge `i`."""
     return np.flatnonzero(np.concatenate(([True], ~is_joined)))
 
 
@@ -126,7 +126,9 @@ def _link_overlapping(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tupl
         np.cumsum(~is_duplicate) - 1
     ]
 
-    order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the previous one
+    # Layer `n` has the repetition number `n` of each edge. A layer begins below the end of the one before, so no chain
+    # crosses layers.
+    order = np.lexsort((prevs, layers, groups))
     groups, prevs, ids, overlapping = groups[order], prevs[order], ids[order], overlapping[order]
     is_joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
     return arrival[order], _firsts(is_joined & ~overlapping[1:] & ~overlapping[:-1])
@@ -148,11 +150,11 @@ def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_
 
 
 MAX_FACTS = 2_000_000
-"""The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes."""
+"""The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes of memory."""
 
 MAX_EDGES = 16_384
-"""The largest number of edges of a packet, about 200 KiB. The JVM copies each packet six times, and larger ones need
-new allocations.
+"""The largest number of edges of a packet, about 200 KiB. The JVM copies each packet six times; for larger packets, it
+would allocate new memory each time.
 """
 
 PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
@@ -163,7 +165,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 RefusedOffsets = Mapping[str, Mapping[int, Sequence[int]]]
-"""Offsets by topic and partition of records whose effects the database cannot store."""
+"""Topic -> partition -> offsets of the records whose effects the database cannot store."""
 
 RangeRecords = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
 """Ranges that are fetched together, and an iterable of their records."""
@@ -187,8 +189,8 @@ def compact(
         not_storable: records to reject as not storable.
 
     Yields:
-        Rows of `PACKETS_SCHEMA`: one packet for each range and shard with content, and at least one for each range.
-        A packet has the next offset of its range.
+        Rows of `PACKETS_SCHEMA`: packets for each range and each shard that has records of the range; at least one for
+        each range. A packet has the next offset of its range.
     """
     rejected_offsets = not_storable or {}
     extra_facts = 0  # facts beyond one for each record
@@ -237,8 +239,8 @@ def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool
     """Pack the decoded records of one range.
 
     Returns:
-        Packets with their shards, at least one, so that the next offset is known. The same records give the same
-        packets.
+        Packets with their shards. At least one, because a packet has the next offset of the range. The same records
+        give the same packets.
     """
     packets: list[tuple[int, Packet]] = []
     first_packets: dict[int, Packet] = {}
@@ -300,15 +302,15 @@ def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> 
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before it. A cut is a JOIN or RETIRE of its stream, or a boundary of 2**32
-    offsets.
+    """For each edge the number of cuts before it. A cut is a JOIN, RETIRE or OPEN of its stream, or a multiple of 2**32
+    offsets after the first edge.
     """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(incarnations)}
     cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP is on the other topic
     if not cutting:
         return blocks
-    # Give each stream a range of numbers with room for every edge, so that one search finds the cuts of all streams.
+    # Each stream gets a range of numbers with room for all edges, so that one search finds the cuts of all streams.
     room = len(edges.ids) + 1
     indexes = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
     cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + indexes)

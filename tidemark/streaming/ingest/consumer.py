@@ -1,6 +1,6 @@
-"""The consumer of Kafka messages: the native one, or confluent-kafka's if librdkafka's symbols cannot be found.
+"""The consumer of Kafka messages: `NativeConsumer`, or `ObjectConsumer` if librdkafka's symbols cannot be found.
 
-Both classes have the same methods. All methods raise `KafkaException`, and are for one thread.
+Both classes have the same methods. All methods may raise `KafkaException`. Use a consumer from one thread only.
 """
 
 import weakref
@@ -79,7 +79,7 @@ class ObjectConsumer:
 
 
 class ObjectMessages:
-    """Messages and errors of several partitions. `codes` are 0 for a record."""
+    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
@@ -90,7 +90,7 @@ class ObjectMessages:
         )
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """A mask of the messages for each topic and partition. Errors may belong to none."""
+        """A mask of the messages for each topic and partition. An error may belong to no partition."""
         masks: dict[tuple[str, int], Mask] = {}
         for index, message in enumerate(self._messages):
             if message.topic() is not None:
@@ -108,7 +108,7 @@ class ObjectMessages:
         return KafkaError(message.error().code(), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The records in the mask `chosen`, none of them an error."""
+        """The records in the mask `chosen`, which must contain no error."""
         records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
         return RecordBatch.of(
             [record.key() for record in records],

@@ -1,7 +1,7 @@
 """Decodes Kafka's records into columns of edges, about a thousand records at a time, and collects bad records.
 
-If there are many records, compiled code takes the facts from them (`ingest.field_scan`). `records.read` decodes the
-others one by one, and alone gives the reason for a rejection. Both give the same result for each record.
+If there are many records, compiled code decodes the ones with edges (`ingest.field_scan`). `records.read` decodes all
+others one by one. Only `records.read` rejects records. A record that both accept has the same result in both.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
     """The facts that a rejected record may contain, for the stream in its value and for the stream in its key.
 
     SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
-    no fact either, but the writer may have reserved IDs since.
+    no fact either, but it is yielded with `reach` 0, because the writer may have reserved IDs since.
     """
     try:
         fields = _object.decode(value)
@@ -84,7 +84,7 @@ def _reach(kind: str, fields: _AnyRecord) -> int:
 
 
 def _string(raw: Raw) -> str:
-    """The string. The empty string, which is not a name, if the value is not a string."""
+    """The decoded string; empty, and so not a legal name, if the value is not a string."""
     try:
         return _text.decode(raw)
     except ValueError:
@@ -106,7 +106,7 @@ def _utf8(key: bytes) -> str:
 
 
 RECORD_SECONDS, BYTE_SECONDS = 12e-6, 50e-9
-"""Seconds to decode a record with `records.read`, and in addition for each byte."""
+"""Seconds that `records.read` needs for a record, and in addition for each byte of its value."""
 
 
 class Decoder:
@@ -120,7 +120,7 @@ class Decoder:
         markers: each marker with its offset and time.
         rejected: the offsets of rejected records for each reason.
         possible_facts: the facts that rejected records may contain.
-        next_offset: one more than the highest offset that was added.
+        next_offset: one more than the highest offset that was added. `compact` sets it to the end of the range.
     """
 
     MIN_COMPILED_BYTES: ClassVar[int] = 64 << 10
@@ -163,8 +163,8 @@ class Decoder:
         self.next_offset = max(self.next_offset, int(batch.offsets.max()) + 1)
 
     def _scan(self, batch: RecordBatch) -> Iterable[int]:
-        """Decode records with compiled code. Returns the indexes of the remaining records; all of them if numba is
-        missing.
+        """Decode records with compiled code. Returns the indexes of the remaining records; all indexes if the compiled
+        code is not loaded.
         """
         scan = get_module(load_field_scan, batch.size * RECORD_SECONDS + len(batch.values) * BYTE_SECONDS)
         if scan is None:

@@ -1,7 +1,9 @@
 """Compiled code that scans records of the facts topic and writes their edges into columns.
 
-The IDs of a RUN go directly into the column `ids`. The number of rows of each ID goes into the column `times` first.
-`scan` overwrites it with the time of the record when the record is accepted.
+The functions `_scan_...` return the index -1 if the bytes are not certain to be valid JSON of the expected type.
+
+The IDs of a RUN go directly into the column `ids`. The number of rows of each ID first goes into the column `times`.
+When the record is accepted, `scan` overwrites `times` with the time of the record.
 """
 
 from typing import Final, NamedTuple
@@ -51,7 +53,7 @@ _USUAL_WORDS, _USUAL_LENGTHS = np.array([*map(_encode_word, _USUAL_FIELDS)]), np
 RDATA, VOID, POSITION, RUN = map(_encode_word, ("RDATA", "VOID", "POSITION", "RUN"))
 """Values of `Fields.kind`: the kind's name as a little-endian number."""
 
-# Bits of `Fields.has`.
+# Bits of `Fields.present`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
 _MAX_DIGITS: Final = 18  # a number with this many digits always fits
@@ -60,9 +62,10 @@ _MAX_DIGITS: Final = 18  # a number with this many digits always fits
 class Fields(NamedTuple):
     """The fields of a record.
 
-    `present` has a bit (`HAS_...`) for each field; it is 0 if the record is not certain to be valid. `kind` is a word
-    from above. `stream` to `writer_end` are the bounds of the names in the array of bytes. `is_batch_row`: `id` is
-    `"batch"`. `id_count` and `row_list_count` are the lengths of `ids` and `rows` in a RUN.
+    `present` has a bit (`HAS_...`) for each field that occurs; it is 0 if the record is not certain to be valid. `kind`
+    is `RDATA`, `VOID`, `POSITION`, `RUN` or another value. `stream` to `writer_end` are the bounds of the names in the
+    array of bytes. `is_batch_row`: `id` is `"batch"`. `id_count` and `row_list_count` are the lengths of `ids` and
+    `rows` in a RUN.
     """
 
     present: int
@@ -81,9 +84,9 @@ class Fields(NamedTuple):
 
 @compiled(inline=True)
 def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after a string without escapes whose content begins at `at`, and the string as a number.
+    """The index after a string whose content begins at `at`, and the string as a little-endian number.
 
-    The number is 0 if the string is longer than eight characters or not ASCII.
+    The number is 0 if the string is longer than eight characters or not ASCII. Returns -1 for a string with escapes.
     """
     first, at = at, skip_plain(data, at, end)
     short = load_word(data, first, at - first) if at - first <= 8 else 0
@@ -265,7 +268,7 @@ _FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 <
 
 @compiled(inline=True)
 def _mix(hashed: int, more: int) -> int:
-    """Mix high bits into low ones twice. After one mix, names that differ in few high bits would have equal hashes."""
+    """Mix high bits into low bits, twice. After one mix, names that differ in few high bits could have equal hashes."""
     hashed = (hashed ^ more) * _FACTOR_1
     hashed = (hashed ^ ((hashed >> 32) & _LOW_32_BITS)) * _FACTOR_2
     return hashed ^ ((hashed >> 32) & _LOW_32_BITS)
@@ -347,14 +350,15 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
 
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
-_MAX_NAME_BYTES: Final = 4 * MAX_NAME_LENGTH  # of UTF-8; a bound for the memory of the table
+_MAX_NAME_BYTES: Final = 4 * MAX_NAME_LENGTH  # in UTF-8; bounds the memory of the table
 _NO_INCARNATION: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
 _REQUIRED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why a scan ended (`DONE`, `FULL` or `NEW_INCARNATION`), and the next record to scan. The counts are totals.
+    """Why a scan ended (`DONE`, `FULL` or `NEW_INCARNATION`), and the index of the next record to scan.
 
+    `edge_count` and `undecided` are the new values of the arguments `edge_count` and `undecided_count` of `scan`.
     `missing` is the incarnation to add, for `NEW_INCARNATION` only.
     """
 
@@ -389,7 +393,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _prev_of(record: Fields) -> int:
-    """The `prev` of an edge, the same as of `records.effective_prev`."""
+    """The `prev` of an edge: the result of `records.effective_prev` for an RDATA."""
     if record.kind != RDATA or record.present & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
@@ -428,8 +432,9 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Complete the edges of a RUN, whose IDs are already written, and add a batch row for each additional row of an
-    ID.
+    """Complete the edges of a RUN, and add a batch row for each row of an ID after the first.
+
+    The IDs are already in `edges.ids`, and the number of rows of each ID in `edges.times`.
     """
     prev, stop = record.prev, count + record.id_count
     for index in range(count, count + record.id_count):
@@ -468,7 +473,8 @@ def scan(
     data, keys = batch.values, batch.keys
     for at in range(first, len(batch.offsets)):
         begin, end = batch.value_bounds[at], batch.value_bounds[at + 1]
-        if edge_count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID and a row each take at least two bytes of JSON
+        # An ID takes at least two bytes of JSON, and so does a row.
+        if edge_count + (end - begin) // 2 + 1 > len(edges.ids):
             return ScanResult(FULL, at, edge_count, undecided_count, _NO_INCARNATION)
         record = scan_fields(data, begin, end, edges, edge_count)
         key, key_end = batch.key_bounds[at], batch.key_bounds[at + 1]

@@ -1,9 +1,9 @@
 """Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
-numba's own cache does not notice a change in another module, and raises an error if a file is damaged or the disk is
+numba's own cache does not detect a change in another module, and raises an error if a file is damaged or the disk is
 full. This cache ignores a file that is damaged or writable by other users, and compiles again. The name of a file
-depends on the code and on the names of its modules, which the machine code imports. So several versions can share a
-directory.
+depends on the code, the versions of the libraries, and the names of the modules that the machine code imports. So
+several versions can share a directory.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ log = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _config: Any = numba.config
-_config.DISABLE_JIT = 0  # as Python code the functions would overflow
+_config.DISABLE_JIT = 0  # run as Python code, the functions would fail with integer overflows
 _config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
 
 _MAX_FILES = 32
-"""The largest number of files in a directory, which several versions and processor types may share. The oldest are
-deleted.
+"""The largest number of files in a directory. The oldest files are deleted. Several versions and processor types may
+share a directory.
 """
 
 
@@ -73,8 +73,10 @@ def cache_dirs() -> Iterator[Path]:
 
 
 class CodeCache:
-    """The cache of one function, with numba's interface: a file for each signature, version and set of called
-    functions.
+    """The cache of one function, with the interface of numba's caches.
+
+    Has a file for each combination of signature, versions of libraries, and code of the function and of the functions
+    that it calls.
     """
 
     def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:
@@ -90,7 +92,7 @@ class CodeCache:
             return None
         try:
             return CompileResult._rebuild(target, *pickle.loads(content))  # type: ignore[no-untyped-call]
-        except Exception as error:  # noqa: BLE001  # a class in it has moved: compile again, and overwrite the file
+        except Exception as error:  # noqa: BLE001  # for example, a pickled class was moved to another module
             log.info("Compiling again: the cached code cannot be loaded", name=name, cause=str(error))
             return None
 
@@ -115,12 +117,12 @@ class CodeCache:
 
 
 def _module_of(argument: Any) -> str | None:
-    """The module of a named tuple's class, which the cached code imports."""
+    """The module of a named tuple's class, which the cached code imports; None for other arguments."""
     return getattr(getattr(argument, "instance_class", None), "__module__", None)
 
 
 def _dependencies(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
-    """Everything that the machine code of a function depends on, from this process and not from source files."""
+    """Everything that the machine code of a function depends on. Reads code objects, not source files."""
     seen.add(dispatcher)
     function = dispatcher.py_func
     yield dispatcher.targetoptions, function.__module__, *_code_parts(function.__code__)
@@ -147,7 +149,7 @@ def _code_parts(code: CodeType) -> Iterator[object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a file that this user or root wrote; None if the file is missing or damaged."""
+    """The content of a file; None if the file is missing or damaged, or if another user could have written it."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -161,7 +163,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically; other processes may write the same one."""
+    """Write a file atomically, because other processes may write the same file. Deletes files beyond `_MAX_FILES`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = mkstemp(dir=path.parent)
     try:

@@ -18,8 +18,8 @@ log = get_logger(__name__)
 Loader: TypeAlias = Callable[[], ModuleType | None]
 
 MAX_SLOW_SECONDS = 2.0
-"""If slower code needs more than this many seconds, it is better to wait for the compiled code. Loading takes 1 s of
-CPU, or many seconds without a cache, while all streams of the batch wait.
+"""If slower code needs this many seconds or more, the task waits for the compiled code. Loading takes 1 s of CPU, or
+many seconds without a cache, while all streams of the batch wait.
 """
 
 SLOW_DECODING = "Slow decoding"

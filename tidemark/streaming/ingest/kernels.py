@@ -3,10 +3,9 @@
 They need numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load this module only for large
 inputs (`jit_loader`).
 
-The functions `skip_...` find the end of JSON values (RFC 8259) in an array of bytes, without decoding them. Each starts
-at the index `at` and returns the index after the item that it scans. It returns -1 if the bytes before `end` are not
-certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and values that are nested
-very deeply.
+The functions `skip_...` find the end of JSON values (RFC 8259) in an array of bytes, without decoding the values. Each
+function starts at the index `at` and returns the index after the item. It returns -1 if the bytes before `end` are not
+certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and deeply nested values.
 """
 
 from typing import Any, Final
@@ -40,7 +39,7 @@ def _copy_edge(target: Edges, index: int, source: Edges, source_index: int) -> N
 @cached
 @compiled()
 def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> bool:
-    """Sort edges by group and `prev`; the sort is stable.
+    """Sort edges by group, then by `prev`. The sort is stable.
 
     Args:
         edges: the edges. `incarnations` are group numbers.
@@ -145,7 +144,7 @@ def compile_all() -> None:
 
 
 QUOTE, BACKSLASH, _SPACE = map(ord, '"\\ ')
-# For each count of bytes, the mask of that many low bytes of a word.
+# For each count of bytes from 0 to 8: the mask of as many low bytes of a word.
 _BYTE_MASKS: Final = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1])
 
 _BIT, _INT = ir.IntType(1), ir.IntType(64)
@@ -159,7 +158,7 @@ def _load(kind: Any, context: Any, builder: Any, signature: Any, arguments: Any)
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def peek(_typing: Any, data: Any, _at: Any) -> Any:
-    """Read one byte. numba's own indexing checks for a negative index each time."""
+    """Read one byte. Faster than numba's indexing, which checks for a negative index each time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(_load(ir.IntType(8), context, builder, signature, arguments), _INT)
@@ -207,7 +206,7 @@ NINE, ZERO = ord("9"), ord("0")
 _SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
 _T, _F, _U, _E, _PLUS = map(ord, "tfue+")
 _LOWER_CASE_BIT: Final = 0x20  # the bit by which lower-case letters differ from upper-case ones
-# `_FALSE` has no first letter, because `_skip_literal` compares four bytes.
+# `_FALSE` lacks the first letter, because `_skip_literal` compares four bytes.
 _TRUE, _FALSE, _NULL = (int.from_bytes(literal, "little") for literal in (b"true", b"alse", b"null"))
 _ESCAPED: Final = np.zeros(256, np.bool_)
 _ESCAPED[[*b'"\\/bfnrt']] = True
@@ -266,7 +265,7 @@ def skip_character(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _code_unit(data: Bytes, at: int, end: int) -> int:
-    """The UTF-16 code unit in `u` and four hexadecimal digits at `at`; -1 if there are none."""
+    """The UTF-16 code unit of an escape; -1 if there is no `u` at `at`, or no four hexadecimal digits after it."""
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
@@ -285,7 +284,7 @@ def _skip_escape(data: Bytes, at: int, end: int) -> int:
     unit = _code_unit(data, at, end)
     if unit >> 11 != 0xD800 >> 11:
         return at + 5 if unit >= 0 else -1
-    # The first half of a surrogate pair, and the second must follow.
+    # After the first half of a surrogate pair, the second half must follow.
     if unit >> 10 == 0xD800 >> 10 and at + 5 < end and peek(data, at + 5) == BACKSLASH:
         return at + 11 if _code_unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
     return -1

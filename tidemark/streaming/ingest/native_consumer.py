@@ -1,8 +1,9 @@
-"""Consumes Kafka messages without Python objects, by calling confluent-kafka's librdkafka with ctypes.
+"""Consumes Kafka messages without Python objects. Calls confluent-kafka's librdkafka with ctypes.
 
-confluent-kafka creates objects for each message, its key, value and time: a third of the CPU of a record. This module
-uses the public C interface of the same library (rdkafka.h); the layout of its messages is part of its ABI. The import
-raises ImportError if the symbols of librdkafka cannot be found. `consumer` falls back to confluent-kafka then.
+confluent-kafka creates objects for each message and for its key, value and time. This takes a third of the CPU time of
+a record. This module uses the public C interface of the same library (rdkafka.h); the layout of `rd_kafka_message_t` is
+part of that interface. The import raises ImportError if the symbols of librdkafka cannot be found. `consumer` then uses
+confluent-kafka's own consumer.
 """
 
 import ctypes
@@ -75,7 +76,7 @@ _message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
 
 
 class NativeConsumer:
-    """A consumer of librdkafka. All methods raise `KafkaException`, and are for one thread.
+    """A consumer of librdkafka. All methods may raise `KafkaException`. Use it from one thread only.
 
     Args:
         config: settings by librdkafka's names.
@@ -91,7 +92,7 @@ class NativeConsumer:
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
-        # C code may call the callback until the end, so the finalizer keeps a reference to it.
+        # C code may call the callback until the client is destroyed, so the finalizer keeps a reference to it.
         self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
         self.close.atexit = False
 
@@ -135,7 +136,7 @@ class NativeConsumer:
 
 
 class NativeMessages:
-    """Messages and errors of several partitions. `codes` are 0 for a record."""
+    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record."""
 
     def __init__(self, addresses: Ids) -> None:
         self._addresses = addresses
@@ -154,7 +155,7 @@ class NativeMessages:
         self.offsets = words[7]
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """A mask of the messages for each topic and partition. Errors may belong to none."""
+        """A mask of the messages for each topic and partition. An error may belong to no partition."""
         handles, partitions = self._topic_handles, self._partitions
         first = handles[:1], partitions[:1]
         if (handles == first[0]).all() and (
@@ -177,7 +178,7 @@ class NativeMessages:
         return KafkaError(int(self.codes[index]), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The records in the mask `chosen`, none of them an error."""
+        """The records in the mask `chosen`, which must contain no error."""
         selection = slice(None) if chosen.all() else chosen
         values, keys = self._values[:, selection], self._keys[:, selection]
         return RecordBatch(
@@ -220,7 +221,7 @@ def _release(messages: Ids) -> None:
 
 
 def _kernels(count: int) -> ModuleType | None:
-    """The compiled code, if it pays off for `count` messages; otherwise None, and also if numba is missing."""
+    """The compiled code; None if `count` messages are too few to need it, or if it is not loaded."""
     return None if count < _MIN_COMPILED_MESSAGES else get_module(load_kernels, count * _MESSAGE_SECONDS)
 
 
@@ -236,7 +237,7 @@ def _create_client(config: Mapping[str, str], callback: Any) -> int:
             _conf_destroy(conf)
             raise KafkaException(KafkaError(KafkaError._INVALID_ARG, error_text.value.decode(errors="replace")))
     _conf_set_error_cb(conf, callback)
-    client: int | None = _new(_CONSUMER, conf, error_text, len(error_text))  # on success it owns the configuration
+    client: int | None = _new(_CONSUMER, conf, error_text, len(error_text))  # on success, the client owns `conf`
     if client is None:
         code = _last_error()
         _conf_destroy(conf)

@@ -1,7 +1,7 @@
 """Reads offset ranges of Kafka's partitions, and queries the end offsets of partitions.
 
-Spark decides which range is read: there is no consumer group, and no offset is committed to Kafka. A range is read
-exactly: each committed record once, in order; a missing record raises an error. Do not use a reader after an error.
+Spark decides which ranges are read, so no consumer group is used, and no offset is committed to Kafka. Each committed
+record of a range is read once and in order; a missing record raises an error. Do not use a reader after an error.
 """
 
 import time
@@ -27,22 +27,22 @@ CONSUMER_SETTINGS: Final = {
     "isolation.level": "read_committed",
     # Without these events, the end of a range that ends with transaction markers cannot be detected.
     "enable.partition.eof": "true",
-    # A broker answers requests in order, so a fetch that waits for new records would delay the next range.
+    # A broker answers requests in order, so a fetch request that waits for new records would delay the next range.
     "fetch.wait.max.ms": "1",
-    # By default a full queue is filled again after a second, which costs 3 µs for each record.
+    # By default a full queue is filled again after a second. This delay costs 3 µs for each record.
     "fetch.queue.backoff.ms": "1",
     # Limit prefetching: records beyond the range are fetched again with the next range.
     "queued.max.messages.kbytes": str(8 << 10),
 }
 
 PATIENCE = 60.0  # seconds for the next record
-_POLL_SECONDS = 0.01  # that one call of the consumer waits
-_MAX_MESSAGES = 4_000  # of a call; with 50,000 a message costs 50 % more
-_FIRST_MESSAGES = 50  # of a call while the size of messages is unknown
-_POLL_BYTES = 2 << 20  # of a call, approximately
+_POLL_SECONDS = 0.01  # time limit of one call of the consumer
+_MAX_MESSAGES = 4_000  # of one call; with 50,000, a message takes 50 % more CPU
+_FIRST_MESSAGES = 50  # of one call while the size of messages is unknown
+_POLL_BYTES = 2 << 20  # of one call, approximately
 
 _ANSWER_SECONDS = 1.0  # for one answer of the brokers
-_REOPEN_SECONDS = 5.0  # without an answer; then the client is opened again, because it may not know new brokers
+_REOPEN_SECONDS = 5.0  # without an answer; a new client is then opened, because the old one may not know new brokers
 
 TopicOffsets = dict[str, dict[int, int]]
 """An offset for each partition, by topic."""
@@ -69,7 +69,7 @@ class RangeReader:
             self._consumer = open_consumer({**client, **CONSUMER_SETTINGS}, self._errors)
 
     def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
-        """Fetch ranges together. Call `stop_fetching` or `read` after leaving the iterator before its end.
+        """Fetch ranges together. If you leave the iterator before its end, call `stop_fetching` or `read` next.
 
         Args:
             ranges: of different partitions.
@@ -103,7 +103,7 @@ class RangeReader:
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def stop_fetching(self) -> None:
-        """Stop fetching until the next `read`, which a pending fetch would delay."""
+        """Stop fetching. A pending fetch would delay the next `read`."""
         with self._errors.translate_errors():
             self._consumer.unassign()
 
@@ -130,7 +130,7 @@ class RangeReader:
                 if mask is None:
                     continue
                 records = mask & (codes == 0) & (offset <= offsets)
-                # Records arrive in order: if one is beyond the range's end, the rest of the range has only holes.
+                # Records arrive in order. If one is beyond the end of the range, the rest of the range has no records.
                 passed = offsets[records][-1:] + 1
                 partition_ends = [int(offsets[number]) for number in ends if mask[number]]
                 positions[planned] = max([offset, *passed.tolist(), *partition_ends])
@@ -155,10 +155,10 @@ def _is_end(error: KafkaError) -> bool:
 
 
 class EndOffsets:
-    """Fetches the read_committed end offsets of partitions. For one thread.
+    """Fetches the read_committed end offsets (last stable offsets) of partitions. For one thread.
 
-    A new leader may lag for a moment. So an end below an offset that was already read is queried again, for up to a
-    sixth of `patience`.
+    A new leader may lag for a moment. So an end offset below an offset that was already read is queried again, for up
+    to a sixth of `patience`.
 
     Args:
         client: librdkafka's settings of the connection.
@@ -190,7 +190,7 @@ class EndOffsets:
                 if not regressed:
                     return ends
                 topic, number = regressed[0]
-                problem = f"{topic}[{number}] ends at {ends[topic][number]}, and {known[topic][number]} was read"
+                problem = f"{topic}[{number}] ends at {ends[topic][number]}; the next to read is {known[topic][number]}"
                 failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
             except Unavailable as error:
                 failure = error
@@ -215,7 +215,7 @@ class EndOffsets:
             try:
                 answers = self._consumer.offsets_for_times(latest, _ANSWER_SECONDS)
             except KafkaException:
-                self._consumer.poll(0.1)  # calls the listener, which gets the cause
+                self._consumer.poll(0.1)  # calls the error listener with the cause
                 self._errors.raise_refusal()
                 raise
             ends: TopicOffsets = {topic: {} for topic in known}

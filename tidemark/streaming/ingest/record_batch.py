@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRange:
-    """The offsets `[start, end)` of one partition. Not every offset has a record, because transactions leave holes."""
+    """The offsets `[start, end)` of one partition. Some offsets have no record, because of transaction markers."""
 
     topic: Topic
     partition: int
@@ -92,7 +92,7 @@ class Edges(NamedTuple):
         return Edges(*map(np.concatenate, pairs))
 
     def with_room(self, count: int, more: int) -> "Edges":
-        """A copy of the first `count` rows with room for at least `more` rows. Unused pages take no memory."""
+        """A copy of the first `count` rows with room for at least `more` other rows. Unused pages take no memory."""
         edges = Edges.allocate(max(count + more, 2 * self.size, 4096))
         pairs: Any = zip(edges, self, strict=True)
         for column, known in pairs:
@@ -110,7 +110,7 @@ class Edges(NamedTuple):
 
 
 def read_only(data: Bytes) -> Bytes:
-    """Make an array read-only, so that all arrays have one type: numba compiles a function for each type."""
+    """Make an array read-only. All arrays must have the same type, because numba compiles a function for each type."""
     data.setflags(write=False)
     return data
 
@@ -128,12 +128,17 @@ _MIN_PREFETCH = 500  # incarnations; a smaller table needs no prefetch
 
 
 class IncarnationTable(NamedTuple):
-    """A hash table of incarnations that compiled code reads and extends.
+    """A hash table of incarnations. Compiled code reads it and adds incarnations to it.
 
-    `counts`: (number of incarnations, total length of their names). `names`: the names of streams and writers in one
-    array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and the
-    epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that no
-    sender can choose names with equal hashes.
+    Attributes:
+        seed: the start value of all hashes. Secret, so that no sender can choose names with equal hashes.
+        counts: the number of incarnations, and the total length of their names in bytes.
+        names: the names of all streams and writers in one array.
+        bounds: for each incarnation the start of the stream's name, the start of the writer's name, the end of the
+            writer's name, and the epoch.
+        hashes: the hash of each incarnation.
+        legal: whether both names of each incarnation are legal.
+        slots: the numbers of the incarnations by hash; -1 if a slot is free.
     """
 
     seed: int
@@ -164,9 +169,11 @@ class MissingIncarnation(NamedTuple):
 
 
 class Incarnations:
-    """Numbers incarnations: from 0 upwards in `table`, from -1 downwards outside. An incarnation may have both numbers.
+    """Gives each incarnation a number.
 
-    The numbers depend on the order of arrival; the ranks of `ranked` do not.
+    Incarnations that compiled code finds are in `table` and have the numbers 0, 1, ... All others have -1, -2, ... An
+    incarnation may have one number of each kind. The numbers depend on the order of arrival; the ranks of `ranked` do
+    not.
     """
 
     def __init__(self) -> None:
@@ -186,7 +193,7 @@ class Incarnations:
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingIncarnation, values: Bytes) -> None:
-        """Add an incarnation that compiled code could not add: the table is full, or a name is not plain ASCII.
+        """Add an incarnation that compiled code could not add: the table is full, or a name is not certain to be legal.
 
         Args:
             missing: the incarnation.
@@ -208,7 +215,7 @@ class Incarnations:
         _insert(table.slots, missing.hash, number)
 
     def prefetch(self, records: int) -> None:
-        """Load the table into the cache sequentially before a large scan: random cache misses cost ten times as much.
+        """Load the table into the processor's cache before a large scan. Random cache misses cost ten times as much.
 
         Args:
             records: the number of records to scan. Does nothing for few records or a small table.
@@ -231,7 +238,9 @@ class Incarnations:
             self.table = self.table._replace(names=_enlarge(self.table.names))
 
     def ranked(self) -> tuple[list[Incarnation], Ids]:
-        """All incarnations in sorted order, and for each number its rank. The same records give the same ranks."""
+        """All incarnations, sorted, and for each number the rank of its incarnation. The same records give the same
+        ranks.
+        """
         incarnations = [*self.table.all(), *reversed(self._numbers)]
         ordered = sorted({*incarnations})
         rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
@@ -239,7 +248,7 @@ class Incarnations:
 
 
 def _insert(slots: Ids, hashed: int, number: int) -> None:
-    """Put a number into its slot. `field_scan.number_of` probes in the same way."""
+    """Put a number into its slot, or the next free slot. `field_scan.number_of` searches in the same way."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while slots[slot] >= 0:

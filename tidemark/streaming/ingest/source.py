@@ -1,4 +1,4 @@
-"""The data source of packets for Spark: one Python process plans ranges of Kafka, and workers read and compact them.
+"""The data source of packets for Spark. One Python process plans offset ranges; workers read and compact the records.
 
 The JVM handles offsets and packets, but no records (docs/decisions/0021-kafka-in-python.md). A worker keeps its
 consumer between batches.
@@ -27,16 +27,18 @@ from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
 RECORDS_PER_TASK = 20_000
-"""The number of records per task. Fewer are not worth another task, which costs Spark a few milliseconds."""
+"""The number of records per task. Fewer records are not worth another task, which takes Spark a few milliseconds."""
 LIGHT_RECORDS = 200_000
-"""The largest number of records of a batch that one task computes (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
+"""The largest number of records of a batch if one task computes the batch (`KafkaConfig.one_task`). Such a batch takes
+0.2 to 0.3 s of a core.
+"""
 
 WORTHWHILE_RECORDS = 40
-"""The number of records for which a batch is worth its cost (`Pace`): 0.2 s at 200 records/s."""
+"""The number of records for which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
-_IDLE_SECONDS = 2.0  # without a batch; then the cost of a batch is not known
-_LIST_SECONDS = 10.0  # between two lists of processes, each of which takes a few milliseconds
-_MIN_PAUSE_SECONDS = 0.02  # between two queries, each of which costs 1 ms in this process and 1 ms in the broker
+_IDLE_SECONDS = 2.0  # after such a pause between two batches, the CPU time in between is not the cost of a batch
+_LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
+_MIN_PAUSE_SECONDS = 0.02  # between two queries of end offsets; one takes 1 ms in this process and 1 ms in the broker
 
 _OPTION = "secret"  # Spark redacts an option with this name
 
@@ -91,7 +93,7 @@ class PacketSource(DataSource):
         return "tidemark"
 
     def schema(self) -> str:
-        return "key int, packet binary"  # of streaming.ingest.compact.PACKETS
+        return "key int, packet binary"  # the same as `streaming.ingest.compact.PACKETS_SCHEMA`
 
     def streamReader(self, schema: StructType) -> "PacketReader":
         return PacketReader(msgspec.json.decode(self.options[_OPTION], type=KafkaConfig))
@@ -114,7 +116,7 @@ class PacketReader(DataSourceStreamReader):
         self._end_offsets: EndOffsets | None = None
         self._max_records = config.first_limit
         self._full_start: _Offsets | None = None
-        """The start of the last batch that had the largest number of records."""
+        """The start offsets of the newest batch that was limited to `_max_records`; None after the limit has grown."""
         self._pace = Pace(config.cpu_share, ProcessTree(config.driver_pid).cpu_seconds)
 
     def initialOffset(self) -> _Offsets:
@@ -175,9 +177,10 @@ class PacketReader(DataSourceStreamReader):
 class Pace:
     """Decides when a batch begins, so that batches use at most a share of a core at a low rate of records.
 
-    A batch of one record costs about as much as one of a thousand. The time from one batch to the next is the cost of
-    the last batches, divided by `share`. With fewer than `WORTHWHILE_RECORDS` records this time is longer in
-    proportion, up to `MAX_WAIT_SECONDS`. A batch of `RECORDS_PER_TASK` records begins at once.
+    A batch of one record costs about as much as one of a thousand. The time from the start of one batch to the start of
+    the next is the median cost of the last batches, divided by `share`. If fewer than `WORTHWHILE_RECORDS` records are
+    unread, this time is longer in proportion. It is never longer than `MAX_WAIT_SECONDS`. If `RECORDS_PER_TASK` records
+    are unread, the next batch begins at once.
     """
 
     def __init__(self, share: float, cpu: Callable[[], float]) -> None:
@@ -194,7 +197,11 @@ class Pace:
         return statistics.median(self._costs) if self._costs else 0.0
 
     def try_begin(self, records: int, now: float) -> bool:
-        """Begin a batch of `records` records at `now` (monotonic seconds) if it is time. Returns whether it begins."""
+        """Begin a batch if enough time has passed for `records` records. `now`: monotonic seconds.
+
+        Returns:
+            Whether the batch begins.
+        """
         if not records or (records < RECORDS_PER_TASK and now < self._last_begin + self._wait_seconds(records)):
             return False
         cpu = self._cpu()
@@ -231,7 +238,7 @@ class ProcessTree:
         self._listed_at = -math.inf
 
     def cpu_seconds(self) -> float:
-        """CPU seconds since the start, including reaped children."""
+        """CPU seconds that the processes have used since their start, including those of reaped children."""
         now = time.monotonic()
         if now > self._listed_at + _LIST_SECONDS:
             self._members, self._listed_at = _process_tree(self._root), now
@@ -252,7 +259,10 @@ def _process_tree(root: int) -> list[psutil.Process]:
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
-    """End offsets that cover at most `max_records` offsets in total: the same share of each partition."""
+    """End offsets that cover about `max_records` offsets in total: the same share of each partition, rounded up.
+
+    Returns `ends` itself if it covers at most `max_records` offsets.
+    """
     total = _unread_count(start, ends)
     if total <= max_records:
         return ends
@@ -266,16 +276,16 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 
 
 def grown_limit(records: int, limit: int) -> int:
-    """The largest number of records of the batch after a full one: 1/64 more, up to `limit`.
+    """The limit of records after a batch that reached the limit `records`: 1/64 more, up to `limit`.
 
-    A batch with too many facts for memory starts a new query with a lower limit (`app.pipeline.batches`). So the limit
-    grows slowly.
+    The limit grows slowly, because a batch with too many facts for the memory ends the query, and the next query begins
+    with a lower limit (`app.pipeline.batches`).
     """
     return min(limit, records + max(1, records // 64))
 
 
 def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """Distribute ranges over tasks: the longest first, each to the smallest task."""
+    """Distribute ranges over tasks: the longest ranges first, each to the task with the fewest records so far."""
     task_count = min(len(ranges), -(-_record_count(ranges) // RECORDS_PER_TASK))
     tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
     sizes = [0] * task_count
@@ -289,8 +299,9 @@ def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
 def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Divide the ranges of a task into groups that are fetched together.
 
-    A few records are fetched in one group, because a request for each range would take longer than the rest of the
-    task. Many records are fetched range by range, because messages beyond the end of a range are dropped.
+    If the records are few, all ranges are fetched in one group: a request for each range would take longer than the
+    rest of the task. If they are many, the ranges are fetched one by one, because the reader drops messages that it
+    fetched beyond the end of a range.
     """
     return [ranges] if _record_count(ranges) <= RECORDS_PER_TASK else [[range_] for range_ in ranges]
 
@@ -302,7 +313,7 @@ _open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
-    """The reader of this worker. After an error, or for other connection settings, a new one is opened."""
+    """The reader of this worker. Opens a new reader after an error, and if the connection settings have changed."""
     wanted = {"client": config.client, "names": config.names}
     if _open_readers and _open_readers[0][0] != wanted:
         _open_readers.pop()[1].close()
