@@ -1,9 +1,8 @@
 """One batch of one shard: packets in, effects and new states out. Pure; no Spark.
 
-Offsets give the order of each stream's records. The records are cut into segments at the markers
-(docs/decisions/0001-segments.md), and `core.stream` applies the segments. Operators' markers are applied after the
-facts of the same batch: the control topic has no order against the facts (docs/design.md 3), and an override is not
-needed for IDs that the facts settle.
+The records of a stream are sorted by offset and cut into segments at the markers (docs/decisions/0001-segments.md).
+`core.stream` applies the segments. Operators' markers are applied after the facts of the same batch: the records of the
+control topic have no order relative to the facts (docs/design.md 3), and the facts may make an override needless.
 """
 
 from collections import defaultdict
@@ -68,7 +67,7 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
     columns = RunColumns.of([packet.runs for packet in packets])
     inputs = group_by_stream(packets, columns, states, bounds)
     states.prepare_lookups(len(inputs))
-    # At the bound of unreadable streams, records of any new stream may have been dropped before.
+    # If the bound of unreadable streams is reached, records of a new stream may have been dropped in an earlier batch.
     is_full = states.unreadable_count() >= bounds.unreadable and any(name not in states for name in inputs)
     in_order = advance_in_order(inputs, columns, states, now, bounds)
     for name, stream_input in sorted(inputs.items()):
@@ -118,8 +117,8 @@ class StreamBatch:
         stream: the state, decoded.
         outcome: the changes of the batch so far.
         refusals: rejected records, with topic and partition; IDs are signed.
-        overrides: the applied operator overrides, with `by` and `why`.
-        requeues: deferred records that now fit within the bound.
+        overrides: the applied operator overrides, each with its `by` and `why`.
+        requeues: deferred records that now fit within the bound of spans.
         encoded: the new state, set by `finish`.
     """
 
@@ -162,7 +161,7 @@ class StreamBatch:
             ]
 
     def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
-        """Apply the facts that may be in records of these partitions, and in rejected records of the control topic."""
+        """Apply the possible facts of all records of these partitions, and of rejected records of the control topic."""
         refused = [
             *stream_input.refused_control,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
@@ -194,9 +193,9 @@ class StreamBatch:
                 self._note_seen(item)
 
     def _note_seen(self, item: AcceptedRecord) -> None:
-        """Update when a record of the writer was last read, including rejected ones.
+        """Set `last_seen` of the record's writer to the time of the batch, also if the state rejected the record.
 
-        The time is that of the batch: the timestamp of the record comes from the writer's clock, which may be wrong.
+        The timestamp of the record is not used: it comes from the writer's clock, which may be wrong.
         """
         incarnation = item.writer, item.epoch
         writer: WriterState | UnjoinedWriter | None = self.stream.unjoined.get(incarnation)
@@ -293,7 +292,7 @@ class StreamBatch:
 
 
 def _merge_late_ranges(ranges: list[LateRange]) -> list[LateRange]:
-    """Merge late ranges that touch or overlap, so that the effects do not depend on how edges were packed into runs."""
+    """Merge late ranges that touch or overlap. So the effects do not depend on how edges were packed into runs."""
     merged: list[LateRange] = []
     for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):
         last = merged[-1] if merged else None

@@ -19,7 +19,7 @@ from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.values.limits import NO_EVIDENCE, Evidence
 
 NO_POSITION = -1
-"""Position of a writer that never joined: no edge continues it, not even an edge from 0."""
+"""Position of a writer that never joined. No edge continues this position, not even an edge from 0."""
 
 EMPTY_RANGES_MAX = 32
 """The largest number of empty ranges that a chain remembers, a few bytes each. An edge that contradicts an older range
@@ -27,8 +27,8 @@ counts as a duplicate.
 """
 
 DEFERRED_RANGES_MAX = 32
-"""The largest number of deferred ranges that a chain remembers, a few bytes each. With fewer, wider ranges more records
-are read again without need.
+"""The largest number of deferred ranges that a chain remembers, a few bytes each. If it were lower, the ranges would be
+wider, and more records would be read again without need.
 """
 
 SettledBy = Literal["completed", "joined", "retired", "skipped"]
@@ -99,7 +99,7 @@ class ChainChanges:
         id: the position now.
         evidence: how the IDs in `(prev, id]` were settled.
         changed_gaps: gaps that are new or have changed, as `(low, top, since)`.
-        closed_gaps: what closed each gap, by `top`.
+        closed_gaps: for the `top` of each closed gap, what closed the gap.
     """
 
     prev: int
@@ -115,7 +115,7 @@ class Chain:
 
     Attributes:
         position: every ID of the writer up to here is settled.
-        pending: spans above the position, ascending; between two of them is a gap.
+        pending: spans above the position, ascending, with a gap between two spans.
         uncertain_up_to: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if the ID is not
             known. Open IDs up to it may have facts, even if the writer declares them empty later.
         empty_ranges: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them
@@ -152,9 +152,7 @@ class Chain:
         return bool(self.pending) and self.pending[-1].id > id
 
     def settled_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """The settled ranges that overlap `(prev, id]`, ascending. They may extend beyond it. The first may be
-        `(0, position]`.
-        """
+        """The settled ranges that overlap `(prev, id]`, ascending, in full length. The first may be `(0, position]`."""
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
         return ranges
@@ -186,7 +184,7 @@ class Chain:
             evidence: how the IDs were settled.
             edges: number of completed edges.
             how: how the gaps that the range fills are closed.
-            since: time (ms) at which the range was first seen; the age of a new gap below it counts from this time.
+            since: time (ms) at which the range was first seen. The age of a new gap below the range counts from then.
         """
         self._save_gaps()
         if prev == self.position:
@@ -227,9 +225,10 @@ class Chain:
     def defer(self, deferred: DeferredRange, highest: int) -> None:
         """Remember records whose edges exceed the bound of spans, to read them again later.
 
-        Kafka may remove the records before that. So IDs up to `highest` count as uncertain.
+        Kafka may remove the records before they are read again. So IDs up to `highest` are marked as uncertain.
 
         Args:
+            deferred: the records.
             highest: the highest ID in the records.
         """
         self.deferred = merge_ranges([*self.deferred, deferred])
@@ -239,7 +238,7 @@ class Chain:
         """Remove and return the next deferred range to read again.
 
         A range that the position has reached needs no span, so it is returned at once. Other ranges wait until half of
-        the `spans` are free: each span that becomes free would otherwise make the pipeline read a whole range again.
+        `spans_max` is free. Otherwise the pipeline would read a whole range again for each span that becomes free.
 
         Args:
             spans_max: bound of the spans of this chain.
@@ -254,13 +253,13 @@ class Chain:
         return None if index is None else self.deferred.pop(index)
 
     def declare_empty(self, ranges: Intervals) -> None:
-        """Note that the writer declared that it has no fact in `ranges`."""
+        """Remember that the writer declared that it has no fact in `ranges`."""
         self.empty_ranges = self.empty_ranges.union(ranges).highest(EMPTY_RANGES_MAX)
 
     def cut_above(self, limit: int) -> list[Span]:
         """Remove the spans, and the parts of spans, beyond `limit`.
 
-        The counts of a span across `limit` cannot be divided. Both parts get all of them, up to the width of the part.
+        The counts of a span across `limit` cannot be divided. Each part gets the full counts, limited to its width.
 
         Returns:
             The removed spans, ascending.
@@ -310,7 +309,7 @@ class Chain:
         """Settle the open IDs that `other` has settled. `other` is a chain without a position.
 
         Args:
-            published_position: position that was published for the writer. Evidence up to it is not reported again.
+            published_position: the published position of the writer. Evidence up to this ID is not reported again.
         """
         self.mark_uncertain_up_to(other.uncertain_up_to)
         self.declare_empty(other.empty_ranges)
@@ -339,7 +338,7 @@ class Chain:
         """Return the combined changes since the last call.
 
         A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
-        `changed` and `closed`.
+        `changed_gaps` and `closed_gaps`.
         """
         before = self._gaps_before or {}
         closed = {top: how for top, how in self._closed_gaps.items() if top in before}
@@ -382,7 +381,7 @@ class Chain:
 
 
 def _part(span: Span, prev: int, id: int) -> Span:
-    """The part `(prev, id]` of a span. Counts cannot be divided: each is bounded by the width of the part."""
+    """The part `(prev, id]` of a span. Its counts are those of the span, limited to the width of the part."""
     if (prev, id) == (span.prev, span.id):
         return span
     width = id - prev

@@ -1,11 +1,11 @@
 """Applies runs to a chain: which edges are new, duplicate, in conflict or late. Pure; magnitudes only.
 
-The edges of one writer and epoch tile its chain (docs/design.md 3). An edge whose range is settled is a duplicate. An
-edge whose range is settled in part is a conflict, unless an earlier timeline settled that part: the edges of different
-timelines need not match.
+The edges of one writer and epoch tile its chain (docs/design.md 3). An edge whose range is settled is a duplicate, or
+late if it contradicts its writer. An edge whose range is settled in part is a conflict, unless an earlier timeline
+settled that part: the edges of different timelines need not match.
 
-The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross the end of a late
-range, or the end of what an earlier timeline settled, are handled one by one: at most two for each range.
+The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross an end of a late
+range, or of a range that an earlier timeline settled, are handled one by one: at most two for each range.
 
 A `BatchOutcome` collects the changes of one stream by one batch. `streaming.core.batch` makes the effects from it.
 """
@@ -24,24 +24,31 @@ from tidemark.streaming.values.limits import NO_EVIDENCE, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
 
 Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
-"""How a record, or an edge of a RUN, is counted. `batch`: one of several rows of a fact. `forgotten`: completed IDs
-that were dropped at the bound.
+"""How a record, or an edge of a RUN, is counted. `batch`: a row of a fact with several rows, but not the last row.
+`forgotten`: a completed ID that was dropped, at the bound or with a new timeline.
 """
 
 LateReason = Literal["skipped", "regressed", "final", "announced"]
-"""Why a completion is late: an operator had settled the ID; the database was restored; the ID was final, because the
-linear position had passed it or another writer had completed it; or the writer had declared that it has no fact there.
+"""Why a completion is late.
+
+- `skipped`: an operator had settled the ID.
+- `regressed`: the database was restored, or an operator's override was taken back.
+- `final`: the linear position had passed the ID, or another writer had completed it.
+- `announced`: the writer had declared that it has no fact with this ID.
 """
 
 RollbackSignal = Literal["position", "database", "start"]
-"""The evidence that a database was restored: a JOIN below IDs that its writer had completed, another history of the
-database, or a start that does not follow the writer's last start.
+"""The evidence in a JOIN that its database was restored.
+
+- `position`: the JOIN is below IDs that its writer had completed.
+- `database`: the JOIN names another database (`Timeline.database`).
+- `start`: the JOIN's start does not follow the writer's last start.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LateRange:
-    """Late completions in `(prev, id]`, of which `facts` are facts."""
+    """Late completions in `(prev, id]`. `facts`: the number of facts among them."""
 
     writer: str
     epoch: int
@@ -98,9 +105,9 @@ class BatchOutcome:
         now: time (ms) of the batch.
         has_unordered_rejections: True if the batch rejected records that have no order relative to the stream's other
             records.
-        counts: number of records by outcome.
+        counts: number of records, or of edges of RUNs, by outcome.
         touched: for each writer with records in the batch, the Kafka time (ms) of its oldest record.
-        refusals: rejected facts. A rejected marker is the return value of `StreamState.apply_marker`.
+        refusals: rejected records and edges, without markers: `StreamState.apply_marker` returns why it rejects one.
         late_ranges: late completions.
         timelines: timelines that began.
         dropped_writers: names of retired writers that left the state.
@@ -116,12 +123,12 @@ class BatchOutcome:
     dropped_writers: list[str] = field(default_factory=list)
 
     def record_late(self, run: Run, why: LateReason) -> None:
-        """Count all edges of `run` as late. Its range must contain no other edge of its writer."""
+        """Count all edges of `run` as late. The range of `run` must contain no other edge of its writer."""
         self.counts["late"] += len(run)
         self.late_ranges.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
     def record_contradiction(self, run: Run) -> None:
-        """Count facts that their writer had declared not to exist as late. Their edges may overlap other edges."""
+        """Count facts as late, because their writer had declared that they do not exist. Edges may overlap others."""
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):
             self.late_ranges.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
@@ -132,7 +139,7 @@ class BatchOutcome:
 
 
 CompletedRun = tuple[Run, Outcome]
-"""Edges that this batch settled or that are late, and the outcome under which they are counted."""
+"""Edges that this batch settled or that are late, and their outcome."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
 _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
@@ -146,10 +153,9 @@ class Classifier:
         chain: the writer's chain.
         spans_max: bound of the spans on the chain. An edge that would add one more is deferred.
         batch: collects the changes.
-        outcome: how an accepted edge is counted.
+        outcome: the outcome of an accepted edge.
         late_ranges: ranges in which a completion is late. Each completion is removed from its range.
-        published_position: late completions up to this ID are late because the database was restored; late completions
-            beyond it, because an operator settled their range.
+        published_position: late completions up to this ID have the reason `regressed`, beyond it `skipped`.
         timeline_start_id: an earlier timeline may have settled IDs up to this one.
     """
 
@@ -285,8 +291,8 @@ class Classifier:
     def _settle_without_evidence(self, run: Run) -> None:
         """Settle the open parts of a run whose edges are counted already, and remove the run from the late ranges.
 
-        If the number of late ranges would exceed the bound of spans, they are not changed. If a part exceeds that
-        bound, the run is deferred; its records are counted as late again when they are read again.
+        If there could be more late ranges than `spans_max`, the late ranges are not changed. If a part would be one
+        span too many, the run is deferred; its records are counted as late again when they are read again.
         """
         for prev, id in self.chain.open_ranges(run.start, run.end):
             if self._has_room(prev, id):
@@ -301,8 +307,9 @@ class Classifier:
     def _apply_across_late(self, edge: Run) -> Iterator[CompletedRun]:
         """Apply one edge that is partly in a late range.
 
-        If the edge's ID is outside, the part of the edge right below the ID is applied like a separate edge. If the ID
-        is inside, the completion is late. The remaining open parts of the edge are settled without evidence.
+        If the edge's ID is outside the late ranges, the part of the edge from the last late range to the ID is applied
+        like a separate edge. If the ID is inside, the completion is late. The remaining open parts of the edge are
+        settled without evidence.
         """
         *_, (low, high) = [(0, 0), *self.late_ranges.missing(edge.start, edge.end)]
         if high == edge.end:

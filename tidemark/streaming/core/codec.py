@@ -1,7 +1,7 @@
 """The encoding of a stream's state in Spark's state store and in Postgres. Pure.
 
-Nested msgpack arrays. The first element is the number of the format; an unknown format stops the pipeline. IDs are
-stored as intervals only, so a million pending IDs above one gap take a few bytes.
+A state is encoded as nested msgpack arrays. The first element is the number of the format; a newer format stops the
+pipeline. IDs are stored as intervals only, so a million pending IDs above one gap take a few bytes.
 
 The table of retired writers is the last element. It may have ten thousand rows, and few batches change it. So it can be
 cut off and stored separately (`EncodedState`).
@@ -89,7 +89,9 @@ def encode(stream: StreamState) -> bytes:
 
 
 def encode_parts(stream: StreamState) -> EncodedState:
-    """Encode a state with the table of retired writers as a separate part; None if the batch did not change it."""
+    """Encode a state, with the table of retired writers as a separate part. The part is None if the batch did not
+    change the table.
+    """
     writers, active, retired, waiting = stream.writers.pack()
     table = StoredTable.of(retired)
     encoded = encode_stored(
@@ -187,7 +189,10 @@ def _decode_table(stored: StoredTable | None) -> PackedTable:
 
 
 def forget_home(data: bytes) -> EncodedState:
-    """Re-encode the state of a stream that may have moved to another Kafka partition, as one complete state."""
+    """The state without its home partition and its deferred offsets, for a stream whose partition may have changed.
+
+    Has the table of retired writers as a separate part.
+    """
     stream = decode(data)
     stream.home = None
     stream.forget_offsets()
@@ -195,8 +200,10 @@ def forget_home(data: bytes) -> EncodedState:
 
 
 def mark_uncertain(data: bytes) -> EncodedState:
-    """Re-encode the state of a stream whose records may have been removed before they were read, as one complete
-    state.
+    """The state with all writers marked as uncertain, and without deferred offsets. For a stream whose records may have
+    been removed from Kafka before they were read.
+
+    Has the table of retired writers as a separate part.
     """
     stream = decode(data)
     stream.mark_uncertain()
@@ -205,7 +212,7 @@ def mark_uncertain(data: bytes) -> EncodedState:
 
 
 def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
-    """All deferred ranges of a state, which are read again once there is room."""
+    """All deferred ranges of a state (`Chain.deferred`)."""
     stream = decode(data)
     stream.writers.decode_waiting()
     chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.decoded.items()]

@@ -1,15 +1,15 @@
 """Effects: the changes of a shard's streams by a batch. Effects are the only output of the state machine.
 
 IDs are signed. "Beyond" means farther from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
-sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver of the batch passes the effects
-to the sinks; they are stored nowhere.
+sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver passes the effects to the sinks.
+Effects are not stored.
 
-*Linear lag* is how far the linear position is below the allocated IDs. The linear position waits for each active writer
-that has not settled the next ID, and for each writer that never joined. A writer can block it without a gap: a gap
-appears only when the writer completes a higher ID.
+*Linear lag* is how far the linear position is below the highest allocated ID. The linear position waits for each active
+writer that has not settled the next ID, and for each writer that never joined. A writer can block the linear position
+without a gap: a gap appears only when the writer completes a higher ID.
 
-`Summary` and `blockers` describe a stream's state for people. Needs no numpy: services that only read import this
-module too.
+`Summary` and `blockers` describe a stream's state for people. This module does not import numpy, because services that
+only read import it too.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BlockReason = Literal["transaction", "gap", "silent", "unknown"]
 
 BLOCKERS_MAX = 10
-"""The largest number of blockers of a stream that are named, the lowest first."""
+"""The largest number of blockers of a stream that are named (`LinearLag.blockers`)."""
 
 BRIEF_WAIT = 10.0
 """Waits shorter than this many seconds are not reported, because a transaction may take that long."""
@@ -40,8 +40,8 @@ class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
         reason: `transaction` (the writer reported an open transaction), `gap` (it completed IDs above open ones),
             `silent` (it has sent nothing beyond `position`) or `unknown` (it never joined).
         position: position of the writer's chain; 0 if it never joined.
-        since: time (ms) at which the writer began to block: the start of its oldest gap, or the first record of an
-            unknown writer, or else the start of the linear lag; None if unknown.
+        since: time (ms) at which the writer began to block: the start of its oldest gap, the first record of an unknown
+            writer, or else the start of the linear lag; None if that is not known.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
@@ -57,12 +57,12 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How far the linear position is below the allocated IDs.
 
     Attributes:
-        ids: the distance in IDs.
-        since: time (ms) of the batch that first saw allocated IDs beyond the linear position, or earlier; None if
-            unknown.
+        ids: the distance in IDs; 0 if there are only unknown writers.
+        since: time (ms) of the batch that first saw allocated IDs beyond the linear position, or an earlier time; None
+            if that is not known.
         blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then the writers
             with the lowest positions.
-        count: number of all writers that block it.
+        count: number of all writers that block the linear position.
     """
 
     ids: int
@@ -72,14 +72,12 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def is_brief(since: int | None, now: float) -> bool:
-    """True if a wait since `since` (ms) is too short at `now` (s) for a report, because a transaction may take that
-    long.
-    """
+    """True if a wait since `since` (ms) is at `now` (s) still shorter than `BRIEF_WAIT`."""
     return since is not None and now - since / 1000 < BRIEF_WAIT
 
 
 def linear_lag(stream: "StreamState") -> LinearLag | None:
-    """Return the linear lag of a stream, with signed IDs. None if there is none, and no writer is unknown."""
+    """The linear lag of a stream, with signed positions. None if there is no lag and no unknown writer."""
     ids = stream.allocated - stream.linear.position
     if ids <= 0 and not stream.unjoined:
         return None
@@ -161,9 +159,9 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         facts: number of facts among them.
-        why: `skipped` (an operator's SKIP, RETIRE or JOIN settled the IDs), `regressed` (the database was restored),
-            `final` (the linear position had passed the ID, or another writer had completed it) or `announced` (the
-            writer had declared that it has no fact there).
+        why: `skipped` (an operator's SKIP, RETIRE or JOIN settled the IDs), `regressed` (the database was restored, or
+            an operator's override was taken back), `final` (the linear position had passed the ID, or another writer
+            had completed it) or `announced` (the writer had declared that it has no fact there).
     """
 
     writer: str
@@ -175,9 +173,9 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Deferred edges of a writer have room now. They are among the records at the offsets `first` to `last`.
+    """The offsets `first` to `last` of a partition. They contain deferred edges of a writer that now have room.
 
-    The publisher produces the records of this writer and epoch to the facts topic again.
+    The publisher produces the records of this writer and epoch in the range to the facts topic again.
     """
 
     writer: str
@@ -206,7 +204,7 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
         id: IDs beyond may be given out again.
         position: the writer's position at that time.
         why: the evidence of the restore: `position` (the JOIN is below IDs that its writer had completed), `database`
-            (another history of the database) or `start` (the start does not follow the writer's last start).
+            (the JOIN names another database) or `start` (the start does not follow the writer's last start).
     """
 
     writer: str
@@ -229,11 +227,11 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The last report of a relay or a bridge about a stream, in the name of one writer.
+    """The last OPEN of a writer of a stream. A relay or a bridge sends it in the name of the writer.
 
     Attributes:
-        heartbeat: seconds within which it sends the next record of the stream; 0: no promise.
-        blocked: why it sends nothing new of the stream; empty if it is not blocked.
+        heartbeat: seconds within which the writer sends the next record of the stream; 0: no promise.
+        blocked: why the writer sends no new record of the stream; empty if it is not blocked.
         since: time (ms) of the batch that first read this reason.
     """
 
@@ -259,7 +257,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
         Args:
             now: the time in seconds since 1970.
-            reading_since: the time (s) since when the pipeline has read without a break.
+            reading_since: the time (s) from which on the pipeline has read without a break.
         """
         silent = now - max(self.last_seen / 1000, reading_since)
         return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
@@ -269,7 +267,7 @@ MISSED_HEARTBEATS = 2
 """A writer is overdue after this many heartbeat intervals without a record."""
 
 HEARTBEAT_SLACK = 5.0
-"""Seconds that a record may take from its writer to the state, even on a busy machine."""
+"""The longest time in seconds that a record takes from its writer to the state, even on a busy machine."""
 
 
 class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -281,7 +279,8 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
         oldest: the oldest blocker; None if there is none.
         unknown: writers that never joined, as `writer/epoch`.
         completed: number of intervals of completed IDs above the linear position.
-        linear_lag: how far the linear position is below the allocated IDs; None without a lag.
+        linear_lag: how far the linear position is below the allocated IDs; None if there is no lag and no unknown
+            writer.
         transactions: per writer, the open transactions that it reported.
         deferred: writers with deferred records, as `writer/epoch`.
         spans: the largest number of pending spans of a writer.
@@ -311,11 +310,10 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         closed: gaps that were closed.
         late: late completions.
         dropped: retired writers that left the state.
-        counts: number of records by outcome: `applied`, `buffered`, `deferred`, `duplicate`, `late`, `batch`, and
-            `forgotten` (completed IDs dropped at the bound). Rejected records are in `ShardEffects.rejected`.
+        counts: number of records by outcome (`core.classify.Outcome`). Rejected records are in `ShardEffects.rejected`.
         state: the new state (`core.codec`) without the table of its retired writers.
-        retired: that table; None if the batch did not change it.
-        requeues: deferred records that now fit within the bound.
+        retired: the table of retired writers; None if the batch did not change it.
+        requeues: deferred records that now fit within the bound of spans.
     """
 
     stream: str
@@ -379,13 +377,13 @@ def decode(data: bytes) -> ShardEffects:
 
 
 def blockers(stream: "StreamState") -> list[Blocker]:
-    """Everything that blocks a position of `stream`, the oldest first, with signed IDs."""
+    """All blockers of the positions of `stream`, the oldest first, with signed IDs."""
     stream.writers.decode_waiting()
     return sorted(_blockers(stream), key=_age)
 
 
 def summarize(stream: "StreamState") -> Summary:
-    """Describe a stream's state. Does not decode writers that the batch did not touch."""
+    """Describe a stream's state. Of the writers that are still encoded, decodes only those that send OPEN records."""
     blocked = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
     chains = [writer.chain for writer in stream.writers.decoded.values()]

@@ -1,11 +1,11 @@
 """The fast path: advances all in-order streams of a batch at once, with numpy. Pure; no Spark.
 
-A stream is *in order* in a batch if two things hold. Its state has nothing pending, buffered or late, before and after
-the batch. And the batch has only runs that continue the chains of their writers, so that the linear position reaches
-the highest allocated ID. Nearly all streams are in order in nearly all batches.
+A stream is *in order* in a batch if two conditions are met. The state has nothing pending, buffered or late, before and
+after the batch. The batch has only runs that continue the chains of their writers, and with them the linear position
+reaches the highest allocated ID. Nearly all streams are in order in nearly all batches.
 
-`core.stream` advances all streams that are not certain to be in order. For in-order streams both give the same effects
-and state, byte for byte.
+`core.stream` advances all streams that are not certain to be in order. For in-order streams, both modules give the same
+effects and state, byte for byte.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 class EdgeColumns:
     """The edges of some streams as parallel arrays, sorted by stream, writer and ID.
 
-    The edges of one writer are one run here: they continue the writer's chain without a gap.
+    All edges of one writer are one run, because they continue the writer's chain without a gap.
 
     Attributes:
         ids: ID of each edge.
@@ -62,7 +62,7 @@ class EdgeColumns:
         self._prevs[self.run_firsts] = self.run_prevs
 
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
-        """Test for each stream whether its linear position reaches its head.
+        """Test for each stream whether its linear position reaches its head, the highest allocated ID.
 
         True if all IDs beyond the floor are completed, each of them once, and no completed ID is at or below the linear
         position.
@@ -87,9 +87,7 @@ class EdgeColumns:
         return reached
 
     def _streams_with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
-        """The streams in which an ID is completed twice; all streams if their ID ranges together need more than 62
-        bits.
-        """
+        """The streams in which an ID is completed twice. All streams if their ID ranges together exceed 62 bits."""
         # Give each stream a separate range of numbers, as wide as the distance from its linear position to its head.
         widths = heads - linears
         if widths.sum(dtype=np.float64) >= 2**62:
@@ -117,7 +115,7 @@ class EdgeColumns:
         """The ranges that writers declared empty (`Run.empty`).
 
         Returns:
-            The index of each run with such ranges, and the highest `count_max` of its ranges.
+            For each run with such ranges: the index of the run, and the highest `count_max` of its ranges.
         """
         highs = self.ids - (self.kinds == RDATA)
         edges = np.flatnonzero(self._prevs < highs)
@@ -191,7 +189,7 @@ class InOrderStream(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CandidateRuns:
-    """The runs of the candidates, sorted by writer and start; each run continues the one before of its writer.
+    """The runs of the candidates, sorted by writer and start. Each run continues its writer's chain.
 
     Attributes:
         candidates: the candidates, in the order of their writers' numbers.
@@ -238,7 +236,7 @@ class CandidateRuns:
         heads_before = np.maximum(
             np.maximum.reduceat(positions, firsts), [_highest_inactive_position(stored) for stored in states]
         )
-        positions[writers] = ends  # the last run of each writer wins
+        positions[writers] = ends  # if a writer has several runs, numpy assigns the end of the last one
         floors = np.maximum(np.minimum.reduceat(positions, firsts), [stored.linear for stored in states])
         heads = np.maximum(np.maximum.reduceat(positions, firsts), heads_before)
         sorted_runs = cls(candidates, columns, runs, writers, run_candidates, directions, heads_before, floors, heads)
@@ -302,7 +300,7 @@ class CandidateRuns:
 
 
 def _differs_from_previous(numbers: Ids) -> Mask:
-    """Mask of the numbers that differ from the number before."""
+    """Mask of the numbers that differ from the previous number. The first number is in the mask."""
     return np.concatenate(([True], numbers[1:] != numbers[:-1]))
 
 
@@ -320,7 +318,7 @@ def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tup
 
 
 def _highest_inactive_position(stored: StoredStream) -> int:
-    """The highest ID that is known to be allocated, without the active writers."""
+    """The highest allocated ID, if the chains of the active writers are left out."""
     retired = 0 if stored.retired is None else int(table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
@@ -352,7 +350,7 @@ def advance_in_order(
         now: time (ms) of the batch.
 
     Returns:
-        A result for each such stream. The caller advances the other streams with `core.stream`.
+        A result for each in-order stream. The caller advances the other streams with `core.stream`.
     """
     candidates: list[Candidate] = []
     runs: list[int] = []
@@ -457,8 +455,12 @@ def _advanced_writer(writer: StoredWriter, run: MergedRun, now: int) -> StoredWr
 
 
 class CaughtUpStream(NamedTuple):
-    """A stream without linear lag: the linear position and the positions of the active writers, signed. `sources`: the
-    writers that send OPEN records.
+    """A stream without linear lag. IDs are signed.
+
+    Attributes:
+        linear: the linear position.
+        positions: the position of each active writer, by name.
+        sources: the writers that send OPEN records.
     """
 
     linear: int
@@ -467,10 +469,10 @@ class CaughtUpStream(NamedTuple):
 
 
 def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
-    """Read an encoded state whose stream has no linear lag, without decoding all of it.
+    """Read an encoded state without decoding all of it.
 
     Returns:
-        None if the state is not that simple.
+        None if the stream has linear lag or reported transactions, or if the state must be decoded to find out.
     """
     stored = decode_stored(data)
     if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
@@ -483,7 +485,9 @@ def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
 def _candidate_state(
     name: str, stream_input: "StreamInput", data: bytes | None, now: int, bounds: Bounds
 ) -> StoredStream | None:
-    """The state of a stream that has only runs in the batch, in its home partition. None if it is no candidate."""
+    """The state of a stream if the stream is a candidate: the batch has only runs of it, all in its home partition.
+    None if it is no candidate.
+    """
     has_other_records = (
         stream_input.rows_and_markers or stream_input.refused or stream_input.refused_control or stream_input.control
     )
@@ -501,7 +505,7 @@ def _candidate_state(
 
 
 def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[int]:
-    """The numbers of the writers `names`, counted from `first`. Empty if one of them cannot be on the fast path."""
+    """The numbers of the writers `names`, counted from `first`. Empty if one of the writers cannot be in order."""
     known = {writer.name: number for number, writer in enumerate(stored.writers, first)}
     numbers = [known.get(name, -1) for name in names]
     for number in {*numbers}:
@@ -511,10 +515,10 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
 
 
 def _has_only_positions(stored: StoredStream) -> bool:
-    """True if the state has only positions of active writers, and fields that no run changes."""
+    """True if the state has only positions of active writers, and fields that runs do not change."""
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
-    for writer in stored.writers:  # no generator, for speed: called for each of a million streams at a start
+    for writer in stored.writers:  # a generator would be slower; at a start, a million streams are checked
         if writer.chain.pending or writer.chain.deferred or writer.retired_at is not None:
             return False
     return len(stored.writers) <= writer_table.UNPACKED_MAX

@@ -1,8 +1,8 @@
 """The encoded states of a shard's streams, in three layers. Pure; no Spark.
 
-A shard may have a hundred thousand streams, of which a batch touches ten. A lookup must not decode the others. The
+A shard may have a hundred thousand streams, and a batch may touch ten of them. A lookup must not decode the others. The
 states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has the states
-that changed since: `packed` ones, shadowed by `recent` ones.
+that have changed since then: `packed` ones, and `recent` ones that shadow them.
 
 `group_by_stream` groups the records of a batch by stream, and cuts them into segments at the markers.
 """
@@ -25,14 +25,16 @@ from tidemark.streaming.wire.records import Kind, Topic
 from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, PossibleFacts, RunColumns
 
 UNREADABLE_STATE = codec.encode(StreamState(uncertain_up_to=UNBOUNDED))
-"""The state of a stream of which no record could be read yet."""
+"""The state of a stream that only unreadable records have named."""
 
 _RECENT_BYTES_MAX = 1 << 20
-"""The largest size of recent states in bytes. A batch decodes and encodes them within a few milliseconds."""
+"""Recent states may have this many bytes, or a quarter of the bytes of the packed states if that is more. A batch
+decodes and encodes a MiB within a few milliseconds.
+"""
 
 
 _LOOKUP_COST = 16
-"""A lookup takes as long as an iteration over this many states."""
+"""A lookup by bisection takes as long as an iteration over this many states."""
 
 
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
@@ -41,8 +43,8 @@ class _Columns(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         name_ends: for each stream the end of its name in `names`, as uint32.
         state_ends: for each stream the end of its state in `states`, as uint32.
-        names: the names of the streams, ascending, end to end.
-        states: their states, end to end.
+        names: the names of the streams, ascending, concatenated.
+        states: the states of the streams, concatenated.
         unreadable_count: number of states that are `UNREADABLE_STATE`.
     """
 
@@ -79,7 +81,7 @@ class PackedStates:
         return len(self._name_ends)
 
     def prepare_lookups(self, count: int) -> None:
-        """Call it before `count` lookups. If they are many, it builds a dictionary, which is cheaper."""
+        """Prepare for `count` lookups. Builds a dictionary if that is cheaper than `count` bisections."""
         if self._by_name is None and _LOOKUP_COST * count > len(self):
             self._by_name = dict(self.items())
 
@@ -172,7 +174,7 @@ class States:
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:
-        """Encode all layers but the seed. Recent states move to the packed layer once they are too large."""
+        """Encode all layers but the seed. If the recent states are too large, they move to the packed layer."""
         size = sum(map(len, self._recent.values()))
         if size > max(_RECENT_BYTES_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
@@ -180,7 +182,7 @@ class States:
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
 
     def prepare_lookups(self, count: int) -> None:
-        """Call before `count` lookups."""
+        """Prepare for `count` lookups."""
         self._packed.prepare_lookups(count)
         self._seed.prepare_lookups(count)
 
@@ -223,9 +225,9 @@ class StreamInput:
     Attributes:
         columns: the runs of all streams.
         runs: indexes of this stream's runs in `columns`, by partition.
-        rows_and_markers: rows without an ID, and markers of writers, by partition.
-        refused: rejected records of the facts topic that may be facts, by partition.
-        refused_control: rejected records of the control topic that may be facts.
+        rows_and_markers: batch rows, and markers of writers, by partition.
+        refused: the facts that rejected records of the facts topic may contain, by partition.
+        refused_control: the facts that rejected records of the control topic may contain.
         control: markers of operators, with their partitions.
     """
 
@@ -245,7 +247,7 @@ class StreamInput:
         return [*map(self.columns.run, self.runs.get(partition, ())), *self.rows_and_markers.get(partition, ())]
 
     def as_rejected(self, partition: Partition) -> Iterator[PossibleFacts]:
-        """The facts that may be hidden in the records of a partition if all of them are rejected."""
+        """The facts that the records of a partition may contain, if all of the records are rejected."""
         yield from self.refused.get(partition, ())
         for item in self.items(partition):
             if isinstance(item, PackedRun):
@@ -262,8 +264,9 @@ def group_by_stream(
 ) -> dict[str, StreamInput]:
     """Group the records of `packets` by stream.
 
-    New streams that only rejected records name are admitted in the order of their names, while fewer than
-    `bounds.unreadable` such streams exist.
+    A rejected record whose writer cannot be read may name a new stream. Such streams are admitted in the order of their
+    names while the shard has fewer than `bounds.unreadable` of them. A new stream that only a key names is not admitted
+    if the value names another stream.
 
     Args:
         columns: the runs of all packets, in the order of the packets.
@@ -313,7 +316,7 @@ def split_segments(
     A run never spans a marker of its stream: compaction cuts it there.
 
     Yields:
-        The records of a segment and the marker that ends it, which is None for the last segment.
+        The records of a segment, and the marker at its end; None at the end of the records.
     """
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
     segment: list[PackedRun | BatchRows | PossibleFacts] = []

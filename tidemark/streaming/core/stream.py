@@ -1,8 +1,8 @@
 """The state machine of one stream: its writers, their positions and the linear position.
 
-Pure: no Spark, no I/O, no clock. IDs are magnitudes; the sign is applied at the edges of the system. Invalid records
-never raise. Each record is counted as applied, buffered, duplicate, late or one of several rows, or it is rejected with
-its reason (docs/design.md, rule 5).
+Pure: no Spark, no I/O, no clock. IDs are magnitudes; the sign is applied at the edges of the system. An invalid record
+never raises an error. Each record is counted under one outcome (`classify.Outcome`), or it is rejected with its reason
+(docs/design.md, rule 5).
 
 Records come in *segments*. `StreamState.apply_segment` takes the edges between two neighbouring markers (JOIN, RETIRE,
 SKIP, OPEN) of the stream; then `StreamState.apply_marker` takes the marker.
@@ -50,7 +50,7 @@ from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, PossibleFacts,
 
 
 def _reach(writer: WriterState, marker: Marker) -> int:
-    """The highest settled ID, below which a RETIRE is rejected. The writer's own RETIRE may undo an operator's SKIP."""
+    """The highest settled ID: a RETIRE below this ID is rejected. A writer's own RETIRE may undo an operator's SKIP."""
     return writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer
 
 
@@ -58,7 +58,7 @@ UnknownWriterItem = Run | PartialRows | PossibleFacts
 
 
 def _split_at_retirement(writer: WriterState, item: UnknownWriterItem) -> tuple[list[Run], list[UnknownWriterItem]]:
-    """Split an item of a retired writer into edges up to its position, and the part that is, or may be, beyond it."""
+    """Split an item of a retired writer into edges up to the writer's position, and what is or may be beyond it."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
     beyond = item.ids > writer.position
@@ -70,17 +70,17 @@ class StreamState:
     """The state of one stream.
 
     Attributes:
-        direction: whether IDs grow or shrink; set by the first record with an ID.
+        direction: the sign of the IDs; set by the first record with an ID other than 0.
         home: Kafka partition of the stream; None before its first record.
         linear: the linear position, with the completed IDs above it.
         writers: writers that have joined, by name.
-        unjoined: incarnations that have sent records without a JOIN. The linear position does not move while any exists
-            (docs/design.md 3).
+        unjoined: incarnations that have sent records without a JOIN. While there is one, the linear position does not
+            move (docs/design.md 3).
         timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
-        database: history of the database that the newest JOIN named.
+        database: the newest `Timeline.database` that a JOIN named; None if no JOIN named one.
         highest_retired_position: the highest position that a writer of this timeline had when it retired.
         uncertain_up_to: the highest ID up to which rejected records may be facts of writers that were not yet known;
-            `runs.UNBOUNDED` if unknown.
+            `runs.UNBOUNDED` if that ID is not known.
         timeline_start_id: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
@@ -107,13 +107,15 @@ class StreamState:
 
     @property
     def allocated(self) -> int:
-        """The highest allocated ID: the highest one that a record of the stream has settled or passed."""
+        """The highest allocated ID: the highest settled ID of any writer, or the linear position if that is higher."""
         reaches = (writer.chain.highest_settled for writer in self.unjoined.values())
         return max([self.linear.position, self.writers.highest_settled(), *reaches])
 
     def current_epoch(self, name: str) -> int:
-        """The writer's epoch: its joined epoch if it is active, else its newest epoch that has not joined, else its
-        last epoch.
+        """The epoch that an operator's record without an epoch means.
+
+        For an active writer, this is its joined epoch. For others, it is their highest known epoch, joined or not; 0 if
+        there is none.
         """
         writer = self.writers.get(name)
         if writer is not None and writer.retired_at is None:
@@ -153,8 +155,8 @@ class StreamState:
     def join(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
         """Begin an epoch: all of the writer's IDs up to `marker.id` are complete.
 
-        A JOIN of the current epoch begins the epoch again if it contradicts the JOIN that began it. An operator's JOIN
-        of the current epoch reopens ranges that operators settled above `marker.id`.
+        A JOIN of the current epoch begins the epoch again if it contradicts the JOIN that began the epoch. An
+        operator's JOIN of the current epoch reopens ranges above `marker.id` that only an operator settled.
 
         Returns:
             The reason if the JOIN is rejected.
@@ -173,12 +175,14 @@ class StreamState:
         return None
 
     def retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        """Retire a writer: it is complete up to `marker.id` and sends no more records.
+        """Retire a writer: its IDs up to `marker.id` are complete, and it sends no more records.
 
-        The RETIRE of an incarnation that never joined is buffered until its JOIN. An operator's RETIRE is not buffered:
-        it removes an incarnation that never joined, or that continued after its retirement. The writer's own RETIRE
-        reopens ranges that an operator settled above it. If the writer has joined, an operator's RETIRE of a later
-        epoch discards the incarnation of that epoch; the IDs that it completed are late.
+        A writer's own RETIRE is buffered if its incarnation has not joined. Otherwise it reopens ranges above
+        `marker.id` that only an operator settled.
+
+        An operator's RETIRE is not buffered. It also retires a writer that never joined, and an incarnation that sent
+        records after its own retirement. If it names a later epoch than the joined one, it discards the incarnation of
+        that epoch: IDs that the incarnation completed are late. The writer `*` discards all that have not joined.
 
         Returns:
             The reason if the RETIRE is rejected.
@@ -216,8 +220,7 @@ class StreamState:
         return None
 
     def skip(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's override. Their later completions will be
-        late.
+        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's override. Later completions are late.
 
         Returns:
             The reason if the SKIP is rejected.
@@ -235,7 +238,7 @@ class StreamState:
         return None
 
     def store_report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Store the OPEN of a joined writer: its open transactions, the cause that blocks it, and its heartbeat.
+        """Store the OPEN of an active writer: its open transactions, why it is blocked, and its heartbeat.
 
         Moves no position.
 
@@ -284,7 +287,7 @@ class StreamState:
                 yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
-        """Remove deferred ranges, whose Kafka offsets are no longer valid. The IDs of their records stay uncertain."""
+        """Remove the deferred ranges, because Kafka offsets are no longer valid. Their IDs stay uncertain."""
         self.writers.decode_waiting()
         chains = [writer.chain for writer in self.writers.decoded.values()]
         for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
@@ -293,8 +296,8 @@ class StreamState:
     def advance_linear(self) -> None:
         """Advance the linear position to the lowest position of the active writers, and over completed IDs.
 
-        If no writer is active, it advances to the highest position that a writer had when it retired. Writers that have
-        not joined in this timeline do not move it, because their positions belong to an earlier one.
+        If no writer is active, advance to the highest position that a writer had when it retired. If no active writer
+        has joined in this timeline, do not advance, because their positions belong to an earlier timeline.
         """
         if self.unjoined or not self.writers:
             return
@@ -311,7 +314,7 @@ class StreamState:
         )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Note that records of an unknown writer were dropped at the bound. Its name and its open IDs are not known."""
+        """Mark that records of unknown writers were dropped at the bound: their names and open IDs are not known."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
@@ -347,7 +350,7 @@ class StreamState:
         if (why := detect_rollback(known, self.unjoined, marker, self.timeline, self.database)) is not None:
             self._begin_timeline(marker, known, why, batch)
         elif known is not None and known.retired_at is not None and known.chain.position > marker.no_reuse_below:
-            # An operator retired the writer above its position.
+            # For example, an operator retired the writer with an ID beyond this JOIN.
             retired = [
                 writer
                 for _, writer in self.writers.find_beyond(marker.no_reuse_below)
@@ -369,9 +372,10 @@ class StreamState:
     ) -> None:
         """Begin a timeline at `marker`.
 
-        Writers that a relay joined earlier by the same start are moved into the new timeline too. If the JOIN does not
-        follow the writer's last start, a timeline that its database does not know may have given out IDs up to
-        `marker.published` again: completions of these IDs are counted again, as late.
+        Writers that a relay already joined with the same start move to the new timeline too.
+
+        If the JOIN does not follow the writer's last start, IDs from `marker.id` to `marker.published` may have been
+        given out again, in a timeline that the database does not have. So their completions are counted again, as late.
 
         Args:
             known: the joining writer, in its state before the JOIN; None if it never joined.
@@ -437,8 +441,8 @@ class StreamState:
         """Apply the edges of one segment.
 
         Args:
-            runs: edges, grouped by writer and epoch.
-            others: rows without an ID, and rejected records, with their writer if it is known.
+            runs: runs of edges, each of one writer and epoch.
+            others: batch rows, and facts that rejected records may contain.
             bounds: limits of the state.
             batch: collects the changes.
         """
@@ -465,7 +469,7 @@ class StreamState:
         """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
 
         A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
-        record of an active writer leaves a gap in the writer's chain.
+        record of an active writer marks IDs of the writer as uncertain.
         """
         known: list[Run] = []
         unknown: list[UnknownWriterItem] = []
@@ -479,9 +483,8 @@ class StreamState:
             writer = self.writers.get(item.writer)
             if writer is None and item.epoch == 0 and self._is_new() and not unknown:
                 if isinstance(item, PossibleFacts):
-                    self.uncertain_up_to = max(
-                        self.uncertain_up_to, item.reach
-                    )  # a writer may still join as the first one
+                    # The stream stays new: a writer of epoch 0 may still be the first one.
+                    self.uncertain_up_to = max(self.uncertain_up_to, item.reach)
                     continue
                 writer = WriterState(0, Chain(uncertain_up_to=self.uncertain_up_to), timeline=self.timeline)
                 self.writers[item.writer] = writer
@@ -525,8 +528,8 @@ class StreamState:
     def _add_completed(self, completed: Sequence[CompletedRun], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
 
-        An ID at or below it, or already completed by any writer, is final (docs/design.md, rule 10): only the first
-        completion counts, and later ones are late.
+        An ID is final if the linear position has passed it, or if a writer has completed it (docs/design.md, rule 10).
+        Another completion of a final ID is late.
         """
         if not completed:
             return
@@ -546,7 +549,7 @@ class StreamState:
         """Mask of the IDs of `run` that belong to the current timeline.
 
         Until the writer joins again, its IDs above the start of the timeline belong to the previous timeline: their
-        records were in flight when the database was restored. Other writers get these IDs again.
+        records were in flight when the database was restored. The restored database gives out these IDs again.
         """
         writer = self.writers.get(run.writer)
         if writer is None or writer.epoch != run.epoch or writer.timeline == self.timeline:
@@ -554,7 +557,7 @@ class StreamState:
         return run.ids <= self.timeline_start_id
 
     def _buffer(self, item: UnknownWriterItem, bounds: Bounds, batch: BatchOutcome) -> list[CompletedRun] | None:
-        """Buffer an item of a writer that has not joined. Returns its completions; None if the buffers are full."""
+        """Buffer an item of an incarnation that has not joined. Returns its completions; None if there is no room."""
         unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, PossibleFacts):

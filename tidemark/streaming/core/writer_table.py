@@ -2,13 +2,14 @@
 
 Writers are stored in four groups:
 
-- A writer without pending spans is a row of a packed table, one for active and one for retired writers. Small tables
-  are not worth their cost, so up to `UNPACKED_MAX` active writers are stored decoded.
-- A writer with pending spans or deferred records is stored decoded.
-- An active writer with `PACKED_SPANS_MIN` pending spans or more is stored as one encoded row (`WaitingWriter`).
+- Active writers without pending spans and deferred records are rows of a packed table. A small table is not worth its
+  cost, so up to `UNPACKED_MAX` of these writers are stored decoded.
+- Retired writers without pending spans and deferred records are rows of another packed table.
+- An active writer with `PACKED_SPANS_MIN` or more pending spans is stored as one encoded row (`WaitingWriter`).
+- All other writers are stored decoded.
 
-A batch decodes the writers that it uses. All other writers stay encoded; the columns of a table have the numbers that a
-batch needs about them (docs/design.md, rule 8).
+A batch decodes the writers that it uses. All other writers stay encoded. The columns of a table have the numbers of
+these writers that every batch needs (docs/design.md, rule 8).
 """
 
 from bisect import bisect_left
@@ -126,8 +127,10 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         position: position of the chain.
         highest_settled: the highest settled ID of the chain.
         pending_edges: number of completed edges above the position.
-        gaps: number of gaps.
-        low: the oldest gap is `(low, top]`, open since `since` (ms).
+        gaps: number of gaps, which is also the number of pending spans.
+        low: lower end of the oldest gap.
+        top: upper end of the oldest gap.
+        since: time (ms) since when the oldest gap is open.
         row: the encoded `StoredWriter`.
         has_deferred: True if records of the writer are deferred.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
@@ -170,7 +173,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Straggler(NamedTuple):
-    """An active writer that blocks the linear position; sorts by the position of its chain.
+    """An active writer that blocks the linear position. Sorts by the position of its chain.
 
     Attributes:
         open_since: time (ms) at which its oldest gap opened; 0 without a gap.
@@ -203,7 +206,7 @@ COLUMNS = np.dtype(
 """The columns of a table.
 
 - `length`: size of the row in bytes.
-- `uncertain`: True if each open ID of the writer may have a fact (`Chain.uncertain_up_to`). Overrides the row.
+- `uncertain`: True if the writer's `Chain.uncertain_up_to` is UNBOUNDED. Overrides the value in the row.
 - `chain`: position of the chain.
 - `position`: position of the writer.
 - `retired`: time (ms) at which the writer retired; 0 if it is active.
@@ -225,7 +228,7 @@ class PackedTable:
         return np.cumsum(self.columns["length"], dtype=np.int64)
 
     def find(self, name: str) -> int | None:
-        """Row of the writer; None if there is no writer of this name."""
+        """The row number of the writer; None if there is no writer of this name."""
         row = self._insertion_row(name)
         return row if row < len(self) and self.name(row) == name else None
 
@@ -270,7 +273,7 @@ class PackedTable:
         return PackedTable(np.concatenate(columns).tobytes(), b"".join(rows))
 
     def _insertion_row(self, name: str) -> int:
-        """The row of the writer, or the row before which it would be inserted."""
+        """The row number of the writer, or of the row before which it would be inserted."""
         return bisect_left(range(len(self)), name, key=self.name)
 
     def _start(self, row: int) -> int:
@@ -284,7 +287,7 @@ EMPTY_TABLE = PackedTable()
 
 
 UNPACKED_MAX = 32
-"""The largest number of active writers of a stream that are stored decoded. Beyond it, writers without pending spans
+"""The largest number of active writers without pending spans that are stored decoded. If a stream has more of them, all
 are packed.
 """
 
@@ -295,15 +298,15 @@ PACKED_SPANS_MIN = 32
 class Writers(MutableMapping[str, WriterState]):
     """Joined writers by name.
 
-    Reading one writer decodes it. Iterating over all writers decodes all of them. Code that makes a writer active
-    again, or sets its chain back, must call `refresh_floor`.
+    Reading a writer decodes it. `values` and `items` decode all writers. Code that makes a writer active again, or sets
+    its chain back, must call `refresh_floor`.
 
     Attributes:
         decoded: writers that are decoded.
         waiting: active writers with many pending spans, encoded.
         decode_count: number of writers that were decoded on demand.
         before_batch: for each decoded writer its epoch and whether it was retired, before the batch.
-        stored_retired: the stored table of retired writers; None if it must be stored again.
+        stored_retired: the table of retired writers that is stored; None if the table must be stored again.
     """
 
     def __init__(
@@ -351,7 +354,7 @@ class Writers(MutableMapping[str, WriterState]):
         return len(self.decoded) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def refresh_floor(self, name: str) -> None:
-        """Make `floor` include the writer. Call it if its chain was set back, or if it became active again."""
+        """Make `floor` include the writer. Call this if its chain was set back, or if it became active again."""
         if self._floor_heap is not None:
             heappush(self._floor_heap, (self.decoded[name].chain.position, name))
 
@@ -405,7 +408,7 @@ class Writers(MutableMapping[str, WriterState]):
         return sorted(stragglers)[:limit], len(stragglers) + more
 
     def find_beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
-        """All writers that have settled an ID beyond `id`. May include others."""
+        """All writers that have settled an ID beyond `id`, and possibly other writers."""
         for packed in (self._active, self._retired):
             for name in packed.names_beyond(id):
                 self._decode(name)
@@ -431,9 +434,9 @@ class Writers(MutableMapping[str, WriterState]):
 
         Args:
             linear: only writers at or below this position are dropped.
-            keep: number of such writers to keep, the newest.
-            retired_before: writers that retired at this time (ms) or earlier are dropped too.
-            touched: writers that the batch has touched, which are kept.
+            keep: number of these writers to keep: the ones that retired last.
+            retired_before: of these, the writers that retired at this time (ms) or earlier are dropped.
+            touched: writers that the batch has touched. They are kept.
         """
         decoded = sorted(
             (writer.retired_at, name)
@@ -487,13 +490,13 @@ _NO_ROWS: Ids = np.empty(0, np.int64)
 
 
 class _PackedWriters:
-    """The rows of a table that were neither decoded nor dropped."""
+    """The rows of a table that were not decoded or dropped since the table was loaded."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
         self._removed: set[int] = set()
         self._order: Ids | None = None
-        """Rows by position, ascending; None before the first call of `lowest_position`."""
+        """Row numbers, sorted by position; None before the first call of `lowest_position`."""
         self._lowest_index = 0
 
     def __len__(self) -> int:
@@ -539,7 +542,7 @@ class _PackedWriters:
         """Writers whose chains have not passed `linear`.
 
         Returns:
-            The `limit` ones with the lowest positions, unsorted, and the number of the others.
+            The `limit` writers with the lowest positions, unsorted, and the number of the other writers.
         """
         if not len(self):
             return [], 0
@@ -558,7 +561,7 @@ class _PackedWriters:
         return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
     def retired_up_to(self, linear: int) -> tuple[Ids, Ids]:
-        """Rows of writers whose position is at or below `linear`, and the times (ms) at which they retired."""
+        """Row numbers of the writers at or below `linear`, and the times (ms) at which they retired."""
         if not len(self):
             return _NO_ROWS, _NO_ROWS
         passed = self._column("position") <= linear

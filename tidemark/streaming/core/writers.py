@@ -1,9 +1,7 @@
-"""The state of one writer of a stream, joined or not, and the effects of a JOIN. Pure.
+"""The state of one writer of a stream, joined or not; the effects of a JOIN; and the linear position. Pure.
 
-Includes the linear position, which depends on all writers, with the completed IDs above it (docs/design.md 3).
-
-`streaming.core.stream` decides when a function of this module is called. The functions change the writers and the
-`BatchOutcome` that they get as arguments. IDs that a JOIN or RETIRE settles have no other record: the marker is their
+The functions of this module change the writers and the `BatchOutcome` that they get as arguments.
+`streaming.core.stream` decides when they are called. For IDs that a JOIN or RETIRE settles, this marker is the only
 evidence (docs/design.md 3). IDs are magnitudes.
 """
 
@@ -27,7 +25,7 @@ Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
-"""Represents all incarnations without a JOIN that were dropped at the bound. Stays until an operator retires `*`."""
+"""Represents all incarnations without a JOIN that were dropped at the bound. Remains until an operator retires `*`."""
 
 
 @dataclass(slots=True)
@@ -38,11 +36,11 @@ class WriterState:
 
     Attributes:
         epoch: the current epoch.
-        chain: the chain of the stream's current timeline. After a database was restored, it may begin below
-            `published_position`. The linear position follows the chain.
+        chain: the chain in the stream's current timeline. Its position may be below `published_position` after the
+            database was restored or an override was taken back. The linear position follows the chain.
         retired_at: time (ms) of the batch that retired the writer; None if it is active.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
-            passed the ID before the database was restored. Beyond it, an operator settled the ID.
+            passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
         published_position: the position that was published before the chain was set back.
         timeline: number of the timeline in which the writer joined last.
         start_token: token of the writer's last start; None if the JOIN named none.
@@ -80,9 +78,9 @@ class WriterState:
         return moves
 
     def roll_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
-        """Set the chain back to `limit`: the database was restored, and IDs beyond may be given out again.
+        """Set the chain back to `limit`, because a restored database may give out IDs beyond `limit` again.
 
-        Completions beyond `limit` that were not published are late.
+        Completions beyond `limit` that were not published become late.
         """
         record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late_ranges, name, batch)
         if self.chain.position > limit:
@@ -94,7 +92,7 @@ class WriterState:
 
     @property
     def highest_settled_by_writer(self) -> int:
-        """The highest ID that was not settled only by an operator."""
+        """The highest settled ID, without IDs that only an operator settled; 0 if there is none."""
         if not len(self.late_ranges):
             return self.chain.highest_settled
         own = self.chain.settled_intervals().difference(self.late_ranges)
@@ -103,7 +101,7 @@ class WriterState:
     def reopen(self, id: int, now: int) -> bool:
         """Reopen ranges beyond `id` that only an operator settled.
 
-        IDs that the position has passed stay published. Their completions are late.
+        The writer's position does not go back. Completions up to the position are late.
 
         Args:
             now: time (ms) of the batch, from which the age of the new gaps counts.
@@ -174,7 +172,7 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
 def find_or_add(
     unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """Return the state of an incarnation that has not joined. None if it is new and `bounds.unjoined` is reached."""
+    """The state of an incarnation that has not joined, new or known. None if new and `bounds.unjoined` is reached."""
     if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
     return unjoined.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), batch.now))
@@ -194,9 +192,10 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
 
 @dataclass(frozen=True, slots=True)
 class PartialRows:
-    """Rows without an ID of facts with several rows: the last row of each fact has the ID. They move no position.
+    """Batch rows: rows of facts with several rows, without the last row of each fact, which has the ID.
 
-    If the writer has not joined, the rows count like refused facts, because the ID may never come.
+    They move no position. If the writer has not joined, the rows count like rejected facts, because the record with the
+    ID may never come.
     """
 
     writer: str
@@ -206,14 +205,14 @@ class PartialRows:
 
     @property
     def reach(self) -> int:
-        """The highest ID that the facts may have, which is unknown."""
+        """The highest ID that the facts may have. It is not known."""
         return UNBOUNDED
 
 
 def join_checksum(marker: Marker) -> int:
     """The checksum of a JOIN's content: 32 bits, never 0. A repeated JOIN has the same checksum.
 
-    `published` is not part of it: a relay reads that value again when it repeats the JOIN.
+    The checksum does not include `published`, because a relay reads this value again when it repeats the JOIN.
     """
     return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
 
@@ -221,22 +220,21 @@ def join_checksum(marker: Marker) -> int:
 def detect_rollback(
     writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
-    """Detect from a JOIN that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
-    again.
+    """The evidence in a JOIN that its database was restored. IDs above `marker.no_reuse_below` may be given out again.
 
     A JOIN below the linear position, or below the position of another writer, is no evidence: the writer read the
     allocated ID before others advanced. The JOIN of a writer that had not joined in this timeline is no evidence
-    either: its database was restored together with the others.
+    either: the restore that began the timeline also restored its database.
 
     Args:
         writer: the writer that joins, in its state before the JOIN; None if it never joined.
         unjoined: incarnations that have not joined.
         marker: the JOIN.
         timeline: number of the stream's current timeline.
-        database: the database history that the stream's newest JOIN named; None if it is not known.
+        database: the newest `Timeline.database` that a JOIN of the stream named; None if it is not known.
 
     Returns:
-        The evidence; None without evidence of a restore.
+        None if there is no evidence of a restore.
     """
     if _has_another_database(marker, database):
         return "database"
@@ -255,8 +253,8 @@ def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, databas
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only a
-    different database or start contradicts it.
+    the content of the first JOIN is not known (an operator began the epoch, or no JOIN began it), only another database
+    or start is a contradiction.
     """
     if marker.epoch != writer.epoch:
         return False
@@ -301,15 +299,15 @@ def begin_epoch(
     these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_below`, the ID was rolled back
     with the writer's database (docs/design.md 3), and is late.
 
-    Rejected records may have contained facts. The JOIN settles the IDs of such records of earlier epochs. It does not
-    settle those of
+    IDs of rejected records are uncertain (`Chain.uncertain_up_to`). The JOIN ends this for records of earlier epochs.
+    IDs of these records stay uncertain:
 
     - records of its own epoch that came before the JOIN;
     - records that have no order relative to the JOIN;
     - records that may belong to other writers.
 
     Args:
-        uncertain_up_to: the highest ID of a rejected record whose writer is unknown, and which may be a fact.
+        uncertain_up_to: the highest ID of rejected records that may be facts of a writer that was not yet known.
 
     Returns:
         The writer, and the ID of a RETIRE that was buffered for this JOIN.
@@ -337,7 +335,7 @@ def begin_epoch(
                     marker.epoch, before.chain.spans_within(low, high), NO_INTERVALS, marker.writer, batch
                 )
         writer.chain.adopt(before.chain, writer.published_position)
-    # Only the epoch that ends here can complete IDs that an operator settled up to the JOIN.
+    # IDs up to the JOIN that an operator settled: only the epoch that ends now could complete them.
     writer.chain.declare_empty(writer.late_ranges.up_to(marker.id))
     writer.epoch, writer.retired_at = marker.epoch, None
     writer.late_ranges = writer.late_ranges.above(marker.id)
@@ -350,7 +348,7 @@ def begin_epoch(
 def record_rolled_back(
     epoch: int, spans: Iterable[Span], overridden: Intervals, writer: str, batch: BatchOutcome
 ) -> None:
-    """Record completions of an earlier timeline that were not published as late.
+    """Record unpublished completions of an earlier timeline as late.
 
     Ranges that certainly have no fact are left out.
 
@@ -368,7 +366,7 @@ def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: Settle
     """Settle the open IDs in `(prev, marker.id]`.
 
     Later completions of IDs that an operator settles are late. IDs up to the published position get no evidence,
-    because it was already published.
+    because their evidence was already published.
 
     Returns:
         The ranges that were open.
@@ -390,7 +388,7 @@ def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: Settle
 def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evidence:
     """The evidence of the open range `(low, high]` that `marker` settles.
 
-    The writer does not know which of its records were rejected, so IDs up to `uncertain_up_to` may have facts.
+    A writer is not informed when its records are rejected. So IDs up to `uncertain_up_to` count as `unseen`.
     """
     width = high - low
     if marker.is_override:
@@ -400,8 +398,8 @@ def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evid
 
 
 HEADS_MAX = 16
-"""The largest length of `LinearPosition.heads`. Beyond it every second entry is dropped, so that some IDs appear older
-than they are, but never younger.
+"""The largest length of `LinearPosition.heads`. If it is exceeded, every second entry is dropped. Some IDs then appear
+older than they are; none appears younger.
 """
 
 
@@ -410,10 +408,10 @@ class LinearPosition:
     """The linear position.
 
     Attributes:
-        position: every ID of any writer up to here is settled.
-        completed: completed IDs above the position, of facts and voids of any writer.
-        heads: the history of the linear lag as `(head, since)`, ascending: from the time `since` (ms), IDs beyond
-            `head` were allocated. The first `head` is the position itself. Empty if there is no linear lag.
+        position: every ID of any writer up to this one is settled.
+        completed: completed IDs above the position: facts and voids of any writer.
+        heads: the history of the linear lag as `(head, since)`, ascending: IDs beyond `head` have been allocated since
+            the time `since` (ms). The first `head` is the position itself. Empty if there is no linear lag.
     """
 
     position: int = 0
@@ -480,7 +478,7 @@ class LinearPosition:
     def forget_excess(self, intervals_max: int) -> int:
         """Keep only the lowest `intervals_max` intervals of completed IDs. Returns the number of removed IDs.
 
-        Without a completed ID the linear position may wait longer. It never moves too early.
+        If a completed ID is removed, the linear position may wait longer. It never moves too early.
         """
         return self._replace_completed(self.completed.lowest(intervals_max))
 
