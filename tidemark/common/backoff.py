@@ -1,4 +1,6 @@
-"""Pauses between attempts. `Backoff` grows them; `wait_out` repeats a step until its server answers, and logs that."""
+"""Pauses between attempts. `Backoff` gives growing pauses. `wait_out` repeats a step until its server answers, and logs
+the wait.
+"""
 
 import math
 import threading
@@ -13,8 +15,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 5.0
+FIRST_PAUSE = 0.1  # seconds
+LONGEST_PAUSE = 5.0  # seconds
 LOG_EVERY = 10.0
 """Seconds between two log lines about the same wait."""
 
@@ -34,12 +36,12 @@ class Backoff:
         return pause
 
     def reset(self) -> None:
-        """Continue with `first` after a success."""
+        """Begin with the pause `first` again, after a success."""
         self._pause = self._first
 
 
 class WaitLog:
-    """The pauses and log lines of waits for a server: the first failure, then one line every 10 s, then the end."""
+    """The pauses and log lines of waits for a server: the first failure, one line every 10 s, and the first success."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
@@ -47,8 +49,11 @@ class WaitLog:
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Log the failure if it is the first of this server in a row, or if the last log line is at least `LOG_EVERY`
-        seconds old. Returns the seconds to wait.
+        """Log the failure if it is the first one after a success or of another server, or if the last log line is at
+        least `LOG_EVERY` seconds old.
+
+        Returns:
+            The seconds to wait.
         """
         now = time.monotonic()
         if not self._server:
@@ -77,7 +82,7 @@ def wait_out(
     Args:
         step: called repeatedly; errors other than `Unavailable` are raised at once.
         stop_event: ends the wait when it is set.
-        seconds: time limit, after which `Unavailable` is raised.
+        seconds: the time limit. After it, the next `Unavailable` is raised.
         on_failure: called with each `Unavailable` before the pause.
 
     Raises:

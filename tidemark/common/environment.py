@@ -1,8 +1,8 @@
 """Environment variables and output of child processes, and the directory of Tidemark's files.
 
 A server of the local stack gets only the variables that it needs. It does not inherit a `PGHOST`, a proxy or JVM
-options from the user's shell, because those are for other programs. `failure_cause` finds the line of a program's
-output that says why the program ended.
+options from the user's shell, because these are meant for other programs. `failure_cause` finds the cause of a
+program's end in its output.
 """
 
 import os
@@ -80,7 +80,7 @@ def remove_foreign_variables(
 
 
 def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = None) -> None:
-    """Add `LOOPBACK_NAMES` to `no_proxy`, so that no HTTP client sends a request to this machine through a proxy."""
+    """Add `LOOPBACK_NAMES` to `no_proxy`: no HTTP client shall send a request to this machine through a proxy."""
     changed = os.environ if environment is None else environment
     if not foreign_variables([VariableGroup.PROXY], changed):
         return
@@ -101,7 +101,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The complete environment of a Tidemark process.
 
     Contains the environment of a server, the variables that locate this Python and its modules, and all settings of
-    Tidemark. `variables` replace settings, also those that come from a file (`..._FILE`).
+    Tidemark. `variables` replace settings, also settings from a file (`..._FILE`).
     """
     replaced = {*variables, *(f"{name}_FILE" for name in variables)}
     inherited = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
@@ -113,7 +113,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_on_pythonpath() -> bool:
-    """Whether Python found this package through PYTHONPATH, which a child process then needs too."""
+    """Whether Python found this package through PYTHONPATH. A child process then needs PYTHONPATH too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
@@ -122,7 +122,7 @@ def _is_on_pythonpath() -> bool:
 def default_home() -> Path:
     """The directory to use if TIDEMARK_HOME is not set: `~/.cache/tidemark`.
 
-    If this user has no home directory, or may not write there: `temporary_home`. Does not create the directory.
+    If this user has no home directory, or may not write there, it is `temporary_home`. Does not create the directory.
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
@@ -132,8 +132,8 @@ def default_home() -> Path:
 
 
 def temporary_home() -> Path:
-    """A directory in the system's temporary directory, with the user's ID in its name. Another user could have created
-    it: see `is_trusted`.
+    """A directory in the system's temporary directory, with the user's ID in its name. Another user may have created
+    the directory: see `is_trusted`.
     """
     return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
 
@@ -151,7 +151,7 @@ def _is_writable(path: Path) -> bool:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return False
     try:
-        # root has every right in a file system such as /proc, and yet no file can be created there.
+        # `os.access` allows everything to root, but even root cannot create a file in a file system such as /proc.
         tempfile.TemporaryFile(dir=existing).close()
     except (FileNotFoundError, PermissionError):
         return False
@@ -188,9 +188,10 @@ def is_noise(line: str) -> bool:
 def failure_cause(lines: Iterable[str]) -> str:
     """Find why a program ended, in the lines of its output.
 
-    Returns the cause as one line of at most `MAX_CAUSE_LENGTH` characters; empty if the program wrote nothing.
+    Uses the innermost cause of a Java exception, else the last line with a word such as "error", else the last line.
 
-    Uses the innermost cause of a Java exception, else the last line that reads like an error, else the last line.
+    Returns:
+        The cause, as one line of at most `MAX_CAUSE_LENGTH` characters; empty if the program wrote nothing.
     """
     messages = [line.strip() for line in lines if not is_noise(line)]
     if not messages:
@@ -198,7 +199,7 @@ def failure_cause(lines: Iterable[str]) -> str:
     causes = [line for line in messages if line.startswith("Caused by:")]
     problems = [line for line in messages if _PROBLEM_WORD.search(line)]
     chosen = (causes or problems or messages)[-1]
-    if _JVM_INITIALIZATION_ERROR in messages:  # the sentence after this line names the problem
+    if _JVM_INITIALIZATION_ERROR in messages:  # the next line names the problem
         chosen = " ".join(messages[messages.index(_JVM_INITIALIZATION_ERROR) :][1:2]) or _JVM_INITIALIZATION_ERROR
     text = _TIMESTAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
     text = re.sub(r'^Exception in thread "[^"]*" ', "", text)

@@ -72,12 +72,12 @@ class Unavailable(Retry):
 
 @message("{what} at {where} answers slowly: {problem}")
 class Slow(Unavailable):
-    """The server did not answer one request in time, but it answers others."""
+    """The server did not answer one request in time, but it may answer other requests."""
 
 
 @message("{what} at {where} ended the transaction of a batch while its handler was working: {problem}")
 class BatchTimedOut(Unavailable):
-    """The server's limit for transactions is shorter than the run time of the handler. The batch is read again."""
+    """The server's time limit for transactions is shorter than the run time of the handler. The batch is read again."""
 
     setting: str  # the setting of the server, or of a pooler, that ended the transaction
 
@@ -103,13 +103,13 @@ class FactsReplaced(Retry):
 
 
 @message("the lease was taken over: this process has token {own}, the newest token is {newest}")
-class LeaseLost(Retry):  # this process must stop publishing: docs/design.md, rule 6
+class LeaseLost(Retry):  # this process must not publish any more: docs/design.md, rule 6
     own: int
     newest: int
 
 
-@message("""Postgres has {found} and this batch follows {wanted}: commits were lost (a failover, a restored backup); the
-    query starts again from the positions in Postgres""")
+@message("""Postgres has {found}, but this batch follows {wanted}: commits were lost (a failover, or a restored backup);
+    the query starts again from the positions in Postgres""")
 class ChainBroken(Retry):  # docs/design.md, rule 3
     wanted: str
     found: str
@@ -134,13 +134,13 @@ class NotReached(Retry):
     @property
     def progress(self) -> str:
         if self.position is None:
-            return "Redis has no position of it"
+            return "Redis has no position of the stream"
         if not self.is_ahead:
             return f"it is at {self.position}"
         return (
-            f"it is at {self.position}, and the highest ID that Tidemark has read of is {self.allocated}: the record of"
-            " the token's ID has not arrived (the relay or the pipeline has lag, see `tidemark status`), or the token"
-            " belongs to another stream or database"
+            f"it is at {self.position}, and the highest ID in the records that Tidemark has read is {self.allocated}:"
+            " the record with the token's ID has not arrived (the relay or the pipeline has lag, see `tidemark"
+            " status`), or the token belongs to another stream or database"
         )
 
 
@@ -162,7 +162,7 @@ class RecordsRefused(Retry):
 
 @message("the query starts again: {what} changed")
 class ConfigurationChanged(Retry):
-    what: str  # configuration that is read when a query and its connections start
+    what: str  # the configuration that changed; it is read only when a query starts
 
 
 @message("the query failed: {problem}")
@@ -352,17 +352,17 @@ class ReaderModeChanged(Stop):
     now: str
 
 
-@message("""reader {reader} has another number of partitions than {other}, which has a place in stream {stream}: use the
-    former number or another name; or bring all partitions to one place, stop the readers, and run the function
-    tidemark_reader.repartition, which `tidemark follow migrate` installs""")
+@message("""reader {reader} has another number of partitions than {other}, which has a stored place in stream {stream}:
+    use the same number as {other}, or another name for the reader; or let all partitions reach the same place, stop the
+    readers, and run the function tidemark_reader.repartition, which `tidemark follow migrate` installs""")
 class ReaderPartitionsChanged(Stop):
     reader: str
     stream: str
     other: str
 
 
-@message("""stream {stream}: Redis does not list the late completions after number {after}, up to {number}, any more:
-    give the reader the dsn of Tidemark's Postgres, which keeps them""")
+@message("""stream {stream}: Redis no longer has all late completions after number {after} up to {number}: give the
+    reader the dsn of Tidemark's Postgres, which has all of them""")
 class LateUnknown(Stop):
     stream: str
     after: int

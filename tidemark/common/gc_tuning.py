@@ -11,8 +11,8 @@ from functools import cache
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector of the whole process.
 
-    For code that creates the objects of many streams: the collector would scan them again and again, and there are no
-    reference cycles to find.
+    For code that creates objects for many streams. The collector would scan these objects again and again, and they
+    have no reference cycles.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -26,13 +26,13 @@ def gc_disabled() -> Iterator[None]:
 def freeze() -> None:
     """Exclude all objects that exist now from garbage collection: loaded modules live as long as the process.
 
-    For Spark's Python workers, which collect garbage after each task. Without this it costs 10 ms of CPU time for each
-    task, and 40 ms once the compiler is loaded.
+    For Spark's Python workers, which collect garbage after each task. Without `freeze`, a collection takes 10 ms of CPU
+    time, and 40 ms after the compiler is loaded.
     """
     _freeze(len(sys.modules))
 
 
 @cache
-def _freeze(modules: int) -> None:  # repeated after more modules were loaded
+def _freeze(modules: int) -> None:  # runs once for each number of loaded modules
     gc.collect()
     gc.freeze()

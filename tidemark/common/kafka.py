@@ -1,10 +1,9 @@
 """Translates Kafka errors into `Unavailable`, after which a caller retries, and `Refused`, which a person must correct.
 
-A request of librdkafka only fails with a time-out. The reason (a wrong password, a refused connection) goes to a
-callback. `ErrorListener` is this callback: it stores the reason, so that one message can contain both.
+If librdkafka cannot reach the brokers, a request fails with a time-out. The reason (a wrong password, a refused
+connection) goes to a callback. `ErrorListener` is this callback: it stores the reason for the error message.
 
-`PartitionReader` is a consumer that reads one partition from any offset, for records that were read before and are
-needed again.
+`PartitionReader` is a consumer that reads records again: from any offset of one partition.
 """
 
 import re
@@ -45,7 +44,7 @@ _STATE_DETAIL = re.compile(r" \(after \d+ms in state .*\)$")
 
 
 def kafka_error(error: KafkaError, where: str) -> TidemarkError:
-    """Translate an error: `Refused` if a person must act, else `Unavailable`.
+    """Translate an error of librdkafka: to `Refused` if a person must act, otherwise to `Unavailable`.
 
     Unknown codes are `Unavailable`, because a broker that is starting answers with many different codes.
 
@@ -67,7 +66,7 @@ def kafka_error(error: KafkaError, where: str) -> TidemarkError:
 
 
 def is_group_refusal(error: KafkaError) -> bool:
-    """Whether the consumer may not use its group. Harmless: librdkafka needs a group, and Tidemark does not."""
+    """Whether the broker refused the consumer group. Harmless: librdkafka needs a group, but Tidemark does not."""
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
@@ -82,7 +81,7 @@ class ErrorListener:
         self._reason: KafkaError | None = None
 
     def __call__(self, error: KafkaError) -> None:
-        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # follows every failure and has no reason
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # comes after each failure, without a reason
             self._reason = error
 
     @property
@@ -91,11 +90,11 @@ class ErrorListener:
         return "" if self._reason is None else _STATE_DETAIL.sub("", self._reason.str())
 
     def forget(self) -> None:
-        """Forget the newest error. Call before a new request, because the cause may be corrected by then."""
+        """Forget the newest error. Call this before a new request, because the cause may have been corrected."""
         self._reason = None
 
     def raise_refusal(self) -> None:
-        """Raise `Refused` if the brokers refused the client, without waiting for the time limit of the request."""
+        """Raise `Refused` if the brokers refused the client. A caller need not wait until its request times out."""
         if self._reason is not None and isinstance(refused := kafka_error(self._reason, self.where), Refused):
             raise refused
 
@@ -116,7 +115,7 @@ class ErrorListener:
 class PartitionReader:
     """Reads any partition from any offset. Not thread-safe.
 
-    All methods raise `KafkaException` or `Unavailable`. After an error the owner closes the reader.
+    All methods may raise `KafkaException` or `Unavailable`. After an error, close the reader.
 
     Args:
         client: settings of librdkafka.
@@ -145,13 +144,14 @@ class PartitionReader:
         self._consumer.close()
 
     def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
-        """The oldest offset of the partition, and the offset that the next written record will get.
+        """The oldest offset and the end offset of the partition. The end is the last stable offset if `isolation` is
+        `read_committed`.
 
         Args:
             topic: the topic of the partition.
             partition: the number of the partition.
-            known: the offset of a record that exists. Waits up to the time limit until the next offset is higher,
-                because a broker that has just started may not show its newest records.
+            known: the offset of a record that exists. Waits up to the time limit until the end offset is higher: a
+                broker that has just started may not show its newest records.
         """
         target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout
         while True:

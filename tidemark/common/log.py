@@ -1,4 +1,4 @@
-"""Loggers that import structlog at the first log line: most commands log nothing.
+"""Loggers that import structlog at the first log line, because most commands log nothing.
 
 `Progress` shows the progress of long work to a person. `app.output.progress` implements it with a progress bar.
 """
@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Takes the total number of units. Returns a context manager whose target is a function: the caller calls the function
-with the number of units that it has completed since the last call.
+"""Takes the total number of units. Returns a context manager that gives a function `advance(units)`. The caller calls
+the function with the number of units that it has completed since the last call.
 """
 
 

@@ -2,15 +2,15 @@
 
 A released file is never edited; a change is a new file. Services never migrate, they only check the version.
 
-During an upgrade, old code runs in the new schema, and after a rollback it runs there again. Therefore a migration only
-adds objects; a migration one minor version later removes the old ones. A file that old code can run with has the
-comment `Works with code for schema N`.
+During an upgrade, and after a rollback of the code, old code runs in the new schema. Therefore a migration only adds
+objects; a migration one minor version later removes the old objects. If old code can run in the schema of a file, the
+file has the comment `Works with code for schema N`, with the oldest such version.
 
 Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
 table of versions.
 
 Migrations, and other callers of `run_with_lock_timeout`, wait for a lock for one second at a time, and log the sessions
-that have the lock. A short wait is needed because Postgres grants locks in order: a statement that waits for an ACCESS
+that have the lock. The wait must be short because Postgres grants locks in order: a statement that waits for an ACCESS
 EXCLUSIVE lock blocks every later statement, even a SELECT.
 """
 
@@ -46,15 +46,15 @@ _FIRST_QUERY_AFTER, _QUERY_INTERVAL = 0.3, 0.2
 def run_with_lock_timeout(
     session: PostgresSession, task: str, step: Callable[[Connection], T], seconds: float = 60.0
 ) -> T:
-    """Run `step` in a READ COMMITTED transaction with a `lock_timeout`; repeat it until it gets all its locks.
+    """Run `step` in a READ COMMITTED transaction with a `lock_timeout`. Repeat it until it gets all its locks.
 
     Each failed attempt is logged with the sessions that blocked it.
 
     Args:
         session: its connection must not be in a transaction.
         task: names the step in messages, such as "migration 0003_x.sql".
-        step: is rolled back and called again after a lock time-out or a deadlock.
-        seconds: after which no new attempt begins.
+        step: rolled back and called again after a lock time-out or a deadlock.
+        seconds: time limit, after which no new attempt begins.
 
     Raises:
         PrerequisitePending: the locks were not free within `seconds`; names the blockers.
@@ -79,9 +79,9 @@ def run_with_lock_timeout(
 
 
 class _BlockerQuery:
-    """Queries the blockers of a waiting statement; a context manager.
+    """Queries which sessions block a waiting statement; a context manager.
 
-    It has a thread and a session of its own, because the waiting connection cannot answer.
+    Uses a thread and a session of its own, because the connection of the statement is busy.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -155,13 +155,13 @@ class Migrations:
     def migrate(self, session: PostgresSession, progress: Progress = no_progress) -> list[int]:
         """Migrate the schema to this version.
 
-        Takes no lock if there is nothing to do. Otherwise it waits for locks for up to a minute, one second at a time,
-        and logs the sessions that have them (`common.migrations`). Several processes may migrate at once; one of them
-        applies each version. After a failure, the versions before it stay applied, and the next call continues. A newer
-        schema is not changed.
+        Takes no lock if there is nothing to do. Otherwise waits for locks for up to a minute for each migration, one
+        second at a time, and logs the sessions that have the locks (`common.migrations`). Several processes may migrate
+        at once; one of them applies each version. After a failure, the versions before it stay applied, and the next
+        call continues. A newer schema is not changed.
 
         Args:
-            session: in the database.
+            session: a session of the database to migrate.
             progress: shows the migrations that are applied.
 
         Returns:
@@ -179,7 +179,7 @@ class Migrations:
             ) is None:
                 # Another process may create the schema and the table at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
-                    run_with_lock_timeout(session, f"making tidemark.{self.table}", self._make_table)
+                    run_with_lock_timeout(session, f"creating tidemark.{self.table}", self._make_table)
             while missing := [number for number in self.scripts if number > current]:
                 advance = advance or stack.enter_context(progress(len(missing)))
                 current, (name, _) = missing[0], self.scripts[missing[0]]
@@ -206,9 +206,14 @@ class Migrations:
         self.check_readable(connection, self.target_version)
 
     def check_readable(self, connection: Connection, oldest: int) -> None:
-        """Raise `SchemaMismatch` unless this code, which reads schema `oldest` and later ones, can read the schema.
+        """Raise an error unless this code can read the schema.
 
-        Raises `PrerequisitePending` while pg_restore fills the database, because tables may still be missing.
+        Args:
+            oldest: the oldest version of the schema that this code can read.
+
+        Raises:
+            SchemaMismatch: the schema is older than `oldest`, or it is newer and does not work with this code.
+            PrerequisitePending: pg_restore is filling the database, so tables may still be missing.
         """
         if (process := connection.execute(_RESTORE_PROCESS).fetchone()) is not None:
             problem = f"pg_restore (process {process[0]}) is filling it"
@@ -238,8 +243,8 @@ class Migrations:
             )
 
     def _apply(self, number: int, connection: Connection) -> bool:
-        """Apply a migration. Returns False if another process applied it. The lock blocks other migrations, but no
-        readers.
+        """Apply a migration, with a lock that blocks other migrations but no readers. Returns False if another process
+        has applied it.
         """
         connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
         if (self.version(connection) or 0) >= number:

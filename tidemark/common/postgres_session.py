@@ -4,11 +4,11 @@ Not a pool: each thread has its own session, or threads take turns on one.
 
 Tidemark sets the settings of every session that it opens, and relies on no default of the server, database or role.
 One statement sets them when a session is opened, and also detects a pooler. A pooler may give the session to another
-client after each transaction, so the settings are then local to each transaction. `SET` is used instead of start-up
-options (`options=`), which poolers refuse or lose.
+client after each transaction. Then each transaction sets the settings for itself. Start-up options (`options=`) are not
+used, because poolers refuse or lose them.
 
 `tidemark.Writer` does not change the caller's session: its statements need none of these settings, and the SQL
-functions set `row_security` themselves. The transactions of a reader's batch get a `lock_timeout`, and nothing else.
+functions set `row_security` themselves. In the transactions of a reader's batch, only `lock_timeout` is set.
 """
 
 import os
@@ -36,16 +36,16 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "IntervalStyle": "postgres",
     "TimeZone": "UTC",
     "standard_conforming_strings": "on",
-    # A missing row is evidence. Rows that a policy hides must therefore be an error.
+    # A missing row is evidence. So it must be an error if row level security hides a row.
     "row_security": "off",
     # Each statement sees everything that was committed before it.
     "default_transaction_isolation": "read committed",
-    # No statement waits long for a lock. Long statements set their own limits.
+    # Limits the wait for a lock. Statements that need longer set their own limits.
     "lock_timeout": "10s",
     "statement_timeout": "0",
 }
 _STARTUP_OVERRIDES = ["lock_timeout", "statement_timeout"]
-"""Settings for which a start-up option in the address takes precedence."""
+"""Settings that are not changed if the address sets them with a start-up option."""
 
 SELECT_BACKEND_PID = "select pg_backend_pid()"
 
@@ -53,7 +53,7 @@ SET_LOCK_TIMEOUT = (
     f"select set_config('lock_timeout', '{SESSION_SETTINGS['lock_timeout']}', true)"
     " where current_setting('lock_timeout') = '0'"
 )
-"""Statement that sets `lock_timeout` in a transaction of another library's session, unless that session has a limit."""
+"""Sets `lock_timeout` in the transaction of a session that Tidemark did not open, unless the session has a limit."""
 
 # In a session of a pooler, `set_config` is local to the transaction of this statement.
 _APPLY_SETTINGS = """
@@ -69,12 +69,12 @@ _QUOTED = re.compile(r'["«„](.+)["»“]')
 
 
 def detect_pooler(connection: _Driver, backend: TupleRow | None) -> bool:
-    """Detect a pooler. If there is one, disable prepared statements: each transaction may get another session.
+    """Detect a pooler. If there is one, disable prepared statements, because each transaction may get another session.
 
-    A pooler gives its clients process IDs of its own, so the two process IDs differ.
+    A pooler sends its clients a process ID that is not the server's. So the IDs of connection and server differ.
 
     Args:
-        backend: the answer to `SELECT_BACKEND_PID`.
+        backend: the row that `SELECT_BACKEND_PID` returned.
 
     Returns:
         Whether there is a pooler.
@@ -86,14 +86,14 @@ def detect_pooler(connection: _Driver, backend: TupleRow | None) -> bool:
 
 
 def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | None:
-    """Explain an error that row level security caused; None for other errors.
+    """Explain an error that row level security caused.
 
     Args:
-        error: what psycopg raised.
-        role: the session's user, as `current_user` gives it; empty if not known.
+        error: the error of psycopg.
+        role: `current_user` of the session; empty if not known.
 
     Returns:
-        The problem and what to do.
+        The problem and what to do; None for another error.
     """
     if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
@@ -102,9 +102,12 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
 
 
 def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
-    """Row level security hides rows of `table` from `role` (empty if not known): the problem and what to do.
+    """The problem and what to do, if row level security hides rows of `table` from `role`.
 
-    An owner (`is_owner`) sees no rows if the table has FORCE ROW LEVEL SECURITY.
+    Args:
+        role: empty if not known.
+        table: the name, with or without its schema.
+        is_owner: the role owns the table, so the table has FORCE ROW LEVEL SECURITY.
     """
     name = ".".join(f'"{part}"' for part in table.split("."))
     whom = f'role "{role}"' if role else "its owner" if is_owner else "this user"
@@ -128,7 +131,7 @@ def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
 
 
 def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """The statements for one round trip: one text, or separate statements in pipeline mode, which requires them."""
+    """The statements for one round trip: joined to one, but separate in pipeline mode, which requires that."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
@@ -142,8 +145,8 @@ def _is_idle(connection: _Driver) -> bool:
 class SessionConnection(psycopg.Connection[TupleRow]):
     """A connection in autocommit with `SESSION_SETTINGS`.
 
-    Behind a pooler, each statement outside a transaction gets its own transaction. A statement that refuses
-    transactions (CONCURRENTLY) fails there.
+    Behind a pooler, each statement outside a transaction gets its own transaction. So statements that cannot run in a
+    transaction (CONCURRENTLY) fail there.
     """
 
     role = ""
@@ -153,7 +156,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
 
     @classmethod
     def open(cls, conninfo: str, extra: Mapping[str, str] | None = None) -> Self:
-        """Connect, and apply `SESSION_SETTINGS` and `extra` in one round trip. Raises errors of psycopg."""
+        """Connect, then apply `SESSION_SETTINGS` and `extra` in one round trip. Raises errors of psycopg."""
         connection = cls.connect(conninfo, autocommit=True)
         try:
             connection.apply({**SESSION_SETTINGS, **(extra or {})})
@@ -163,14 +166,14 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         return connection
 
     def apply(self, settings: Mapping[str, str]) -> None:
-        """Apply the settings; behind a pooler, to each transaction. Detects the pooler and `role`."""
+        """Apply the settings to the session; behind a pooler, to each transaction. Sets `is_pooled` and `role`."""
         row = self.execute(_APPLY_SETTINGS, _settings_parameters(self, settings), prepare=False).fetchone()
         if detect_pooler(self, row):
             self.is_pooled, self._settings, self.cursor_factory = True, _set_local_statements(settings), _PooledCursor
         self.role = "" if row is None else row[1]
 
     def apply_to_session(self, extra: Mapping[str, str]) -> None:
-        """Apply `SESSION_SETTINGS` and `extra` to the whole session: the pooler gives it to no other client."""
+        """Apply `SESSION_SETTINGS` and `extra` to the whole session. For a pooler that gives it to no other client."""
         self.execute(
             _APPLY_SETTINGS, _settings_parameters(self, {**SESSION_SETTINGS, **extra}, is_exclusive=True), prepare=False
         )
@@ -261,13 +264,14 @@ Row = TypeVar("Row")
 Statement: TypeAlias = LiteralString | bytes | sql.SQL | sql.Composed
 
 BRIDGE_LOCK = 1414087748
-"""First half of the key of the advisory locks of `tidemark synapse`, one for each stream. `tidemark status` reads them.
-The second half is the hash of the stream's name."""
+"""First half of the keys of the advisory locks of `tidemark synapse`. The second half is the hash of the stream's name.
+`tidemark status` reads these locks.
+"""
 
 Dsn: TypeAlias = str | Callable[[], str]
-"""An address, or a function that returns it. It is called for every new connection, because passwords rotate."""
+"""An address, or a function that returns it. The function is called for each new connection: passwords may change."""
 
-# A peer whose host died must not block a batch for two hours, which is the default of TCP.
+# If the host of the server fails, a batch must not wait for two hours, which is the default of TCP.
 _DEFAULTS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
@@ -286,21 +290,21 @@ _RETRIED_CODES = {
     "25P04",  # transaction for too long
     "55P03",  # lock not available
     "57P01",  # administrator's shutdown
-    "57P02",  # crash of another backend
+    "57P02",  # another server process crashed
     "57P03",  # starting up or shutting down
-    "57P05",  # idle session
+    "57P05",  # session idle for too long
 }
 
-# Messages of libpq about TLS; it has no codes for them.
+# Messages of libpq about TLS. libpq has no codes for these errors.
 _TLS_PROBLEM = re.compile(
     r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
     r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
 )
 
 
-# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session, and of
-# Postgres if every connection is taken. libpq has no code for a failed login, but such an error does not mean a wrong
-# user or password.
+# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) if their server is down or they have no free session, and of
+# Postgres if it has no free connection. libpq has no error code if a connection attempt fails. Only the message shows
+# that user and password are not the cause.
 _OUTAGE = re.compile(
     r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
     r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"
@@ -310,19 +314,19 @@ _OUTAGE = re.compile(
 )
 
 _POOLER_CHECKS = 5
-"""More than one check, because another client of the pooler may have taken the session just then."""
+"""Number of checks. One is not enough, because another client of the pooler may use the session during the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseUse:
-    """How one part of Tidemark uses a database, and what a person has to do if it is refused.
+    """How one part of Tidemark uses a database, and what a person has to do if the database refuses.
 
     Attributes:
-        setting: the setting with the address.
-        refusals: SQLSTATE, or its class -> what to do.
-        password: the setting that may contain the password; empty if there is none.
-        options: names and values of settings for every session, after `SESSION_SETTINGS`.
-        pooler_remedy: what to do if a pooler assigns sessions by transaction; empty if that is allowed.
+        setting: the setting with the address, for messages.
+        refusals: SQLSTATE, or its class (two characters) -> what to do.
+        password: the setting that may contain the password, for messages; empty if there is none.
+        options: names and values of settings for every session. They override `SESSION_SETTINGS`.
+        pooler_remedy: what to do if there is a pooler in transaction mode; empty if such a pooler is allowed.
     """
 
     setting: str
@@ -339,19 +343,22 @@ def address(dsn: str, setting: str = "dsn") -> str:
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """`dsn` with the defaults of a session of Tidemark."""
+    """`dsn` with the connection defaults of Tidemark. Parameters in `dsn` override them."""
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 
 def explain_error(
     error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
-    """Convert an error of psycopg; returns `error` itself if it is neither temporary nor a refusal.
+    """Convert an error of psycopg to a Tidemark error.
 
     Args:
-        where: address for the message.
-        refusals: SQLSTATE, or its class -> what a person has to do.
-        role: the session's user.
+        where: the address, for the message.
+        refusals: SQLSTATE, or its class (two characters) -> what a person has to do.
+        role: the session's user; empty if not known.
+
+    Returns:
+        `Unavailable` for a temporary error, `Refused` for a refusal, otherwise `error` itself.
     """
     code = error.sqlstate
     if (hidden := row_security_problem(error, role)) is not None:
@@ -372,8 +379,9 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection failed because every connection is taken, or because the server behind a pooler is down: the
-    pooler reported that, or did not answer.
+    """Whether a connection attempt failed because no connection is free, or because a pooler's server is down.
+
+    A pooler reports that its server is down, or does not answer in time.
     """
     return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE.search(str(error)) is not None
 
@@ -398,10 +406,10 @@ def _parse(dsn: str, setting: str) -> dict[str, str]:
 
 
 def _is_pooled(connection: Connection, full_dsn: str) -> bool:
-    """Whether a pooler may give the session of this connection to another client. Changes neither session.
+    """Whether a pooler may give the session of this connection to another client. Changes no session.
 
-    A pooler that gives each client its own session also reports a process ID of its own. So the server's process IDs of
-    two connections are compared.
+    A pooler in session mode also sends process IDs that are not the server's. So this function opens other connections,
+    and compares the server's process IDs.
     """
     first = _backend_pid(connection)
     for _ in range(_POOLER_CHECKS):
@@ -418,8 +426,10 @@ def _backend_pid(connection: Connection) -> int:
 
 
 def describe_sessions(connection: Connection, pids: list[int]) -> str:
-    """Describe server processes for a message: pid, user, application, state, start. `pids` has 0 for a prepared
-    transaction.
+    """Describe server processes for a message: pid, user, application name, state, start of the transaction.
+
+    Args:
+        pids: process IDs; 0 for a prepared transaction, as in `pg_blocking_pids`.
     """
     rows = connection.execute(
         """
@@ -436,8 +446,8 @@ def describe_sessions(connection: Connection, pids: list[int]) -> str:
     return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
 
 
-# A wait that has timed out is not in pg_locks any more. So this lists the sessions that have, or wait for, a strong
-# lock of a table: of a table of Tidemark if there is one, otherwise of any table.
+# pg_locks no longer has a wait that has timed out. So this query lists the sessions that have, or wait for, a strong
+# lock on a table: on a table of Tidemark if there is such a lock, otherwise on any table.
 _LOCK_HOLDERS = """
 with locks as (
     select coalesce(l.pid, 0) as pid,
@@ -452,7 +462,12 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 
 def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """The text of a lock time-out in another session of this database, with the sessions that may have the lock."""
+    """The text of a lock time-out of another session, with the sessions that may have the lock.
+
+    Args:
+        error: the time-out.
+        connection: another session of the same database.
+    """
     lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
@@ -483,9 +498,9 @@ class PostgresSession:
     """A connection in autocommit that reconnects; a context manager. Callers begin their own transactions.
 
     `use()` gives the connection to one thread at a time, and converts errors of psycopg to `Refused` or `Unavailable`.
-    After `Unavailable` retry the whole transaction: it was rolled back, or the answer to the commit was lost. Until the
-    first success, a failed login is `Refused`. Later it is `Unavailable`, because libpq does not distinguish a wrong
-    password from a server without free connections.
+    After `Unavailable`, repeat the whole transaction: it was rolled back, or the answer to the commit was lost. Until
+    the first successful connection, a failed login is `Refused`. Later it is `Unavailable`, because libpq does not
+    distinguish a wrong password from a server without free connections.
     """
 
     def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
@@ -507,7 +522,12 @@ class PostgresSession:
 
     @contextmanager
     def use(self) -> Iterator[Connection]:
-        """The connection, outside a transaction."""
+        """The connection, which is not in a transaction.
+
+        Raises:
+            Unavailable: a temporary error. Repeat the whole transaction.
+            Refused: a person must correct the problem.
+        """
         with self._lock:
             try:
                 yield self._open_connection()
@@ -549,7 +569,7 @@ class PostgresSession:
         return PostgresSession(self._dsn, self._application, self._database)
 
     def close(self) -> None:
-        """Close the connection; the next `use()` would open another."""
+        """Close the connection. The next `use()` opens another one."""
         with self._lock:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
@@ -557,13 +577,13 @@ class PostgresSession:
 
     def _open_connection(self) -> Connection:
         if self._pid != os.getpid():
-            self._pid, self._connection = os.getpid(), None  # the parent process still uses it
+            self._pid, self._connection = os.getpid(), None  # the parent process still uses the old connection
         if self._connection is None or self._connection.closed or self._connection.broken:
             connection = self._connect()
             if self._database.pooler_remedy and connection.is_pooled:
                 if _is_pooled(connection, self._full_dsn()):
                     connection.close()
-                    problem = "a pooler hands out its sessions by transaction"
+                    problem = "a pooler may give each transaction another session"
                     raise Refused("Postgres", self.where, problem, self._database.pooler_remedy)
                 connection.apply_to_session(dict(self._database.options))
             self._connection, self._role = connection, connection.role
@@ -583,7 +603,7 @@ class PostgresSession:
                 raise Refused("Postgres", self.where, first_line(error), do) from error
             if is_outage(error) or not is_reachable(full_dsn):
                 raise
-        # The server refuses the login, or it became available between the two calls: try once more.
+        # The server refused the login, or the server became available between the two calls: try once more.
         try:
             return SessionConnection.open(full_dsn, options)
         except psycopg.OperationalError as error:

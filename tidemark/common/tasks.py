@@ -1,4 +1,4 @@
-"""Tasks of asyncio that have to end."""
+"""Cancellation of asyncio tasks."""
 
 import asyncio
 from typing import Any
@@ -12,8 +12,10 @@ CANCELLATIONS_UNTIL_LOGGED = 50  # about 5 s
 
 
 async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task again and again until it has ended. One call of `cancel` may be lost, because redis-py takes a
-    cancellation during a connection attempt for a failed connection. Logs once in which functions the task waits.
+    """Cancel a task again and again until it has ended.
+
+    One call of `cancel` may have no effect: redis-py treats a cancellation during a connection attempt as a failed
+    connection. After `CANCELLATIONS_UNTIL_LOGGED` calls, logs in which functions the task waits.
     """
     cancellations = 0
     while not task.done():

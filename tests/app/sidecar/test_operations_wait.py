@@ -44,7 +44,7 @@ def test_token_beyond_anything_allocated_is_waited_for_to_the_timeout(
     pipeline.publish(moved("s", 3, w=At(0, 3)))
     found = client.json(WAIT, 412, params={"token": "m10", "timeout": 0.5})
     assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:not-yet", "m3")
-    assert "it is at m3, and the highest ID that Tidemark has read of is 3: " in found["detail"]
+    assert "it is at m3, and the highest ID in the records that Tidemark has read is 3: " in found["detail"]
     with later(0.6, lambda: pipeline.publish(moved("s", 10, w=At(3, 10)))):
         assert client.json(WAIT, params={"token": "m10", "timeout": 20})["token"] == "m10"
 

@@ -39,7 +39,7 @@ def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(
     assert "it is at m3~w.4; `tidemark gaps s` shows what blocks it" in late.output
     ahead = wait("s", "m5", "--timeout=0.5")
     assert ahead.exit_code == 1
-    assert "the highest ID that Tidemark has read of is 4" in ahead.output
+    assert "the highest ID in the records that Tidemark has read is 4" in ahead.output
     for timeout in ("0", "inf"):
         none = wait("none", "m4", "--timeout", timeout)
         assert none.exit_code == 2

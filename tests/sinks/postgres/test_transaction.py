@@ -212,7 +212,7 @@ def test_a_batch_does_not_go_on_over_commits_that_were_lost(
     assert follow(store, token, 3, ("q", 2))
     sql.execute("delete from tidemark.applied_batches where batch >= %s", (lost,))
     sql.execute("update tidemark.stream_positions set position = %s", (lost - 1,))
-    with pytest.raises(ChainBroken, match=f"has {left} and this batch follows batch q/3"):
+    with pytest.raises(ChainBroken, match=f"has {left}, but this batch follows batch q/3"):
         follow(store, token, 4, ("q", 3))
     assert positions(sql) == {("s", "w"): lost - 1}
     for number in range(1, lost):

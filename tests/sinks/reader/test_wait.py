@@ -119,7 +119,8 @@ def test_error_at_the_timeout_says_that_the_token_is_beyond_every_known_id(
     """The record of the ID may still come, so the token is refused at the time-out only, with the known IDs."""
     pipeline.move("w", 0, 3)
     keys.set(key("s", "allocated"), "4")
-    with pytest.raises(NotReached, match=r"at m3, and the highest ID that Tidemark has read of is 4: .* lag") as caught:
+    read = r"at m3, and the highest ID in the records that Tidemark has read is 4: .* lag"
+    with pytest.raises(NotReached, match=read) as caught:
         either.wait("s", "m3~w.5", timeout=0.5, grace=0.1)
     assert (caught.value.allocated, caught.value.is_ahead) == (4, True)
     with pytest.raises(NotReached) as caught:
