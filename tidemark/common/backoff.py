@@ -49,8 +49,7 @@ class WaitLog:
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Log the failure if it is the first one after a success or of another server, or if the last log line is at
-        least `LOG_EVERY` seconds old.
+        """Log the first failure after a success, or of another server. Log further failures every `LOG_EVERY` seconds.
 
         Returns:
             The seconds to wait.

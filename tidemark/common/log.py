@@ -45,7 +45,7 @@ _lock = threading.RLock()
 
 
 def configure_later(configure: Callable[[], None]) -> None:
-    """Call `configure` once before the next line is logged."""
+    """Register `configure`. It is called once, when the next line is logged."""
     _configure[:] = [configure]
 
 

@@ -3,8 +3,8 @@
 A released file is never edited; a change is a new file. Services never migrate, they only check the version.
 
 During an upgrade, and after a rollback of the code, old code runs in the new schema. Therefore a migration only adds
-objects; a migration one minor version later removes the old objects. If old code can run in the schema of a file, the
-file has the comment `Works with code for schema N`, with the oldest such version.
+objects; a migration one minor version later removes the old objects. If older code can run in the new schema, the file
+has the comment `Works with code for schema N`. N is the schema of the oldest such code.
 
 Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
 table of versions.
@@ -156,9 +156,9 @@ class Migrations:
         """Migrate the schema to this version.
 
         Takes no lock if there is nothing to do. Otherwise waits for locks for up to a minute for each migration, one
-        second at a time, and logs the sessions that have the locks (`common.migrations`). Several processes may migrate
-        at once; one of them applies each version. After a failure, the versions before it stay applied, and the next
-        call continues. A newer schema is not changed.
+        second at a time. Logs the sessions that have the locks (`common.migrations`). Several processes may migrate at
+        the same time; one of them applies each version. After a failure, the versions before it stay applied, and the
+        next call continues. A newer schema is not changed.
 
         Args:
             session: a session of the database to migrate.

@@ -302,9 +302,9 @@ _TLS_PROBLEM = re.compile(
 )
 
 
-# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) if their server is down or they have no free session, and of
-# Postgres if it has no free connection. libpq has no error code if a connection attempt fails. Only the message shows
-# that user and password are not the cause.
+# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session. Also
+# messages of Postgres without free connections. libpq has no error code if a connection attempt fails. Only the message
+# shows that user and password are not the cause.
 _OUTAGE = re.compile(
     r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
     r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"

@@ -307,9 +307,9 @@ class Classifier:
     def _apply_across_late(self, edge: Run) -> Iterator[CompletedRun]:
         """Apply one edge that is partly in a late range.
 
-        If the edge's ID is outside the late ranges, the part of the edge from the last late range to the ID is applied
-        like a separate edge. If the ID is inside, the completion is late. The remaining open parts of the edge are
-        settled without evidence.
+        If the edge's ID is outside the late ranges, the part from the last late range to the ID is applied like a
+        separate edge. If the ID is inside, the completion is late. The remaining open parts of the edge are settled
+        without evidence.
         """
         *_, (low, high) = [(0, 0), *self.late_ranges.missing(edge.start, edge.end)]
         if high == edge.end:

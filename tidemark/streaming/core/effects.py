@@ -37,8 +37,8 @@ class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer that blocks the linear position.
 
     Attributes:
-        reason: `transaction` (the writer reported an open transaction), `gap` (it completed IDs above open ones),
-            `silent` (it has sent nothing beyond `position`) or `unknown` (it never joined).
+        reason: `transaction`: the writer reported an open transaction. `gap`: it completed IDs above open ones.
+            `silent`: it has sent nothing beyond `position`. `unknown`: it never joined.
         position: position of the writer's chain; 0 if it never joined.
         since: time (ms) at which the writer began to block: the start of its oldest gap, the first record of an unknown
             writer, or else the start of the linear lag; None if that is not known.
@@ -159,9 +159,9 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         facts: number of facts among them.
-        why: `skipped` (an operator's SKIP, RETIRE or JOIN settled the IDs), `regressed` (the database was restored, or
-            an operator's override was taken back), `final` (the linear position had passed the ID, or another writer
-            had completed it) or `announced` (the writer had declared that it has no fact there).
+        why: `skipped`: an operator's SKIP, RETIRE or JOIN settled the IDs. `regressed`: the database was restored, or
+            an operator's override was taken back. `final`: the linear position had passed the ID, or another writer
+            had completed it. `announced`: the writer had declared that it has no fact there.
     """
 
     writer: str
@@ -203,8 +203,8 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         id: IDs beyond may be given out again.
         position: the writer's position at that time.
-        why: the evidence of the restore: `position` (the JOIN is below IDs that its writer had completed), `database`
-            (the JOIN names another database) or `start` (the start does not follow the writer's last start).
+        why: the evidence of the restore. `position`: the JOIN is below IDs that its writer had completed. `database`:
+            the JOIN names another database. `start`: the start does not follow the writer's last start.
     """
 
     writer: str

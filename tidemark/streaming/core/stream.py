@@ -374,8 +374,8 @@ class StreamState:
 
         Writers that a relay already joined with the same start move to the new timeline too.
 
-        If the JOIN does not follow the writer's last start, IDs from `marker.id` to `marker.published` may have been
-        given out again, in a timeline that the database does not have. So their completions are counted again, as late.
+        If the JOIN does not follow the writer's last start, a timeline that is not in the database may have given out
+        IDs from `marker.id` to `marker.published` again. So completions of these IDs are counted again, as late.
 
         Args:
             known: the joining writer, in its state before the JOIN; None if it never joined.

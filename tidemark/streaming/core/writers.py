@@ -253,8 +253,7 @@ def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, databas
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the content of the first JOIN is not known (an operator began the epoch, or no JOIN began it), only another database
-    or start is a contradiction.
+    an operator began the epoch, or it began without a JOIN, only another database or start is a contradiction.
     """
     if marker.epoch != writer.epoch:
         return False

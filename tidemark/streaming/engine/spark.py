@@ -64,7 +64,7 @@ SETTINGS = {
     "spark.sql.ui.retainedExecutions": "10",
     # Old batches are not needed: each query begins from Postgres.
     "spark.sql.streaming.minBatchesToRetain": "10",
-    # The pipeline starts a failed query again, because it knows which errors may be retried.
+    # Spark retries no task. The pipeline starts a failed query again, if the error may be retried.
     "spark.task.maxFailures": "1",
     # A batch that waits for a server must not delay a stop: its records are read again.
     "spark.sql.streaming.stopTimeout": "3s",

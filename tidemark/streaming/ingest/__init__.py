@@ -10,9 +10,9 @@ The path of a record:
    another, offsets and times as arrays of numbers. No Python object exists for a record.
 4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `record_batch` numbers each
    (stream, writer, epoch), so that edges can be rows of an array (`record_batch.Edges`).
-5. When a task has read a range, `compact` cuts the edges at the JOIN, RETIRE and OPEN records of their stream, and
-   links them into chains (`compact.link`). It packs them into one or more packets for each shard (`wire.runs.Packet`).
-   A record of 140 bytes becomes about 13 bytes. The state function reads the packets (`core.batch`).
+5. When a task has read a range, `compact` cuts the edges at the JOIN, RETIRE and OPEN records of their stream. It links
+   the edges into chains (`compact.link`), and packs the chains into packets for each shard (`wire.runs.Packet`). A
+   record of 140 bytes becomes about 13 bytes. The state function reads the packets (`core.batch`).
 
 Each step that handles single records has two implementations with equal results:
 

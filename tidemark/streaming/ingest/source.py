@@ -278,8 +278,8 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 def grown_limit(records: int, limit: int) -> int:
     """The limit of records after a batch that reached the limit `records`: 1/64 more, up to `limit`.
 
-    The limit grows slowly, because a batch with too many facts for the memory ends the query, and the next query begins
-    with a lower limit (`app.pipeline.batches`).
+    The limit grows slowly, because a batch with too many facts for the memory ends the query. The next query then has a
+    lower limit (`app.pipeline.batches`).
     """
     return min(limit, records + max(1, records // 64))
 
