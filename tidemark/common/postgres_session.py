@@ -93,7 +93,7 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
         role: `current_user` of the session; empty if not known.
 
     Returns:
-        The problem and what to do; None for another error.
+        The problem and what to do; None for other errors.
     """
     if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
@@ -102,12 +102,9 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
 
 
 def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
-    """The problem and what to do, if row level security hides rows of `table` from `role`.
+    """The problem and what to do, if row level security hides rows of `table` from `role` (empty if not known).
 
-    Args:
-        role: empty if not known.
-        table: the name, with or without its schema.
-        is_owner: the role owns the table, so the table has FORCE ROW LEVEL SECURITY.
+    `is_owner`: the role owns the table, so the table has FORCE ROW LEVEL SECURITY.
     """
     name = ".".join(f'"{part}"' for part in table.split("."))
     whom = f'role "{role}"' if role else "its owner" if is_owner else "this user"
@@ -350,15 +347,12 @@ def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
 def explain_error(
     error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
-    """Convert an error of psycopg to a Tidemark error.
+    """Convert an error of psycopg: to `Unavailable` if it is temporary, to `Refused`, or return `error` itself.
 
     Args:
         where: the address, for the message.
         refusals: SQLSTATE, or its class (two characters) -> what a person has to do.
         role: the session's user; empty if not known.
-
-    Returns:
-        `Unavailable` for a temporary error, `Refused` for a refusal, otherwise `error` itself.
     """
     code = error.sqlstate
     if (hidden := row_security_problem(error, role)) is not None:
@@ -379,10 +373,7 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection attempt failed because no connection is free, or because a pooler's server is down.
-
-    A pooler reports that its server is down, or does not answer in time.
-    """
+    """Whether a connection attempt failed because no connection is free, or a pooler's server is down or silent."""
     return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE.search(str(error)) is not None
 
 
@@ -428,8 +419,7 @@ def _backend_pid(connection: Connection) -> int:
 def describe_sessions(connection: Connection, pids: list[int]) -> str:
     """Describe server processes for a message: pid, user, application name, state, start of the transaction.
 
-    Args:
-        pids: process IDs; 0 for a prepared transaction, as in `pg_blocking_pids`.
+    In `pids`, 0 is a prepared transaction.
     """
     rows = connection.execute(
         """
@@ -462,12 +452,7 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 
 def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """The text of a lock time-out of another session, with the sessions that may have the lock.
-
-    Args:
-        error: the time-out.
-        connection: another session of the same database.
-    """
+    """The text of a lock time-out of another session than `connection`, with the sessions that may have the lock."""
     lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
@@ -522,12 +507,7 @@ class PostgresSession:
 
     @contextmanager
     def use(self) -> Iterator[Connection]:
-        """The connection, which is not in a transaction.
-
-        Raises:
-            Unavailable: a temporary error. Repeat the whole transaction.
-            Refused: a person must correct the problem.
-        """
+        """The connection, which is not in a transaction."""
         with self._lock:
             try:
                 yield self._open_connection()
