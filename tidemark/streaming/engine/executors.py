@@ -136,7 +136,7 @@ def _uri_host(host: str) -> str:
 
 def local_address_for(master: str) -> str:
     """The local address from which this host reaches `master`. Raises OSError if the host name is unknown."""
-    # Uses the first of several masters (spark://one:7077,two:7077). A UDP socket sends no packet to find its route.
+    # Uses the first of several masters (spark://one:7077,two:7077). `connect` of a UDP socket sends no packet.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[
         0
