@@ -9,10 +9,21 @@ import pytest
 from pyspark.sql import DataFrame
 
 from tidemark.app.pipeline.batches import BATCHES_PER_COLLECTION, BatchHandler, no_trace
+from tidemark.app.pipeline.engine import SLOW_PYTHON_START
 from tidemark.app.pipeline.preflight import Seed
 from tidemark.app.pipeline.stream_metrics import StreamCollector
-from tidemark.app.pipeline.supervisor import LIGHT_STREAMS, is_light
-from tidemark.common.errors import BatchTooLarge, ConfigurationChanged, LeaseLost, QueryFailed, Stopping, TidemarkError
+from tidemark.app.pipeline.supervisor import LIGHT_STREAMS, counts_as_failure, is_light
+from tidemark.common.errors import (
+    BatchTooLarge,
+    ChainBroken,
+    ConfigurationChanged,
+    LeaseLost,
+    QueryFailed,
+    Retry,
+    Stopping,
+    TidemarkError,
+    Unavailable,
+)
 from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLetterResult
 from tidemark.sinks.publisher import Publisher, PublishResult
@@ -251,3 +262,20 @@ def test_few_streams_and_few_waiting_records_are_light_traffic() -> None:
     assert is_light(LIGHT_STREAMS, LIGHT_RECORDS - 1)
     assert not is_light(LIGHT_STREAMS + 1, 0)
     assert not is_light(0, LIGHT_RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (QueryFailed("Job aborted"), True),
+        (ChainBroken("batch 4", "batch 6"), True),
+        (QueryFailed(SLOW_PYTHON_START), False),
+        (Unavailable("Postgres", "localhost:5432", "does not answer"), False),
+        (LeaseLost(1, 2), False),
+        (BatchTooLarge(4000, 1000), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_outage_is_no_failure_of_the_query(error: Retry, counts: bool) -> None:
+    """Otherwise the first query that fails after a long outage would end the process."""
+    assert counts_as_failure(error) is counts

@@ -11,6 +11,7 @@ from tidemark.app.verbs import dead_letters
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.streaming.core.effects import OperatorOverride
+from tidemark.streaming.values.limits import Bounds
 
 FACT = b'{"kind":"RDATA","stream":"events","writer":"a","epoch":1,"prev":2,"id":3,"row":{}}'
 
@@ -41,8 +42,8 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
         "a moves from 2 to 5: facts 2",
         "the linear position of events moves from 2 to 5",
     ]
-    assert not tried.is_settled()
-    assert dead_letters.replay(letter(FACT), "facts", tried.effects.state, 9.0).is_settled()
+    assert not tried.is_contained()
+    assert dead_letters.replay(letter(FACT), "facts", tried.effects.state, 9.0).is_contained()
     assert tried.override("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
 
 
@@ -65,6 +66,16 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
 def test_every_kind_of_edge_can_come_again(stored: bytes, value: bytes, line: str) -> None:
     """A fact with its neighbour or without, what holds none, many in one record, and one of a writer to come."""
     assert [*dead_letters.replay(letter(value), "facts", stored, 9.0).lines()][1] == line
+
+
+def test_what_the_pipeline_would_defer_is_not_contained(stored: bytes) -> None:
+    """By the bounds of the policies: its writer has room for one range above a gap."""
+    above = letter(FACT.replace(b'"prev":2,"id":3', b'"prev":7,"id":8'))
+    bounds = Bounds(pending=1)
+    tried = dead_letters.replay(above, "facts", stored, 9.0, bounds)
+    assert (tried.is_contained(), tried.is_deferred()) == (False, True)
+    assert dead_letters.replayed_outcome(lambda: tried) == "not seen"
+    assert not dead_letters.replay(above, "facts", stored, 9.0).is_deferred()
 
 
 def test_what_would_be_refused_again_is_not_sent(stored: bytes) -> None:

@@ -174,7 +174,7 @@ def test_a_stream_that_nobody_keeps_is_an_error(readers: Positioned) -> None:
 @pytest.mark.parametrize("most", [0, -1, None])
 def test_no_ids_cannot_be_taken(readers: Positioned, most: int) -> None:
     readers.publish(5)
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match="at least one ID"):
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="most must be 1 or more"):
         readers.take(most=most)
 
 
@@ -437,6 +437,33 @@ def test_late_facts_among_those_of_other_writers_are_an_error(readers: Positione
     assert (caught.value.diag.message_hint or "").startswith("Undo what its earlier facts did. Handle the rows of")
     assert readers.sql.execute("select tidemark_reader.pass_late('orders', 'mailer')").fetchone() == (77,)
     assert readers.take() is None
+
+
+def test_late_facts_before_one_that_is_an_error_are_read_first(readers: Positioned) -> None:
+    """`pass_late` then skips only what the error named, however often it is called."""
+    readers.publish(10, till=12)
+    readers.take()
+    readers.late(76, 1, 2)
+    readers.late(77, 3, 8, facts=2)
+    readers.late(78, 8, 9)
+    assert readers.take() == (10, 10, [2])
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="other writers have IDs there"):
+        readers.take()
+    assert readers.sql.execute("select tidemark_reader.pass_late('orders', 'mailer')").fetchone() == (77,)
+    assert readers.take() == (10, 10, [9])
+    assert readers.sql.execute("select tidemark_reader.pass_late('orders', 'mailer')").fetchone() == (78,)
+    assert readers.take() is None
+
+
+def test_listed_late_facts_after_those_that_are_not_listed_any_more_are_read(readers: Positioned) -> None:
+    readers.publish(10)
+    readers.take()
+    publish(readers.session, {"orders": StreamUpdate(0, {}, late_after=90)})
+    readers.late(91, 1, 2)
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="not listed any more"):
+        readers.take()
+    assert readers.sql.execute("select tidemark_reader.pass_late('orders', 'mailer')").fetchone() == (90,)
+    assert readers.take() == (10, 10, [2])
 
 
 def test_a_stream_that_went_back_is_an_error_for_readers_beyond(readers: Positioned) -> None:

@@ -112,9 +112,7 @@ LAST_BATCH_TIMEOUT_SECONDS = 6.0
 # After SIGTERM, the longest wait for threads that query servers. An orchestrator kills the process after 10 s.
 EXIT_TIMEOUT_SECONDS = 9.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
-# A failed query ends the process if at least this number of attempts published no batch. Attempts that failed because
-# of a server or the lease count too; slow starts of Python do not.
-MAX_FAILURES = 6
+MAX_FAILURES = 6  # failed queries without a published batch between them, after which the process ends
 SECRETS_CHECK_SECONDS = 5.0
 # Python's first threshold is 700. A batch of 10,000 streams creates 500,000 objects without reference cycles, and
 # collections took longer than the rest of the driver's work.
@@ -136,7 +134,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
 
     Raises:
         Stop: a person must decide.
-        QueryFailed, ChainBroken: the query failed, at least `MAX_FAILURES` attempts after the last published batch.
+        QueryFailed, ChainBroken: the query failed `MAX_FAILURES` times since the last published batch.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     stopping = shutdown_event(_exit_after_timeout)
@@ -166,8 +164,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     raise
                 log.warning("A server refused old secrets; trying again with the new ones", problem=str(error))
             except Retry as error:
-                if not (isinstance(error, QueryFailed) and error.problem == engine.SLOW_PYTHON_START):
-                    failures += 1
+                failures += counts_as_failure(error)
                 if pipeline_run.has_published or isinstance(error, ConfigurationChanged):
                     failures = 0
                     backoff.reset()
@@ -180,7 +177,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     max_records = error.fewer
                 if isinstance(error, RecordsRefused):
                     _add_refused(error.offsets, refused)
-                if isinstance(error, QueryFailed | ChainBroken) and failures >= MAX_FAILURES:
+                if counts_as_failure(error) and failures >= MAX_FAILURES:
                     raise
                 pause = backoff.next()
                 log.warning("The query ended or could not start; trying again", problem=str(error), pause=pause)
@@ -190,6 +187,14 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if pipeline_run.is_prepared:  # the operator's `accept` is for one start only
                     accept = frozenset()
     log.info("The pipeline has stopped")
+
+
+def counts_as_failure(error: Retry) -> bool:
+    """Whether the error is one of `MAX_FAILURES`. An outage of a server, the loss of the lease and a slow start of
+    Python are not: they say nothing about the query."""
+    if isinstance(error, QueryFailed):
+        return error.problem != engine.SLOW_PYTHON_START
+    return isinstance(error, ChainBroken)
 
 
 class PipelineRun:

@@ -85,8 +85,7 @@ class StreamHistoryReader:
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT_SECONDS)
             except TimeoutError:
-                raise Slow(
-                    "Postgres", self._places.where, f"no answer within {TIMEOUT_SECONDS:g} s; try again"
-                ) from None
+                where = self._session.where if server == "Postgres" else self._places.where
+                raise Slow("Postgres", where, f"no answer within {TIMEOUT_SECONDS:g} s; try again") from None
             finally:
                 future.cancel()  # has no effect if the read has started

@@ -46,15 +46,15 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.values.limits import Bounds, Policies
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Kind, Topic
 from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
+DEFAULT_BOUNDS: Final = Bounds()
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
-_SETTLED: Final = {"duplicate", "deferred"}  # outcomes of a record that would not change a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,13 @@ class Replay:
             linear = f"the linear position of {record.stream} stays at {self.effects.linear}"
             yield f"no position moves; {linear}; counted as: {counted}"
 
-    def is_settled(self) -> bool:
-        """Whether the state already contains the record, or the pipeline would defer the record."""
-        return {*self.effects.counts} <= _SETTLED
+    def is_contained(self) -> bool:
+        """Whether the state already contains the record."""
+        return {*self.effects.counts} <= {"duplicate"}
+
+    def is_deferred(self) -> bool:
+        """Whether the pipeline would defer the record, because its writer has too many IDs above a gap."""
+        return "deferred" in self.effects.counts
 
     def override(self, by: str, why: str) -> OperatorOverride:
         """The entry for the audit table."""
@@ -93,7 +97,9 @@ class Replay:
         return OperatorOverride(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
-def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float) -> Replay:
+def replay(
+    letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
+) -> Replay:
     """Apply the record of a dead letter to a copy of its stream's state.
 
     Args:
@@ -101,6 +107,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
         facts_topic: only records of this topic can be sent again.
         stored: the stream's encoded state; None if the stream does not exist.
         now: seconds since 1970.
+        bounds: the bounds of the pipeline.
 
     Raises:
         BadRecord: the record cannot be sent again, or would be rejected again.
@@ -122,7 +129,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (codec.decode(stored).home or 0)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
-    effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
+    effects = advance(0, States(states), [packet], int(now * 1000), bounds)
     for bad in effects.rejected:
         raise BadRecord(
             bad.reason, "the record would be rejected again: it does not fit the current state of the stream"
@@ -162,10 +169,11 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
 
 
 def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
-    """`applied` if the state now contains the record or the record is deferred, otherwise `refused`. `try_again` tries
-    the record once more."""
+    """`applied` if the state now contains the record, `not seen` if the pipeline has deferred it, otherwise `refused`.
+    `try_again` tries the record once more."""
     try:
-        return "applied" if try_again().is_settled() else "refused"
+        again = try_again()
+        return "applied" if again.is_contained() else "not seen" if again.is_deferred() else "refused"
     except BadRecord:
         return "refused"
 
@@ -305,13 +313,19 @@ def dead_letters_replay(
         letter = _letter(kafka, place)
 
         def try_again() -> Replay:
-            return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time())
+            bounds = Policies(postgres.policies.read(), settings.policy_defaults).bounds()
+            return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time(), bounds)
 
         trial = try_again()
         for line in trial.lines():
             click.echo(line, err=as_json)
-        if trial.is_settled():
+        if trial.is_contained():
             raise CommandFailed("the stream already contains this record: there is nothing to replay")
+        if trial.is_deferred():
+            raise CommandFailed(
+                f"the pipeline would defer this record, because {trial.record.writer} has too many IDs above a gap:"
+                f" settle the gap first (`tidemark gaps {letter.stream}`)"
+            )
         if (number := override_log.replays().get(letter.origin)) is not None:
             raise CommandFailed(f"override {number} has already sent this record again")
         if dry_run:

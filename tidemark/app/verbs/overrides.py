@@ -42,7 +42,7 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.values.limits import Bounds, Policies, Reason
+from tidemark.streaming.values.limits import Policies, Reason
 from tidemark.streaming.wire import records, runs
 from tidemark.streaming.wire.records import ANY_WRITER, Topic
 from tidemark.streaming.wire.runs import PackedRuns
@@ -244,7 +244,7 @@ def attempt(stored: bytes, record: records.Marker, now: float, policies: Policie
         "control", 0, Topic.CONTROL, 1, PackedRuns(), [], [runs.Marker.of(record, 0, milliseconds)], []
     )
     states = {record.stream: stored}
-    effects = advance(0, States(states), [packet], milliseconds, Bounds())
+    effects = advance(0, States(states), [packet], milliseconds, policies.bounds())
     for bad in effects.rejected:
         reason, before = Reason(bad.reason), codec.decode(stored)
         hint = None

@@ -389,6 +389,7 @@ declare
     _to bigint;
     _sign integer;
     _room bigint := _most;
+    _first constant bigint := _place.late;
 begin
     _ids := '{}';
     _withdrawn := '{}';
@@ -418,6 +419,7 @@ begin
             if _place.mode = 'linear' and _late.facts < abs(_late.id) - abs(_late.prev) and (
                 select count(*) > 1 from jsonb_object_keys(_now.vector || jsonb_build_object(_late.writer, 0))
             ) then
+                exit when _place.late > _first;  -- hand out the completions before it first, and raise at the next call
                 raise exception using errcode = 'object_not_in_prerequisite_state',
                     message = format('%s facts of writer %L came late in (%s, %s] of stream %L, and other writers have IDs there',
                         _late.facts, _late.writer, _late.prev, _late.id, _place.stream),
@@ -755,9 +757,9 @@ declare
     _number bigint;
 begin
     update tidemark_reader.places as known
-    set late = greatest(positions.late_after, (
+    set late = case when known.late < positions.late_after then positions.late_after else coalesce((
             select min(listed.number) from tidemark_reader.late_completions as listed
-            where listed.stream = known.stream and listed.number > known.late)),
+            where listed.stream = known.stream and listed.number > known.late), known.late) end,
         late_part = null, version = greatest(known.version + 1, tidemark_reader.clock())
     from tidemark_reader.positions as positions
     where known.stream = pass_late.stream and known.reader = pass_late.reader and positions.stream = known.stream
@@ -766,7 +768,8 @@ begin
 end
 $$;
 comment on function tidemark_reader.pass_late is
-    'Skips late completions that an operator has handled by hand: the next one that is still listed, and all before it. Returns the number of the last skipped one. Only for the owner of the schema';
+    'Skips late completions that an operator has handled by hand: all that are not listed any more, or else the first one
+that the reader has not read. Returns the number up to which the reader has read or skipped them. Only for the owner of the schema';
 
 create or replace function tidemark_reader.repartition(stream text, reader text, partitions integer) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
