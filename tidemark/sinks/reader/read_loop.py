@@ -377,11 +377,8 @@ class ReadProgram:
                 queried_at = time.monotonic()
 
     def _apply_operator_changes(self) -> Generator[Request | Portion, Answer, bool]:
-        """Hand over the parked facts to retry, each in its own transaction.
-
-        Returns:
-            True if an operator or another copy changed the stored place. No fact is then handed over.
-        """
+        """Hand over the parked facts to retry, each in its own transaction. Returns True, and hands over none, if an
+        operator or another copy changed the stored place."""
         version, retries = yield from self.checkpoint_store.operator_changes()
         if version != self._checkpoint.version:
             return True
@@ -493,13 +490,8 @@ class ReadProgram:
     def _find_withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """Find the IDs of the span whose earlier facts no longer exist.
-
-        These are all IDs without rows of other writers. Other writers have their own late completions.
-
-        Returns:
-            The ID up to which the span was checked, and the IDs as in `absent_ranges`.
-        """
+        """The ID up to which the span was checked, and the IDs whose earlier facts no longer exist, as in
+        `absent_ranges`: all IDs without rows of other writers, which have their own late completions."""
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
         with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
