@@ -47,11 +47,14 @@ over `labels`, which win over commonLabels.
 
 {{/*
 The metadata of an object: (dict "root" $ "component" "pipeline" "suffix" "-pipeline"). `name` instead of `suffix` is the
-whole name; `namespace`, `labels` and `annotations` are the object's own, and win over the common ones.
+whole name; `namespace`, `labels` and `annotations` are the object's own, and win over the common ones. `cluster`: the object has
+no namespace.
 */}}
 {{- define "tidemark.metadata" -}}
 name: {{ .name | default (print (include "tidemark.fullname" .root) (default "" .suffix)) }}
+{{- if not .cluster }}
 namespace: {{ .namespace | default .root.Release.Namespace }}
+{{- end }}
 labels:
   {{- include "tidemark.labels" . | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
