@@ -182,6 +182,11 @@ kube-test: setup ## Install the chart on the cluster of the current context, bre
 	helm/tools/install $(KUBE_HELM)
 	$(BIN)/python -m tests.helm.cluster --run "$(KUBE_RUN)" --helm "$(KUBE_HELM)" --build "$(IMAGE_BUILD)" --load "$(IMAGE_LOAD)" $(KUBE_TEST)
 
+.PHONY: admission-test
+admission-test: setup ## Ask the API server of the current context what the chart's policy allows Spark's driver (no nodes needed)
+	helm/tools/install helm
+	$(BIN)/pytest -n 0 tests/helm/check_admission.py
+
 ##@ Measure
 .PHONY: bench
 bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/explanation/benchmarks.md (an hour and a quarter)

@@ -44,6 +44,7 @@ UNBOUNDED = [
         "relay.databases[0].name=shop",
         "relay.databases[0].dsnSecret.name=shop-relay",
         "relay.databases[0].migrate.dsnSecret.name=shop-owner",
+        "spark.admissionPolicy.enabled=true",
         "synapse.enabled=true",
         "synapse.serverName=example.org",
         "synapse.dsnSecret.name=synapse-db",
