@@ -4,7 +4,6 @@ The API server of the current context needs no nodes: no pod runs here. Spark it
 allowed, with the account's own token. Every pod that must be refused is such an executor with one change.
 """
 
-import base64
 import json
 import secrets
 import subprocess
@@ -31,6 +30,7 @@ KINDS = {"ServiceAccount", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "
 # More rules than the chart's own, so that the policy alone refuses changes of pods.
 RULES = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
 OPTIONS = ["--set", "spark.master=kubernetes,spark.admissionPolicy.enabled=true"]
+OPTIONS += ["--set", r"commonLabels.team=streams,spark.conf.spark\.kubernetes\.executor\.label\.cost=low"]
 OPTIONS += ["--set-json", f"spark.extraRules={json.dumps(RULES)}"]
 Pod = dict[str, Any]
 
@@ -73,13 +73,8 @@ def container(field: str) -> Callable[[Pod], Pod]:
     )
 
 
-def label(name: str, value: str | None) -> Callable[[Pod], Pod]:
-    def change(pod: Pod) -> None:
-        pod["metadata"]["labels"].pop(name)
-        if value is not None:
-            pod["metadata"]["labels"][name] = value
-
-    return pod_with(change)
+def labels_with(**labels: str) -> Callable[[Pod], Pod]:
+    return pod_with(lambda pod: pod["metadata"]["labels"].update(labels))
 
 
 VOLUMES = "has volumes that are no emptyDir: other"
@@ -120,9 +115,15 @@ REFUSED = {
     "IPC of the node": (spec_with(hostIPC=True), NODE),
     "port of the node": (container_with(ports=[{"containerPort": 7079, "hostPort": 7079}]), NODE),
     "no labels": (pod_with(lambda pod: pod["metadata"].pop("labels")), LABELS),
-    "not an executor": (label("spark-role", None), LABELS),
-    "other release": (label("app.kubernetes.io/instance", "other"), LABELS),
-    "other component": (label("app.kubernetes.io/component", "sidecar"), LABELS),
+    "not an executor": (labels_with(**{"spark-role": "driver"}), LABELS),
+    "other release": (labels_with(**{"app.kubernetes.io/instance": "other"}), LABELS),
+    "other component": (labels_with(**{"app.kubernetes.io/component": "sidecar"}), LABELS),
+    "label of other pods": (labels_with(app="other"), "has labels that executors do not have: app"),
+    "label of the Service": (
+        labels_with(**{"tidemark/serves": "positions"}),
+        "has labels that executors do not have: tidemark/serves",
+    ),
+    "other value of a label": (labels_with(team="other"), "has labels that executors do not have: team"),
 }
 
 
@@ -158,8 +159,10 @@ class Driver:
         (directory / "spark.conf").write_text(self._files["spark.conf"])
         (directory / "executor.yaml").write_text(self._files["executor.yaml"])
         view = yaml.safe_load(run("kubectl", "config", "view", "--raw", "--minify", "--flatten"))
-        cluster = view["clusters"][0]["cluster"]
-        (directory / "ca.crt").write_bytes(base64.b64decode(cluster["certificate-authority-data"]))
+        token = self.kube.kubectl("create", "token", RELEASE).strip()
+        # Spark would use the administrator's certificate of the environment beside a token of its settings.
+        view["users"][0]["user"] = {"token": token}
+        (directory / "kubeconfig").write_text(yaml.safe_dump(view))
         pods = Pods(
             image=self._image,
             namespace=self.kube.namespace,
@@ -170,12 +173,11 @@ class Driver:
         extra = {
             **Cluster("127.0.0.1", executors=2, cores=1, memory="1g", pods=pods).settings(),
             **properties(directory / "spark.conf"),
-            "spark.kubernetes.authenticate.oauthToken": self.kube.kubectl("create", "token", RELEASE).strip(),
-            "spark.kubernetes.authenticate.caCertFile": str(directory / "ca.crt"),
             # No executor registers, because no pod runs.
             "spark.scheduler.maxRegisteredResourcesWaitingTime": "1s",
         }
-        return SparkSettings(f"k8s://{cluster['server']}", "512m", [], 1, directory / "spark", extra=extra)
+        server = view["clusters"][0]["cluster"]["server"]
+        return SparkSettings(f"k8s://{server}", "512m", [], 1, directory / "spark", extra=extra)
 
 
 def other_pod(name: str) -> Pod:
@@ -214,7 +216,10 @@ def driver(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dri
 
 def executor_of_spark(driver: Driver, directory: Path) -> Pod:
     """Let Spark start with two executors and stop. Return one of its executors."""
-    session = start(driver.settings(directory))
+    settings = driver.settings(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KUBECONFIG", str(directory / "kubeconfig"))
+        session = start(settings)
     try:
         until("Spark has created two executors", lambda: len(driver.pods() - OTHERS) == 2)
         [name, _] = sorted(driver.pods() - OTHERS)
