@@ -118,23 +118,23 @@ FOLLOWED: Series = {**MOVING, IN_REDIS: MOVED, IN_SIDECAR: MOVED}
 FAULTS: dict[str, tuple[Series, set[str]]] = {
     "the pipeline is gone": (
         {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if POD in series},
-        {"TidemarkNotPublishing"},
+        {"TidemarkPipelineNotReady"},
     ),
     "the pipeline waits for a server": (
         {one("tidemark_pipeline_ready"): "1+0x9 0+0x60"},
-        {"TidemarkNotPublishing"},
+        {"TidemarkPipelineNotReady"},
     ),
-    "the loop hangs": ({one("tidemark_heartbeat_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkHangs"}),
-    "the query stands while records wait": ({one("tidemark_kafka_lag_records"): since(10)}, {"TidemarkStandsStill"}),
+    "the loop hangs": ({one("tidemark_heartbeat_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkLoopStuck"}),
+    "the query stands while records wait": ({one("tidemark_kafka_lag_records"): since(10)}, {"TidemarkNoBatches"}),
     "a Kafka transaction hangs, and the records behind it wait": (
         {one("tidemark_kafka_blocked_seconds"): ages(10), one("tidemark_kafka_lag_records"): since(10)},
-        {"TidemarkTransactionBlocks"},
+        {"TidemarkKafkaTransactionOpen"},
     ),
     "Kafka is away, so that nobody knows whether records wait": (
         {f'tidemark_retries_total{{{POD},what="Kafka"}}': f"_x10 1+12x{HOUR}"},
-        {"TidemarkServerAway"},
+        {"TidemarkPipelineServerDown"},
     ),
-    "a stream cannot be shown in Redis": ({one("tidemark_sink_errors"): since(10)}, {"TidemarkStreamsNotShown"}),
+    "a stream cannot be shown in Redis": ({one("tidemark_sink_errors"): since(10)}, {"TidemarkSinkErrors"}),
     "the host's clock is nine days ahead": (
         {one("tidemark_clock_difference_seconds"): since(10, 777_600)},
         {"TidemarkClocksDiffer"},
@@ -144,9 +144,9 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
             one("tidemark_kafka_lag_records"): since(10, 2_000_000),
             one("tidemark_last_batch_timestamp_seconds"): CLOCK,
         },
-        {"TidemarkLag"},
+        {"TidemarkKafkaLag"},
     ),
-    "Kafka lost what was read": ({one("tidemark_kafka_lag_records"): since(10, -3)}, {"TidemarkReadBeyondEnd"}),
+    "Kafka lost what was read": ({one("tidemark_kafka_lag_records"): since(10, -3)}, {"TidemarkKafkaRecordsLost"}),
     "a transaction hangs above which its writer went on": (
         {
             one("tidemark_oldest_gap_age_seconds"): ages(10),
@@ -185,7 +185,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
             HELD % '"transaction"': f"_x10 60+60x{HOUR}",
             SEEN % '"transaction"': f"_x10 {always(1)}",
         },
-        {"TidemarkWriterBehind"},
+        {"TidemarkWriterBlocking"},
     ),
     "a writer never joined": (
         {
@@ -207,18 +207,18 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "IDs are given out, and nobody is named who holds the line": (
         {one("tidemark_linear_lag_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
-        {"TidemarkLineStill"},
+        {"TidemarkStreamStuck"},
     ),
     "a stream is farther behind in time than its policy allows, though nobody is old": (
         {
             one("tidemark_linear_lag_seconds"): since(10, 50),
             f"tidemark_policy_linear_lag_seconds{{{POD},{STREAM}}}": always(30),
         },
-        {"TidemarkBehindPolicy"},
+        {"TidemarkLinearLagHigh"},
     ),
     "a stream is farther behind in IDs than its policy allows": (
         {one("tidemark_linear_lag_ids"): since(10, 9), f"tidemark_policy_linear_lag_ids{{{POD},{STREAM}}}": always(8)},
-        {"TidemarkBehindPolicy"},
+        {"TidemarkLinearLagHigh"},
     ),
     "a gap that would be young elsewhere is old in this stream": (
         {one("tidemark_oldest_gap_age_seconds"): since(10, 50), one("tidemark_policy_gap_seconds"): always(30)},
@@ -245,7 +245,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
             SEEN % '"silent"': f"_x10 60+60x{HOUR}",
             one("tidemark_policy_silent_seconds"): always(3600),
         },
-        {"TidemarkWriterBehind"},
+        {"TidemarkWriterBlocking"},
     ),
     "a sidecar reads from a replica that does not follow": (
         MOVING | {IN_REDIS: MOVED, IN_SIDECAR: f"20+0x{HOUR}"},
@@ -262,15 +262,15 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "a bound is nearly reached": (
         {f'tidemark_bound_used_ratio{{{POD},{STREAM},bound="pending"}}': f"_x10 0.5+0.02x{HOUR}"},
-        {"TidemarkBoundNear"},
+        {"TidemarkStreamNearBound"},
     ),
     "a second pipeline believes that it owns the lease": (
         {'tidemark_lease_token{pod="tidemark-pipeline-1"}': since(10, 8)},
-        {"TidemarkTwoOwners"},
+        {"TidemarkTwoLeaseOwners"},
     ),
     "the sidecar reaches no Redis": (
         {'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': "1+0x9 0+0x60"},
-        {"TidemarkSidecarWithoutServer"},
+        {"TidemarkSidecarServerDown"},
     ),
     "nobody relays": ({one("tidemark_relay_active"): "1+0x9 0+0x60"}, {"TidemarkRelaySilent"}),
     "the relay is stuck": (
@@ -321,14 +321,14 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
             BEHIND % "event1": ages(10),
             BEHIND % "event2": ages(10),
         },
-        {"TidemarkBridgeDeaf"},
+        {"TidemarkBridgeRedisDown"},
     ),
     "the bridge listens where no worker speaks": (
         {BEHIND % "event1": ages(10), BEHIND % "event2": ages(10)},
-        {"TidemarkBridgeHearsNobody"},
+        {"TidemarkBridgeNoPositions"},
     ),
     "one worker of Synapse says nothing, of which Tidemark's own alerts tell": ({BEHIND % "event1": ages(10)}, set()),
-    "a worker is not started": ({one("tidemark_synapse_silent_writers"): since(10)}, {"TidemarkBridgeWaits"}),
+    "a worker is not started": ({one("tidemark_synapse_silent_writers"): since(10)}, {"TidemarkBridgeWorkerMissing"}),
     "a record of Synapse is too large for the topic": (
         {one("tidemark_synapse_oversized_facts"): since(10)},
         {"TidemarkBridgeRecordTooLarge"},
@@ -343,7 +343,7 @@ EVENTS: dict[str, tuple[Series, set[str]]] = {
     "a dead letter": ({one("tidemark_dead_letters_total"): since(30)}, {"TidemarkDeadLetters"}),
     "a late fact": ({one("tidemark_records_total"): since(30)}, {"TidemarkLateCompletions"}),
     "a late fact of Synapse": ({one("tidemark_synapse_late_total"): since(30)}, {"TidemarkBridgeLateFacts"}),
-    "an operator's SKIP": ({one("tidemark_operator_overrides_total"): since(30)}, {"TidemarkForced"}),
+    "an operator's SKIP": ({one("tidemark_operator_overrides_total"): since(30)}, {"TidemarkManualOverride"}),
     "a new timeline": ({one("tidemark_source_regressions_total"): since(30)}, {"TidemarkSourceRegressed"}),
 }
 
@@ -509,7 +509,7 @@ def test_one_streams_policy_is_nothing_to_another(rules: Path) -> None:
 def test_a_sidecar_that_sees_a_hole_tells(rules: Path) -> None:
     """What its sentinel counts is never above 0 while all keep the rules."""
     broken = {one("tidemark_sidecar_chain_errors_total"): since(30)}
-    check(rules, QUIET | broken, {29: set(), 31: {"TidemarkChainBroken"}, 50: set()})
+    check(rules, QUIET | broken, {29: set(), 31: {"TidemarkSidecarChainBroken"}, 50: set()})
 
 
 @pytest.mark.parametrize("event", EVENTS)

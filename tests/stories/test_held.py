@@ -27,7 +27,7 @@ def aged(site: Site, seconds: float, *records: Record) -> None:
 def test_a_silent_writer(scene: Scene) -> None:
     """It dies between two transactions, holding nothing that anybody knows of; the other writer goes on."""
     site = scene.site
-    with scene.story("silent-writer", "TidemarkWriterSilent", "TidemarkForced") as story:
+    with scene.story("silent-writer", "TidemarkWriterSilent", "TidemarkManualOverride") as story:
         site.send(*(Join(stream="payments", writer=name, epoch=1, id=0) for name in ("till-1", "till-2")))
         site.send(fact("payments", "till-1", 7, 0), fact("payments", "till-2", 8, 0))
         site.reaches("payments", linear=8)
@@ -40,7 +40,7 @@ def test_a_silent_writer(scene: Scene) -> None:
         done = story.act("retire", "payments", "till-1", why="sold on Friday")
         assert done.splitlines()[-1] == "applied: till-1 is at 7, linear position 20"
         site.reaches("payments", linear=20)
-        story.woken("TidemarkForced")
+        story.woken("TidemarkManualOverride")
         assert "sold on Friday" in story.tidemark("overrides", "list", "payments")
 
 

@@ -38,7 +38,7 @@ def test_the_index_has_twelve_stories_with_the_alerts_of_their_pages() -> None:
         prompts = told((FOLDER / name).read_text())
         woken = {prompt for prompt in prompts if prompt.startswith("alert: ")}
         assert woken <= known
-        named = set(re.findall(r"Tidemark\w+", line)) | {"TidemarkForced"}
+        named = set(re.findall(r"Tidemark\w+", line)) | {"TidemarkManualOverride"}
         assert {prompt.split()[1].rstrip(",") for prompt in woken} <= named, name
         assert [prompt for prompt in prompts if prompt.startswith("$ tidemark ")]
 
@@ -81,14 +81,14 @@ def test_all_times_of_the_rules_are_shortened_alike() -> None:
         {rule["alert"]: rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]}
         for text in (alert_rules(), hastened(alert_rules()))
     )
-    assert (before["TidemarkStandsStill"]["for"], after["TidemarkStandsStill"]["for"]) == (
+    assert (before["TidemarkNoBatches"]["for"], after["TidemarkNoBatches"]["for"]) == (
         "2m",
         f"{120_000 // FASTER}ms",
     )
-    assert "> 300)" in before["TidemarkStandsStill"]["expr"]
-    assert f"> {300 // FASTER})" in after["TidemarkStandsStill"]["expr"]
+    assert "> 300)" in before["TidemarkNoBatches"]["expr"]
+    assert f"> {300 // FASTER})" in after["TidemarkNoBatches"]["expr"]
     assert f"[{600_000 // FASTER}ms]" in after["TidemarkDeadLetters"]["expr"]
-    assert after["TidemarkLag"]["expr"] == before["TidemarkLag"]["expr"]
+    assert after["TidemarkKafkaLag"]["expr"] == before["TidemarkKafkaLag"]["expr"]
     left = [
         rule["alert"] for rule in after.values() if re.search(r"\d[smh]\b(?<!ms)", rule["expr"] + rule.get("for", ""))
     ]

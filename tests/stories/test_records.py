@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def test_a_writer_that_never_joined(scene: Scene) -> None:
     """A second program writes to a stream of the first, and knows nothing of joining."""
     site = scene.site
-    with scene.story("unknown-writer", "TidemarkUnknownWriter", "TidemarkForced") as story:
+    with scene.story("unknown-writer", "TidemarkUnknownWriter", "TidemarkManualOverride") as story:
         site.send(Join(stream="parcels", writer="depot", epoch=1, id=0), fact("parcels", "depot", 3, 0))
         site.reaches("parcels", linear=3)
         site.send(fact("parcels", "script", 4), fact("parcels", "depot", 5, 3))
@@ -37,7 +37,7 @@ def test_a_writer_that_never_joined(scene: Scene) -> None:
         )
         assert done.splitlines()[-1].startswith("applied")
         site.reaches("parcels", script=4)
-        story.woken("TidemarkForced")
+        story.woken("TidemarkManualOverride")
         assert "by ada: ended; it sends no JOIN" in story.tidemark("explain", "parcels", "--at", then)
 
 

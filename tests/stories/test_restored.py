@@ -15,7 +15,7 @@ from tidemark.streaming.wire.records import Join
 def test_a_lost_checkpoint(scene: Scene) -> None:
     """The disk that held it is lost, and the pipeline with it; it is started again, with an empty one."""
     site = scene.site
-    with scene.story("lost-checkpoint", "TidemarkNotPublishing") as story:
+    with scene.story("lost-checkpoint", "TidemarkPipelineNotReady") as story:
         site.send(Join(stream="admissions", writer="w", epoch=1, id=0), fact("admissions", "w", 1))
         site.reaches("admissions", linear=1)
         scene.pipeline.kill()
@@ -35,7 +35,9 @@ def test_a_lost_checkpoint(scene: Scene) -> None:
 def test_two_pipelines(scene: Scene) -> None:
     """The first loses its way to Postgres, and a second takes over: the first cannot know."""
     site = scene.site
-    with scene.story("two-pipelines", "TidemarkTwoOwners", "TidemarkServerAway", "TidemarkStandsStill") as story:
+    with scene.story(
+        "two-pipelines", "TidemarkTwoLeaseOwners", "TidemarkPipelineServerDown", "TidemarkNoBatches"
+    ) as story:
         site.send(Join(stream="seats", writer="w", epoch=1, id=0), fact("seats", "w", 1))
         site.reaches("seats", linear=1)
         second = site.start(
@@ -49,9 +51,9 @@ def test_two_pipelines(scene: Scene) -> None:
             second.says("Took the lease")
             site.send(fact("seats", "w", 2))
             site.reaches("seats", linear=2)
-            story.woken("TidemarkTwoOwners")
-            story.woken("TidemarkServerAway")
-            story.woken("TidemarkStandsStill")
+            story.woken("TidemarkTwoLeaseOwners")
+            story.woken("TidemarkPipelineServerDown")
+            story.woken("TidemarkNoBatches")
             said = story.tidemark("status", "seats")
             assert f"active on {SECOND}" in said
         scene.pipeline.says("the lease was taken over")

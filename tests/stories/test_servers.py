@@ -16,7 +16,7 @@ def test_a_lost_redis(scene: Scene, redis_server: RedisServer) -> None:
     """It is away, and comes back empty."""
     site = scene.site
     with scene.story(
-        "lost-redis", "TidemarkServerAway", "TidemarkStandsStill", "TidemarkSidecarWithoutServer"
+        "lost-redis", "TidemarkPipelineServerDown", "TidemarkNoBatches", "TidemarkSidecarServerDown"
     ) as story:
         site.send(Join(stream="cart", writer="w", epoch=1, id=0), fact("cart", "w", 1))
         site.reaches("cart", linear=1)
@@ -27,9 +27,9 @@ def test_a_lost_redis(scene: Scene, redis_server: RedisServer) -> None:
             site.send(fact("cart", "w", 2))
             time.sleep(2)
             site.send(fact("cart", "w", 3))
-            story.woken("TidemarkServerAway")
-            story.woken("TidemarkStandsStill")
-            story.woken("TidemarkSidecarWithoutServer")
+            story.woken("TidemarkPipelineServerDown")
+            story.woken("TidemarkNoBatches")
+            story.woken("TidemarkSidecarServerDown")
             said = story.tidemark("status", "cart")
             assert "Redis" in said
         site.reaches("cart", linear=3)
@@ -42,15 +42,15 @@ def test_a_lost_redis(scene: Scene, redis_server: RedisServer) -> None:
 def test_a_lost_postgres(scene: Scene, postgres: PostgresServer) -> None:
     """Nothing moves: what is not durable is not published."""
     site = scene.site
-    alerts = "TidemarkServerAway", "TidemarkStandsStill", "TidemarkSidecarWithoutServer"
+    alerts = "TidemarkPipelineServerDown", "TidemarkNoBatches", "TidemarkSidecarServerDown"
     with scene.story("lost-postgres", *alerts) as story:
         site.send(Join(stream="stock", writer="w", epoch=1, id=0), fact("stock", "w", 1))
         site.reaches("stock", linear=1)
         with away(postgres):
             site.send(fact("stock", "w", 2))
-            story.woken("TidemarkServerAway")
-            story.woken("TidemarkStandsStill")
-            story.woken("TidemarkSidecarWithoutServer")
+            story.woken("TidemarkPipelineServerDown")
+            story.woken("TidemarkNoBatches")
+            story.woken("TidemarkSidecarServerDown")
             said = story.tidemark("status", code=1)
             assert "Postgres" in said
         site.reaches("stock", linear=2)
@@ -62,7 +62,7 @@ def test_a_lost_postgres(scene: Scene, postgres: PostgresServer) -> None:
 def test_a_lost_kafka(scene: Scene, kafka: KafkaServer) -> None:
     """Facts wait with their services."""
     site = scene.site
-    with scene.story("lost-kafka", "TidemarkServerAway") as story:
+    with scene.story("lost-kafka", "TidemarkPipelineServerDown") as story:
         site.reaches("returns", linear=scene.append("returns"))
         with away(kafka):
             last = scene.append("returns")
