@@ -7,6 +7,7 @@ import pytest
 from tidemark.app.settings import Settings, is_secret, load, settings_lines, variable_of
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting
+from tidemark.streaming.values.limits import POLICY_SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,15 @@ def test_defaults_hang_together(tmp_path: Path) -> None:
     settings = load()
     assert settings.checkpoint == tmp_path / "checkpoint"
     assert settings.kafka.bootstrap == "localhost:9092"
+
+
+def test_settings_are_the_defaults_of_policies(setenv: SetEnv) -> None:
+    """Each policy setting that has a default takes it from a setting of the environment."""
+    setenv("ALERT_GAP_SECONDS", "77")
+    setenv("SILENT_SECONDS", "9")
+    defaults = load().policy_defaults
+    assert (defaults["gap_seconds"], defaults["silent_seconds"]) == (77, 9)
+    assert set(defaults) == {name for name, setting in POLICY_SETTINGS.items() if setting.default is not None}
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ class Settings(SidecarSettings, Connections):
     )
     retirement_days: Positive = Field(7, description="Days after which a retired writer is removed from the state.")
     retired_bound: Positive = Field(10_000, description="Maximum of retired writers of one stream that are stored.")
-    gap_seconds: Positive = Field(
+    alert_gap_seconds: Positive = Field(
         120,
         description="Age of a gap in seconds, and seconds for which a linear position is blocked, that cause an alert.",
     )
@@ -331,7 +331,8 @@ class Settings(SidecarSettings, Connections):
     @property
     def policy_defaults(self) -> dict[str, int]:
         """By setting of a policy, the value for streams without a policy."""
-        return {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
+        same_name = {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
+        return {**same_name, "gap_seconds": self.alert_gap_seconds}
 
     @property
     def metrics_url(self) -> str:

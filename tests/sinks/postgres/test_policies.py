@@ -24,7 +24,9 @@ def known(store: Postgres, lease: Lease, dsn: str) -> str:
 
 
 def run(dsn: str, *words: str) -> Result:
-    return CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_GAP_SECONDS": "77"}).invoke(main, ["policy", *words])
+    return CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_ALERT_GAP_SECONDS": "77"}).invoke(
+        main, ["policy", *words]
+    )
 
 
 def test_what_counts_for_a_stream_is_shown_with_where_it_comes_from(known: str) -> None:

@@ -288,8 +288,8 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
         "tidemark_policy_gap_seconds",
         ["stream"],
         "Age of a gap, and time without a move of the linear position, that cause an alert: from the policy of the"
-        " stream (`tidemark policy`), else TIDEMARK_GAP_SECONDS. The series `other streams` has the lowest value of its"
-        " streams, as in all metrics of policies.",
+        " stream (`tidemark policy`), else TIDEMARK_ALERT_GAP_SECONDS. The series `other streams` has the lowest value"
+        " of its streams, as in all metrics of policies.",
     ),
     "policy_silent_seconds": (
         "tidemark_policy_silent_seconds",
