@@ -67,15 +67,15 @@ languages-test: setup ## Run writers and readers of docs/how-to in every languag
 
 .PHONY: stories
 stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages again)
-	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/stories/test_*.py
+	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/incidents/test_*.py
 
 .PHONY: torture
 torture: setup ## Inject every fault into a stack of its own for SECONDS (600), by the script of SEED, and compare what was read with what was written
-	TORTURE_SECONDS=$(SECONDS) TORTURE_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k 'not rooms'
+	TORTURE_SECONDS=$(SECONDS) TORTURE_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k 'not rooms'
 
 .PHONY: rooms-torture
 rooms-torture: setup ## Run the rooms workload with all its faults for SECONDS (600), and compare every answer with the tables
-	TORTURE_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k rooms
+	TORTURE_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k rooms
 
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
@@ -87,7 +87,7 @@ synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while 
 
 .PHONY: worlds
 worlds: setup ## Go through every order of events in worlds of two writers, and of what may happen to a database (some minutes on two cores, 1 GB)
-	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events tests/sources/relay/test_disordered_readers.py::test_readers_after_every_order_of_a_few_events
+	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/model_check/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events tests/sources/relay/test_disordered_readers.py::test_readers_after_every_order_of_a_few_events
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports
@@ -112,7 +112,7 @@ docs: setup chart-docs ## Write the pages that are made from code, and build the
 
 .PHONY: pictures
 pictures: setup ## Take the pictures of the live page and of the dashboard that docs/ shows
-	$(BIN)/pytest tests/app/sidecar/pictures.py tests/stories/pictures.py
+	$(BIN)/pytest tests/app/sidecar/pictures.py tests/incidents/pictures.py
 
 ##@ Ship
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

@@ -29,7 +29,12 @@ pytest_plugins = [
 ]
 
 # Too long for every run; named, they run: `make cluster-test`, `make worlds`, `make torture`, `make stories`.
-collect_ignore = ["cluster", "torture", "worlds", *(f"stories/test_{it}.py" for it in ("held", "restored", "servers"))]
+collect_ignore = [
+    "cluster",
+    "chaos",
+    "model_check",
+    *(f"incidents/test_{it}.py" for it in ("held", "restored", "servers")),
+]
 
 # In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,7 +8,7 @@ import pytest
 from tests.docs import test_how_to, test_runbooks, test_simulate
 from tests.docs.shell import ROOT, Block, blocks
 from tests.docs.untyped import UNTYPED, untyped
-from tests.stories.test_pages import STORIES
+from tests.incidents.test_pages import STORIES
 
 PAGES = sorted(
     str(path.relative_to(ROOT))

@@ -1,7 +1,7 @@
 """The state machine in every small world: two writers, and all that may happen to them, in every order.
 
-Nothing here is drawn at random. The largest world is in tests/worlds (`make worlds`). That the check sees what it looks
-for is shown by rules that are bent: each of them must fail, of the state machine and of what writers promise.
+Nothing here is drawn at random. The largest world is in tests/model_check (`make worlds`). That the check sees what it
+looks for is shown by rules that are bent: each of them must fail, of the state machine and of what writers promise.
 """
 
 from collections.abc import Callable, Iterator

@@ -11,8 +11,8 @@ from confluent_kafka import Producer
 
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import PARTITIONS
-from tests.stories.scene import Scene
-from tests.stories.test_held import NOTHING, fact
+from tests.incidents.scene import Scene
+from tests.incidents.test_held import NOTHING, fact
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.sources.producer import RecordProducer

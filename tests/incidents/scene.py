@@ -23,10 +23,10 @@ from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.fix_pipeline import ROOT, Site
 from tests.fix_servers import own_postgres
 from tests.helm.tools import alert_rules
-from tests.stories import pages
-from tests.stories.hasty import hastened
-from tests.stories.pages import Entry
-from tests.stories.way import Way
+from tests.incidents import pages
+from tests.incidents.hasty import hastened
+from tests.incidents.pages import Entry
+from tests.incidents.way import Way
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.read_side import ReadSideConfig
@@ -179,7 +179,7 @@ class Story:
 
 def started(site: Site, way: Way, **changed: object) -> Running:
     dsn = site.dsn.replace(f":{site.postgres.port}/", f":{way.here}/")
-    return site.start(module=("tests.stories.hasty",), owner=PIPELINE, postgres_dsn=dsn, **changed)
+    return site.start(module=("tests.incidents.hasty",), owner=PIPELINE, postgres_dsn=dsn, **changed)
 
 
 @contextmanager

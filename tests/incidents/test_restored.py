@@ -6,8 +6,8 @@ import psycopg
 from psycopg import sql
 
 from tests.app.running import PATIENCE
-from tests.stories.scene import PIPELINE, SECOND, Scene
-from tests.stories.test_held import fact
+from tests.incidents.scene import PIPELINE, SECOND, Scene
+from tests.incidents.test_held import fact
 from tests.waiting import eventually
 from tidemark.streaming.wire.records import Join
 
@@ -41,7 +41,7 @@ def test_two_pipelines(scene: Scene) -> None:
         site.send(Join(stream="seats", writer="w", epoch=1, id=0), fact("seats", "w", 1))
         site.reaches("seats", linear=1)
         second = site.start(
-            module=("tests.stories.hasty",),
+            module=("tests.incidents.hasty",),
             owner=SECOND,
             checkpoint=site.home / "second",
             metrics_port=scene.second_port,

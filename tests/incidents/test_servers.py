@@ -5,8 +5,8 @@ import time
 import redis
 
 from tests.fix_servers import away
-from tests.stories.scene import Scene
-from tests.stories.test_held import fact
+from tests.incidents.scene import Scene
+from tests.incidents.test_held import fact
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer
 from tidemark.streaming.wire.records import Join

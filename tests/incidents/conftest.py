@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fix_pipeline import made_site
-from tests.stories.scene import Scene, made_scene
+from tests.incidents.scene import Scene, made_scene
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer
 

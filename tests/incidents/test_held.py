@@ -6,7 +6,7 @@ import psycopg
 from confluent_kafka import Producer
 
 from tests.fix_pipeline import Site
-from tests.stories.scene import Scene
+from tests.incidents.scene import Scene
 from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
 
 NOTHING = row({})

@@ -5,9 +5,9 @@ import time
 from playwright.sync_api import Browser
 
 from tests.app.sidecar.test_page import browser
-from tests.stories.drawn import COLUMN, page, panels
-from tests.stories.pages import FOLDER
-from tests.stories.scene import Scene
+from tests.incidents.drawn import COLUMN, page, panels
+from tests.incidents.pages import FOLDER
+from tests.incidents.scene import Scene
 from tidemark.streaming.wire.records import Join
 
 __all__ = ["browser"]

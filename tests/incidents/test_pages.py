@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from tests.helm.tools import alert_rules
-from tests.stories.hasty import FASTER, hastened
-from tests.stories.pages import FOLDER, Entry, differs, made_anew, shown, told
+from tests.incidents.hasty import FASTER, hastened
+from tests.incidents.pages import FOLDER, Entry, differs, made_anew, shown, told
 from tidemark.app.verbs import dead_letters, late, override_log, status
 
 INDEX = (FOLDER / "README.md").read_text()
