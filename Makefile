@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+		/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark needs
@@ -65,29 +65,29 @@ environments-test: setup ## Start the local stack in each kind of shell, home an
 languages-test: setup ## Run writers and readers of docs/how-to in every language, kill each reader 100 times, and run the rivals of the benchmark in Java; skips what is not installed
 	LANGUAGES_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 0 $(call HANGS,3600,4500) tests/services/check_registries.py tests/services/test_readers.py tests/bench/check_rivals.py
 
-.PHONY: stories
-stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages again)
+.PHONY: e2e-incidents
+e2e-incidents: setup ## Run the twelve incidents of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; INCIDENTS_WRITE=1 writes the pages again)
 	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/incidents/test_*.py
 
-.PHONY: torture
-torture: setup ## Inject every fault into a stack of its own for SECONDS (600), by the script of SEED, and compare what was read with what was written
-	TORTURE_SECONDS=$(SECONDS) TORTURE_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k 'not rooms'
+.PHONY: chaos
+chaos: setup ## Inject every fault into a stack of its own for SECONDS (600), by the script of SEED, and compare what readers received with the committed rows
+	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k 'not rooms'
 
-.PHONY: rooms-torture
-rooms-torture: setup ## Run the rooms workload with all its faults for SECONDS (600), and compare every answer with the tables
-	TORTURE_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k rooms
+.PHONY: chaos-rooms
+chaos-rooms: setup ## Run the rooms workload with all its faults for SECONDS (600), and compare every answer with the tables
+	CHAOS_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/chaos -k rooms
 
-.PHONY: append-torture
-append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
+.PHONY: chaos-append
+chaos-append: setup ## Run the property tests of tidemark.append and its relay with forty times as many examples (half an hour)
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay
 
 .PHONY: synapse-test
-synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while workers, bridges and Redis die (pip brings Synapse)
+synapse-test: setup ## Publish all streams of a real Synapse for ten minutes while workers, bridges and Redis die (pip brings Synapse)
 	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/sources/synapse/check_long.py
 
-.PHONY: worlds
-worlds: setup ## Go through every order of events in worlds of two writers, and of what may happen to a database (some minutes on two cores, 1 GB)
-	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/model_check/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events tests/sources/relay/test_disordered_readers.py::test_readers_after_every_order_of_a_few_events
+.PHONY: model-check
+model-check: setup ## Check every order of events in small worlds of two writers, and of faults of a database (some minutes on two cores, 1 GB)
+	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile model-check tests/model_check/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events tests/sources/relay/test_disordered_readers.py::test_readers_after_every_order_of_a_few_events
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports

@@ -28,7 +28,7 @@ pytest_plugins = [
     "tests.fix_spark",
 ]
 
-# Too long for every run; named, they run: `make cluster-test`, `make worlds`, `make torture`, `make stories`.
+# Too long for every run; named, they run: `make cluster-test`, `make model-check`, `make chaos`, `make e2e-incidents`.
 collect_ignore = [
     "cluster",
     "chaos",

@@ -10,17 +10,17 @@ QUICK = "quick"
 """The profile of `make test-unit`: `pytest --hypothesis-profile quick`."""
 
 LONG = "long"
-"""The profile of `make append-torture`."""
+"""The profile of `make chaos-append`."""
 
-WORLDS = "worlds"
-"""The profile of `make worlds`, in which the small worlds are whole."""
+MODEL_CHECK = "model-check"
+"""The profile of `make model-check`, in which the small worlds are whole."""
 
 UNHURRIED = (HealthCheck.too_slow,)
 SHARING = (*UNHURRIED, HealthCheck.function_scoped_fixture)
 """What is not looked for in a property whose examples share a fixture: `suppress_health_check`."""
 
 settings.register_profile(LONG, deadline=None, suppress_health_check=UNHURRIED)
-settings.register_profile(WORLDS, deadline=None, suppress_health_check=UNHURRIED)
+settings.register_profile(MODEL_CHECK, deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile("whole", deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile(QUICK, max_examples=12, deadline=None, suppress_health_check=UNHURRIED)
 if settings.get_current_profile_name() == "default":  # Hypothesis has one of its own for CI

@@ -1,6 +1,6 @@
 """The simulations of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes each.
 
-Run `make torture` or `make rooms-torture`. Options: SECONDS=, and for `make torture` SEED=.
+Run `make chaos` or `make chaos-rooms`. Options: SECONDS=, and for `make chaos` SEED=.
 """
 
 import os
@@ -12,18 +12,18 @@ from tests.fix_stack import Terminal
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import Fault
 
-SECONDS = int(os.environ.get("TORTURE_SECONDS") or 600)
-SEED = os.environ.get("TORTURE_SEED") or None
+SECONDS = int(os.environ.get("CHAOS_SECONDS") or 600)
+SEED = os.environ.get("CHAOS_SEED") or None
 
 
 def test_no_fact_is_missed_duplicated_or_out_of_order(terminal: Terminal) -> None:
-    """`make torture`: processes and servers are killed, restored and replaced repeatedly."""
+    """`make chaos`: processes and servers are killed, restored and replaced repeatedly."""
     with terminal.up():
         require_right(terminal, SECONDS, set(Fault), SEED, aloud=True)
 
 
 def test_rooms_are_correct(terminal: Terminal) -> None:
-    """`make rooms-torture`: processes and servers are killed, restored and replaced repeatedly."""
+    """`make chaos-rooms`: processes and servers are killed, restored and replaced repeatedly."""
     with terminal.up():
         output = require_rooms_right(terminal, SECONDS, RoomsWorkload.faults)
         require_injected(output, RoomsWorkload.faults)

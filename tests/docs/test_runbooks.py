@@ -1,6 +1,6 @@
 """The runbooks that explain one command each, typed word for word on a local stack, and the statements of the design.
 
-`make stories` runs the runbooks with a cause. Each page here begins with the records and rows that `GIVEN` writes.
+`make e2e-incidents` runs the pages with a cause. Each page here begins with the records and rows that `GIVEN` writes.
 """
 
 import json

@@ -33,7 +33,7 @@ from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer, postgres_program
 from tidemark.app.stack.processes import LOOPBACK, free_port
 
-WRITE = "STORIES_WRITE"
+WRITE = "INCIDENTS_WRITE"
 """The variable by which the run writes the pages anew; it must not look like a setting."""
 PIPELINE, SECOND, SIDECAR, RELAY = (
     "tidemark-pipeline-0",

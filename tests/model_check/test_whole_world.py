@@ -1,5 +1,5 @@
 """The largest small world that is gone through whole (tests/streaming/test_small_worlds.py has the others, and what
-each check is worth): `make worlds`, two minutes on a core and 1 GB.
+each check is worth): `make model-check`, two minutes on a core and 1 GB.
 """
 
 import gc

@@ -21,7 +21,7 @@ SCHEMAS = {
     GITHUB / "dependabot.yml": "vendor.dependabot",
 }
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 
 
 def test_the_version_is_the_same_everywhere(wheel: Path) -> None:
@@ -89,6 +89,16 @@ def test_the_workflow_makes_what_ci_makes() -> None:
     workflow = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text())
     made = {target for command in _commands(workflow["jobs"]["test"]) for target in _made(command)}
     assert {"lint", "test", "test-slow", "docs"} <= _made((ROOT / ".ci/run").read_text()) <= made
+
+
+def test_pages_and_tests_name_make_targets_that_exist() -> None:
+    """Also the Makefile's own texts. `make help` lists every target that has a description."""
+    texts = [ROOT / "Makefile", *(ROOT / ".github").rglob("*.md"), *ROOT.glob("*.md")]
+    texts += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.py")]
+    named = {name for path in texts for name in re.findall(r"`make ([a-z0-9-]+)", path.read_text())}
+    assert named <= TARGETS
+    described = set(re.findall(r"^([a-z0-9-]+):.*## ", MAKEFILE, re.MULTILINE))
+    assert set(re.findall(r"^  make (\S+)", succeeds("make", "help"), re.MULTILINE)) == described
 
 
 def test_every_supported_python_is_tested() -> None:

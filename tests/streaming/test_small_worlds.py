@@ -1,7 +1,7 @@
 """The state machine in every small world: two writers, and all that may happen to them, in every order.
 
-Nothing here is drawn at random. The largest world is in tests/model_check (`make worlds`). That the check sees what it
-looks for is shown by rules that are bent: each of them must fail, of the state machine and of what writers promise.
+Nothing here is drawn at random. The largest world is in tests/model_check (`make model-check`). Rules that are bent
+show that the check works: each of them must fail, of the state machine and of what writers promise.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.examples import QUICK, WORLDS
+from tests.examples import MODEL_CHECK, QUICK
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
@@ -56,8 +56,8 @@ def unit() -> bool:
 
 
 def quick() -> bool:
-    """Whether this is another run than `make worlds`."""
-    return settings.get_current_profile_name() != WORLDS
+    """Whether this is another run than `make model-check`."""
+    return settings.get_current_profile_name() != MODEL_CHECK
 
 
 @pytest.mark.parametrize("size", TINY if unit() else SMALL if quick() else [*SMALL, *WHOLE], ids=str)

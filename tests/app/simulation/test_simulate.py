@@ -1,4 +1,4 @@
-"""`tidemark simulate` as the torture machine: real writers, readers, servers and kills, in a stack of its own."""
+"""`tidemark simulate` as a fault-injection test: real writers, readers, servers and kills, in a stack of its own."""
 
 import re
 from collections.abc import Iterator, Set
@@ -37,14 +37,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory, jars: Path, warm_jvm: None) 
 def test_nothing_is_missed_doubled_or_disordered_whatever_dies(stack: Terminal) -> None:
     """Services that roll back, hang, die, stand still, join late and leave; their relay, readers, pipeline, Redis,
     Kafka and both Postgres servers killed: every reader reads every fact exactly once, in order. Databases that go back
-    are for `make torture`."""
+    are for `make chaos`."""
     require_right(stack, SECONDS, set(Fault) - GOING_BACK)
 
 
 def test_rooms_are_right_whatever_dies(stack: Terminal) -> None:
     """Several processes write a chat server's rooms, one of them with `append`, and fetch history; clients sync by line
     and by vector, page through history, serve from caches, wait for their own events: no answer is wrong, and in the
-    end extremities, states and timelines are as defined. All that can die does so in `make rooms-torture`."""
+    end extremities, states and timelines are as defined. All that can die does so in `make chaos-rooms`."""
     require_rooms_right(stack, ROOMS_SECONDS, QUICK)
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from tests.examples import WORLDS, examples
+from tests.examples import MODEL_CHECK, examples
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.test_decider import Appending, relays
 from tidemark.common.postgres_session import Connection
@@ -113,11 +113,11 @@ EVENTS: list[Callable[[DisorderedWorld], object]] = [
 
 
 def test_every_order_of_a_few_events(ready: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two events in every order (outside `make worlds`: each by itself), after three facts of which two are published
-    and saved: each fact is published, or late, or its stream is held.
+    """Two events in every order (outside `make model-check`: each by itself), after three facts of which two are
+    published and saved: each fact is published, or late, or its stream is held.
     """
     monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))
-    for events in product(EVENTS, repeat=2 if settings.get_current_profile_name() == WORLDS else 1):
+    for events in product(EVENTS, repeat=2 if settings.get_current_profile_name() == MODEL_CHECK else 1):
         world = DisorderedWorld(ready)
         try:
             for step in (*[EVENTS[0]] * 2, relayed, DisorderedWorld.save, EVENTS[0], *events):

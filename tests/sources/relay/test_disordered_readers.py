@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from hypothesis import settings
 
-from tests.examples import WORLDS
+from tests.examples import MODEL_CHECK
 from tests.sources.relay.disorder import DisorderedWorld
 from tests.sources.relay.position_world import SteppedKeeper
 from tests.sources.relay.test_disorder import EVENTS
@@ -134,11 +134,11 @@ READ_EVENTS: list[Callable[[ReadDisorderedWorld], object]] = [
 
 
 def test_readers_after_every_order_of_a_few_events(ready: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two events in every order (outside `make worlds`: each by itself), after five facts of which two are saved and
-    all are read. Services go on with five facts before the next relay looks."""
+    """Two events in every order (outside `make model-check`: each by itself), after five facts of which two are saved
+    and all are read. Services go on with five facts before the next relay looks."""
     monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))
     append = EVENTS[0]
-    for events in product(READ_EVENTS, repeat=2 if settings.get_current_profile_name() == WORLDS else 1):
+    for events in product(READ_EVENTS, repeat=2 if settings.get_current_profile_name() == MODEL_CHECK else 1):
         world = ReadDisorderedWorld(ready)
         try:
             world.begin()
