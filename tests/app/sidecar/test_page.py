@@ -290,6 +290,20 @@ def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline,
     assert page.locator(".lane .position").all_text_contents() == ["12,345,678", "9,007,199,254,740,993"]
 
 
+def test_labels_name_the_linear_lag(pipeline: Pipeline, page: Page) -> None:
+    """The figures, the columns and the legend use the words of the glossary."""
+    pipeline.publish(moved("orders", 7, shop=At(0, 7)))
+    says(page, "#headline", "The only stream is complete")
+    expect(page.locator(".figures dt")).to_have_text(
+        ["IDs a second", "Lag (IDs)", "Late completions", "Dead letters", "Last batch"]
+    )
+    expect(page.locator(".column-heads span")).to_have_text(
+        ["stream", "up to the highest ID", "linear", "lag (IDs)", "IDs/s", "lag, past hour", "state"]
+    )
+    expect(page.locator(".legend")).to_contain_text("allocated, unknown")
+    says(page, "#lag", "0")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_parts_of_a_strip_can_be_told_apart(page: Page, scheme: Literal["light", "dark"]) -> None:
     """By their brightness alone: what is complete, what is complete above the linear position, and the rest."""

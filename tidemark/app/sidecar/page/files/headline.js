@@ -48,7 +48,7 @@ export function figures(totals, pipeline) {
   const deadLetters = pipeline.dead_letters?.reduce((sum, entry) => sum + entry.records, 0);
   return {
     rate: formatRate(totals.rate),
-    behind: formatCount(totals.linearLag),
+    lag: formatCount(totals.linearLag),
     late: formatCount(totals.late),
     "dead-letters": deadLetters === undefined ? "not known" : formatCount(deadLetters),
     batch: pipeline.quiet_seconds === null ? (pipeline.dead_letters ? "none yet" : "not known") : `${formatDuration(pipeline.quiet_seconds)} ago`,

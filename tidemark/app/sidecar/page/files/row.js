@@ -33,7 +33,7 @@ export class Row {
     heading.append(button);
     const strip = createElement("div", "strip");
     strip.setAttribute("role", "img");
-    const figures = { linear: createFigure("linear"), linearLag: createFigure("behind"), rate: createFigure("IDs a second") };
+    const figures = { linear: createFigure("linear"), linearLag: createFigure("lag (IDs)"), rate: createFigure("IDs a second") };
     const list = createElement("dl", "numbers");
     list.append(...Object.values(figures).map((figure) => figure.pair));
     const lag = createChart("lag");

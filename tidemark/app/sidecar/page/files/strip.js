@@ -3,7 +3,7 @@
 import { distanceBeyond, farthest, moveTowardsZero, nearest } from "./ids.js";
 
 // The range below the lowest position contains the IDs of the last `SECONDS_BELOW`, at least `MIN_IDS_BELOW` IDs, and at
-// least the part `MIN_PART_BELOW` of the strip. So a writer that is a second behind the others looks almost even with them.
+// least the part `MIN_PART_BELOW` of the strip. So a writer that lags the others by a second looks almost even with them.
 const SECONDS_BELOW = 10;
 const MIN_IDS_BELOW = 20;
 const MIN_PART_BELOW = 0.06;
