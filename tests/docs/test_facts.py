@@ -2,7 +2,10 @@
 
 import re
 
+import click
+
 from tests.docs.test_prose import ROOT
+from tidemark.app.cli import main
 
 
 def test_pages_state_the_latency_of_the_readme() -> None:
@@ -21,3 +24,12 @@ def test_the_page_on_limits_says_what_works_without_kafka() -> None:
     answer = re.search(r"\*\*Can I use it without Kafka\?\*\* (.*)", (ROOT / "docs/explanation/limits.md").read_text())
     assert answer
     assert "run-relay.md#readers-of-this-database" in answer[1]
+
+
+def test_the_navigation_labels_the_page_of_a_command_with_the_command() -> None:
+    """The site shows the name that a person types, and the page has the same name."""
+    section = (ROOT / "mkdocs.yml").read_text().partition("          - Commands:\n")[2].partition("\n  - Reference:")[0]
+    entries = re.findall(r"^ +- (\S+): how-to/runbooks/(\S+)\.md$", section, re.MULTILINE)
+    assert len(entries) == len(section.splitlines())
+    assert {label for label, _ in entries} <= set(main.list_commands(click.Context(main)))
+    assert [label for label, page in entries if label != page] == []
