@@ -111,7 +111,8 @@ def render(figures: Mapping[str, Any]) -> list[str]:
             ],
         ),
         "",
-        f"JOINs and RETIREs of one stream in one batch, while {_STRANGERS} writers are held that never joined:",
+        f"JOINs and RETIREs of one stream in one batch, with buffered records of {_STRANGERS} writers that never"
+        " joined:",
         "",
         *table(
             ["records", "a JOIN, CPU", "a RETIRE, CPU"],

@@ -75,7 +75,7 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
     timeoutSeconds: 3
   lifecycle:
     preStop:
-      # It serves until nobody is sent here any more; then it tells those that are left.
+      # The sidecar serves until no new client is sent to it; then it sends the clients that are left to other sidecars.
       exec: {command: [sleep, "5"]}
   resources:
     {{- toYaml .Values.sidecar.resources | nindent 4 }}
