@@ -33,7 +33,7 @@ collect_ignore = [
     "cluster",
     "chaos",
     "model_check",
-    *(f"incidents/test_{it}.py" for it in ("held", "restored", "servers")),
+    *(f"incidents/test_{it}.py" for it in ("blocked", "restored", "servers")),
 ]
 
 # In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.

@@ -1,4 +1,4 @@
-"""Each code block of each page is typed by a test of this folder or by the stories, or is listed with a reason."""
+"""Each code block of each page is typed by a test of this folder or of tests/incidents, or is listed with a reason."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import pytest
 from tests.docs import test_how_to, test_runbooks, test_simulate
 from tests.docs.shell import ROOT, Block, blocks
 from tests.docs.untyped import UNTYPED, untyped
-from tests.incidents.test_pages import STORIES
+from tests.incidents.test_pages import INCIDENTS
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -23,7 +23,7 @@ TYPED: Mapping[str, set[str]] = {
     **{f"docs/{page}.md": COMMANDS | PROGRAMS for page in test_how_to.TYPED_PAGES},
     **{f"docs/{page}.md": COMMANDS for page in test_runbooks.PAGES},
     **{page: {"console"} for page in test_simulate.PAGES},
-    **{f"docs/how-to/runbooks/{page}": {"console"} for page in STORIES},
+    **{f"docs/how-to/runbooks/{page}": {"console"} for page in INCIDENTS},
 }
 """The languages of the blocks that a test types, by page."""
 

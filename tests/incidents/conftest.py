@@ -1,4 +1,4 @@
-"""One scene for all stories of this folder: its threads and servers are gone before tests of others go on."""
+"""One scene for all incidents of this folder: its threads and servers are gone before tests of others go on."""
 
 from collections.abc import Iterator
 
@@ -18,6 +18,6 @@ def scene(
     warm_jvm: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
-    home = tmp_path_factory.mktemp("stories")
+    home = tmp_path_factory.mktemp("incidents")
     with made_site(kafka, postgres, redis_server, home) as site, made_scene(site, home) as made:
         yield made

@@ -1,4 +1,4 @@
-"""Alerts and pipeline of the stories: what takes minutes takes a twelfth of that, by one factor.
+"""Alerts and pipeline of the incidents: what takes minutes takes a twelfth of that, by one factor.
 
 `hastened` shortens the chart's rules; `python -m tests.incidents.hasty pipeline ...` is the pipeline, but it compares
 Redis with Postgres every five seconds and not every minute, because a rule asks for what that found.

@@ -43,7 +43,7 @@ def differs(page: str, entries: Sequence[Entry]) -> str:
     """Where the page shows other commands than were typed; empty where it does not."""
     wanted, typed = told(page), [_alike(entry.prompt) for entry in entries]
     printed = "\n".join(map(str, entries))
-    return "" if wanted == typed else f"the page shows {wanted}\nthe story typed {typed}\n{printed}"
+    return "" if wanted == typed else f"the page shows {wanted}\nthe test typed {typed}\n{printed}"
 
 
 def made_anew(page: str, entries: Sequence[Entry]) -> str:

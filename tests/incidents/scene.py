@@ -1,5 +1,5 @@
-"""What the stories are staged on: real servers, a pipeline, a sidecar, a service's database with its relay, and a
-Prometheus that scrapes them and has the chart's alerts. One for all stories, each of which leaves it in peace.
+"""The servers and processes of the incidents: a pipeline, a sidecar, a service's database with its relay, and a
+Prometheus that scrapes them and has the chart's alerts. All incidents share them, and each repairs what it breaks.
 """
 
 import os
@@ -34,7 +34,7 @@ from tidemark.app.stack.postgres import PostgresServer, postgres_program
 from tidemark.app.stack.processes import LOOPBACK, free_port
 
 WRITE = "INCIDENTS_WRITE"
-"""The variable by which the run writes the pages anew; it must not look like a setting."""
+"""The variable that makes the run write the pages again; its name must not look like a setting."""
 PIPELINE, SECOND, SIDECAR, RELAY = (
     "tidemark-pipeline-0",
     "tidemark-pipeline-1",
@@ -45,8 +45,8 @@ PIPELINE, SECOND, SIDECAR, RELAY = (
 
 @dataclass
 class Scene:
-    """`shop` is a server of the services' own: what befalls Tidemark's does not befall theirs. The pipeline alone goes
-    by `way` to Postgres."""
+    """`shop` is the Postgres of the services: faults of Tidemark's Postgres leave it alone. Only the pipeline connects
+    to Postgres through `way`."""
 
     site: Site
     shop: PostgresServer
@@ -81,17 +81,17 @@ class Scene:
         return int(row[0])
 
     @contextmanager
-    def story(self, name: str, *alerts: str) -> Iterator["Story"]:
-        """Whoever is on call is woken by these `alerts` alone, and by none at the end."""
-        eventually(lambda: not self.firing(), PATIENCE, lambda: f"peace before the story; {self.firing()} fire")
-        story = Story(self, name, set(alerts))
-        yield story
-        story.end()
+    def incident(self, name: str, *alerts: str) -> Iterator["Incident"]:
+        """Fail unless exactly these `alerts` fire, and none at the end."""
+        eventually(lambda: not self.firing(), PATIENCE, lambda: f"no alert before the incident; {self.firing()} fire")
+        incident = Incident(self, name, set(alerts))
+        yield incident
+        incident.end()
 
 
 @dataclass
-class Story:
-    """What is done about one fault; what was printed meanwhile is on its page."""
+class Incident:
+    """The commands that repair one fault, with their output; the page of the incident shows both."""
 
     scene: Scene
     name: str
@@ -99,8 +99,8 @@ class Story:
     entries: list[Entry] = field(default_factory=list)
     began: float = field(default_factory=time.time)
 
-    def woken(self, alert: str | None = None) -> None:
-        """Wait until the alert fires, without which there is only one; it and no other fires up to then."""
+    def wait_for_alert(self, alert: str | None = None) -> None:
+        """Wait until the alert fires. None: the only alert of the incident."""
         (name,) = self.alerts if alert is None else (alert,)
         eventually(lambda: name in self.scene.firing(), PATIENCE, lambda: f"{name}; {self.scene.firing()} fire")
         found = [it for it in self.scene.prometheus.ask("alerts")["alerts"] if it["labels"]["alertname"] == name]
@@ -138,7 +138,7 @@ class Story:
         self.entries.append(Entry(f"$ {self._placed(command)}", self._placed(printed)))
 
     def ever(self) -> set[str]:
-        """The alerts that fired since the story began."""
+        """The alerts that fired since the incident began."""
         seconds = int(time.time() - self.began) + 1
         query = f'count_over_time(ALERTS{{alertstate="firing"}}[{seconds}s])'
         return {found["alertname"] for found in self.scene.prometheus.query(query)}

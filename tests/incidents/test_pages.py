@@ -1,4 +1,4 @@
-"""The stories' pages without their servers, and the rules with which they are staged."""
+"""The pages of the incidents without their servers, and the shortened rules."""
 
 import re
 
@@ -11,8 +11,8 @@ from tests.incidents.pages import FOLDER, Entry, differs, made_anew, shown, told
 from tidemark.app.verbs import dead_letters, late, override_log, status
 
 INDEX = (FOLDER / "README.md").read_text()
-STORIES = {line.split("(")[1].split(")")[0]: line for line in INDEX.splitlines() if line.startswith("| [")}
-PAGE = """# A story
+INCIDENTS = {line.split("(")[1].split(")")[0]: line for line in INDEX.splitlines() if line.startswith("| [")}
+PAGE = """# An incident
 
 ```console
 $ tidemark gaps
@@ -29,12 +29,12 @@ $ tidemark wait orders 12
 """
 
 
-def test_the_index_has_twelve_stories_with_the_alerts_of_their_pages() -> None:
+def test_the_index_has_twelve_incidents_with_the_alerts_of_their_pages() -> None:
     """Each page wakes by the alerts that its line names, as the chart has them, and shows what was typed."""
     rules = [rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]]
     known = {f"alert: {rule['alert']}, {rule['labels']['severity']}" for rule in rules}
-    assert len(STORIES) == 12
-    for name, line in STORIES.items():
+    assert len(INCIDENTS) == 12
+    for name, line in INCIDENTS.items():
         prompts = told((FOLDER / name).read_text())
         woken = {prompt for prompt in prompts if prompt.startswith("alert: ")}
         assert woken <= known
@@ -55,11 +55,11 @@ def test_a_page_gets_what_was_printed_below_what_was_typed() -> None:
     assert page.endswith("```console\n$ tidemark wait orders 13\norders is at m13\n```\n")
     assert "\nIt ends.\n" in page
     assert differs(PAGE, entries) == ""
-    assert "the story typed" in differs(PAGE, entries[:2])
-    assert "the story typed" in differs(PAGE, [*entries[:2], Entry("$ tidemark wait returns 12", "")])
+    assert "the test typed" in differs(PAGE, entries[:2])
+    assert "the test typed" in differs(PAGE, [*entries[:2], Entry("$ tidemark wait returns 12", "")])
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", INCIDENTS)
 def test_a_page_shows_the_texts_of_today(name: str) -> None:
     """Alerts have the texts of the chart but for labels and values, and tables the headings of the command line."""
     rules = {rule["alert"]: rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]}

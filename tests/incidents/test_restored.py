@@ -7,7 +7,7 @@ from psycopg import sql
 
 from tests.app.running import PATIENCE
 from tests.incidents.scene import PIPELINE, SECOND, Scene
-from tests.incidents.test_held import fact
+from tests.incidents.test_blocked import fact
 from tests.waiting import eventually
 from tidemark.streaming.wire.records import Join
 
@@ -15,29 +15,29 @@ from tidemark.streaming.wire.records import Join
 def test_a_lost_checkpoint(scene: Scene) -> None:
     """The disk that held it is lost, and the pipeline with it; it is started again, with an empty one."""
     site = scene.site
-    with scene.story("lost-checkpoint", "TidemarkPipelineNotReady") as story:
+    with scene.incident("lost-checkpoint", "TidemarkPipelineNotReady") as incident:
         site.send(Join(stream="admissions", writer="w", epoch=1, id=0), fact("admissions", "w", 1))
         site.reaches("admissions", linear=1)
         scene.pipeline.kill()
         eventually(scene.pipeline.alone, PATIENCE, lambda: "the end of its JVM")
         shutil.rmtree(site.checkpoint)
         site.send(*(fact("admissions", "w", id) for id in (2, 3, 4)))
-        story.woken()
-        assert "pipeline: not running" in story.tidemark("status", "admissions")
+        incident.wait_for_alert()
+        assert "pipeline: not running" in incident.tidemark("status", "admissions")
         scene.restart()
-        story.shown("tidemark pipeline", scene.pipeline.says("The query runs"))
+        incident.shown("tidemark pipeline", scene.pipeline.says("The query runs"))
         site.reaches("admissions", linear=4)
-        story.calm()
-        story.tidemark("status", "admissions")
-        assert "0 differences" in story.tidemark("verify", "--history")
+        incident.calm()
+        incident.tidemark("status", "admissions")
+        assert "0 differences" in incident.tidemark("verify", "--history")
 
 
 def test_two_pipelines(scene: Scene) -> None:
     """The first loses its way to Postgres, and a second takes over: the first cannot know."""
     site = scene.site
-    with scene.story(
+    with scene.incident(
         "two-pipelines", "TidemarkTwoLeaseOwners", "TidemarkPipelineServerDown", "TidemarkNoBatches"
-    ) as story:
+    ) as incident:
         site.send(Join(stream="seats", writer="w", epoch=1, id=0), fact("seats", "w", 1))
         site.reaches("seats", linear=1)
         second = site.start(
@@ -51,18 +51,18 @@ def test_two_pipelines(scene: Scene) -> None:
             second.says("Took the lease")
             site.send(fact("seats", "w", 2))
             site.reaches("seats", linear=2)
-            story.woken("TidemarkTwoLeaseOwners")
-            story.woken("TidemarkPipelineServerDown")
-            story.woken("TidemarkNoBatches")
-            said = story.tidemark("status", "seats")
+            incident.wait_for_alert("TidemarkTwoLeaseOwners")
+            incident.wait_for_alert("TidemarkPipelineServerDown")
+            incident.wait_for_alert("TidemarkNoBatches")
+            said = incident.tidemark("status", "seats")
             assert f"active on {SECOND}" in said
         scene.pipeline.says("the lease was taken over")
-        story.calm()
+        incident.calm()
         second.terminate()
         site.send(fact("seats", "w", 3))
         site.reaches("seats", linear=3)
-        assert f"active on {PIPELINE}" in story.tidemark("status", "seats")
-        assert "0 differences" in story.tidemark("verify", "--history")
+        assert f"active on {PIPELINE}" in incident.tidemark("status", "seats")
+        assert "0 differences" in incident.tidemark("verify", "--history")
 
 
 def test_a_restored_database_of_writers(scene: Scene) -> None:
@@ -74,7 +74,7 @@ def test_a_restored_database_of_writers(scene: Scene) -> None:
             connection.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname = 'shop'")
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
-    with scene.story("restored-database", "TidemarkSourceRegressed", "TidemarkLateCompletions") as story:
+    with scene.incident("restored-database", "TidemarkSourceRegressed", "TidemarkLateCompletions") as incident:
         site.reaches("returns", linear=scene.append("returns"))
         administer("create database {} template {}", "backup", "shop")
         lost = scene.append("returns")
@@ -82,12 +82,12 @@ def test_a_restored_database_of_writers(scene: Scene) -> None:
         administer("drop database {} with (force)", "shop")
         administer("alter database {} rename to {}", "backup", "shop")
         assert scene.append("returns") == lost
-        story.woken("TidemarkSourceRegressed")
-        story.woken("TidemarkLateCompletions")
+        incident.wait_for_alert("TidemarkSourceRegressed")
+        incident.wait_for_alert("TidemarkLateCompletions")
         site.reaches("returns", linear=scene.append("returns"))
-        said = story.tidemark("late", "list")
+        said = incident.tidemark("late", "list")
         assert "regressed" in said
-        story.tidemark("gaps")
-        story.act("late", "resolve", "returns", said.splitlines()[1].split()[0], why="booked again by hand")
-        story.calm()
-        assert "override " in story.tidemark("late", "list", "--all")
+        incident.tidemark("gaps")
+        incident.act("late", "resolve", "returns", said.splitlines()[1].split()[0], why="booked again by hand")
+        incident.calm()
+        assert "override " in incident.tidemark("late", "list", "--all")
