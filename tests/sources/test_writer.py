@@ -338,7 +338,7 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in chi
 
 
 def test_workers_that_are_forked_after_its_first_use_share_a_name(dsn: str) -> None:
-    """A writer is nothing but its name, so each of them goes on."""
+    """`Writer` has no state of its own, so each process continues in the same name."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, dsn], timeout=60, check=True)
     found = outbox(dsn)
     assert [id for id, _, _ in found] == [*range(1, 202)]
