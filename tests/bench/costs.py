@@ -212,7 +212,7 @@ def readme_row(figures: Mapping[str, Any]) -> str:
 
     rates = ", ".join(f"{rate:,}" for rate in RATES)
     rival = f" (Kafka Streams: {cores(_RIVAL)})" if _RIVAL in figures["costs"] else ""
-    return f"{README_ROW}{rates} facts/s{rival} | {cores(WHOLE)} | `python -m tests.bench costs` |"
+    return f"{README_ROW}{rates} facts/s{rival} | {cores(WHOLE)} | `costs` |"
 
 
 def _cells(cost: Mapping[str, float]) -> list[str]:

@@ -69,6 +69,15 @@ def test_a_page_is_short(page: Path) -> None:
     assert page in WHOLE or len(words(prose(page.read_text()))) <= most
 
 
+def test_the_readme_is_short_by_any_count() -> None:
+    """At most 900 words as `wc -w` counts, code and link targets included; five figures in its table."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= MOST_WORDS["README.md"]
+    _, _, figures = text.partition("## Figures\n")
+    rows = [line for line in figures.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 5
+
+
 def test_the_documentation_is_short() -> None:
     """All pages that people write, and the README."""
     pages = [ROOT / "README.md", *PAGES]
