@@ -228,6 +228,11 @@ def licence() -> str:
     return _badge("licence", _project()["license"], 126)
 
 
+def ci() -> str:
+    """Static, without a result: the address of the repository, which a badge with the result needs, is not known."""
+    return _badge("CI", "GitHub Actions", 126)
+
+
 def python_versions() -> str:
     pattern = re.compile(r"Programming Language :: Python :: (3\.\d+)")
     versions = [found[1] for text in _project()["classifiers"] if (found := pattern.fullmatch(text))]
@@ -240,6 +245,7 @@ def _project() -> dict[str, Any]:
 
 
 DRAWINGS: Mapping[str, Callable[[], str]] = {
+    "ci.svg": ci,
     "gap.svg": gap,
     "licence.svg": licence,
     "out-of-order.svg": out_of_order,

@@ -1,6 +1,7 @@
-"""The pictures of the live page: each command that one shows exists, with the options that it shows."""
+"""The pictures of the live page show commands that exist, with the options that they show; and README's badges."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from tidemark.app import cli
 
-PICTURES = Path(__file__).parents[2] / "docs/pictures"
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs/pictures"
 SHOWN: dict[str, list[str]] = json.loads((PICTURES / "commands.json").read_text())
 
 
@@ -32,3 +34,15 @@ def test_commands_in_pictures_exist(picture: str) -> None:
 def test_every_picture_of_the_page_is_known() -> None:
     """Those that `make pictures` takes of the live page."""
     assert {path.name for path in PICTURES.glob("page-*.png")} == set(SHOWN)
+
+
+def test_the_readme_has_badges_of_licence_python_and_ci() -> None:
+    """Each is a file of the repository, and links what it is about."""
+    line = (ROOT / "README.md").read_text().splitlines()[2]
+    badges = dict(re.findall(r"\[!\[[^]]*\]\(([^)]*)\)\]\(([^)]*)\)", line))
+    assert badges == {
+        "docs/pictures/licence.svg": "LICENSE",
+        "docs/pictures/python.svg": "pyproject.toml",
+        "docs/pictures/ci.svg": ".github/workflows/ci.yml",
+    }
+    assert all((ROOT / path).exists() for badge in badges.items() for path in badge)
