@@ -1,5 +1,6 @@
 """Each code block of each page is typed by a test of this folder or of tests/incidents, or is listed with a reason."""
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 
@@ -26,6 +27,12 @@ TYPED: Mapping[str, set[str]] = {
     **{f"docs/how-to/runbooks/{page}": {"console"} for page in INCIDENTS},
 }
 """The languages of the blocks that a test types, by page."""
+FRAGMENTS: Mapping[tuple[str, str], str] = {
+    ("docs/how-to/read-facts.md", "with Reader("): "has `positions` of the program at the top of the page",
+    ("docs/how-to/synapse.md", "regular = Table("): "has `positions` of the program at the top of the page",
+}
+"""Blocks with a reader that are no programs of their own: page, first words, and the reason."""
+CLIENTS = {"Reader", "AsyncReader", "Positions", "AsyncPositions"}
 
 
 def all_blocks() -> Iterator[tuple[str, Block]]:
@@ -56,3 +63,44 @@ def test_no_entry_is_superfluous() -> None:
             assert (ROOT / named).exists() or (ROOT / "tests/docs" / named).exists(), named
     for page, languages in TYPED.items():
         assert any(block.language in languages for block in blocks(page)), page
+
+
+def clients(program: ast.Module) -> Iterator[bool]:
+    """For each reader or client of positions, whether it is made inside `with exit_on_error()`.
+
+    A coroutine is inside if the program runs one there with `asyncio.run`.
+    """
+    guards = [
+        statement
+        for statement in ast.walk(program)
+        if isinstance(statement, ast.With) and _called(statement.items[0].context_expr) == "exit_on_error"
+    ]
+    guarded = {id(node) for guard in guards for node in ast.walk(guard)}
+    runs_guarded = any(_called(node) == "run" for guard in guards for node in ast.walk(guard))
+    coroutines = [node for node in ast.walk(program) if isinstance(node, ast.AsyncFunctionDef)]
+    if runs_guarded:
+        guarded |= {id(node) for coroutine in coroutines for node in ast.walk(coroutine)}
+    yield from (id(node) in guarded for node in ast.walk(program) if _called(node) in CLIENTS)
+
+
+def _called(node: ast.AST) -> str | None:
+    """The name of what is called, without that of its module."""
+    if not isinstance(node, ast.Call):
+        return None
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+
+
+def test_programs_that_read_end_with_one_line_if_something_is_wrong() -> None:
+    """Each program with a reader or a client of positions makes it inside `exit_on_error()`; fragments are listed."""
+    found = 0
+    listed = set(FRAGMENTS)
+    for page, block in all_blocks():
+        if block.language != "python":
+            continue
+        inside = [*clients(ast.parse(block.text))]
+        found += len(inside)
+        fragment = next((key for key in FRAGMENTS if key[0] == page and block.text.startswith(key[1])), None)
+        listed.discard(fragment or ("", ""))
+        assert fragment or all(inside), f"a reader outside of exit_on_error(), in {page}:\n{block.text}"
+    assert found >= 10
+    assert not listed, "no such fragments"
