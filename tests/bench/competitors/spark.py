@@ -60,7 +60,7 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
 
 
 def _options(task: Task) -> dict[str, str]:
-    """All records, with large fetches: from 0.95 to 1.31 M records/s (docs/explanation/engine.md 2)."""
+    """All records, with large fetches: from 0.95 to 1.31 M records/s (docs/explanation/engine.md 1)."""
     options = {
         "bootstrap.servers": task.bootstrap,
         "isolation.level": "read_committed",

@@ -26,7 +26,7 @@ _JVM_OPTIONS = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
 
-# Measurements: docs/explanation/engine.md 3 and 4.
+# Measurements: docs/explanation/engine.md 2 and 3.
 SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",
