@@ -9,6 +9,7 @@ from typing import Any
 import click
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
+from pydantic import SecretStr
 
 from tidemark.app import settings
 from tidemark.app.cli import EXAMPLES, main
@@ -125,7 +126,7 @@ def settings_tables() -> str:
         secret = " Secret: may also come from a file." if settings.is_secret(field) else ""
         row = (
             f"`{settings.variable_of(name)}`",
-            "" if unset else _code(str(field.default)),
+            "" if unset else _code(_shown(field.default)),
             _cell((field.description or "") + secret),
         )
         word = name.partition("_")[0]
@@ -138,6 +139,11 @@ def settings_tables() -> str:
     for word, heading in SETTING_GROUPS.items():
         lines += [f"## {heading}", "", *_table(["variable", "default", "meaning"], groups[word])]
     return _page("Settings", "For everyone who deploys Tidemark: every environment variable.", lines)
+
+
+def _shown(default: object) -> str:
+    """A default in full: that of a secret is in the code, so it is none."""
+    return str(default.get_secret_value() if isinstance(default, SecretStr) else default)
 
 
 # Metrics

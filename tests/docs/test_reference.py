@@ -1,5 +1,7 @@
 """The generated pages say what the code says."""
 
+import re
+
 import pytest
 
 from tests.docs import drawings
@@ -16,3 +18,12 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
 def test_a_drawing_is_up_to_date(name: str) -> None:
     """`make docs` draws it."""
     assert (drawings.FOLDER / name).read_text() == drawings.DRAWINGS[name]()
+
+
+def test_each_parameter_of_the_http_api_has_a_meaning() -> None:
+    """Without a description a parameter would be explained by its own name."""
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| (?:path|query|header) \| \w+ \| (.*) \|$", PAGES["http-api.md"](), re.MULTILINE
+    )
+    assert len(rows) > 10
+    assert [name for name, meaning in rows if meaning in {"", name}] == []

@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,23 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
 def test_the_header_shows_the_version(site: Path) -> None:
     """The one of pyproject.toml."""
     assert "Tidemark 0.1.0" in (site / "index.html").read_text()
+
+
+def test_a_page_has_the_title_of_its_heading(site: Path) -> None:
+    """The navigation has short names such as "skip", which say little in a list of tabs or search results."""
+    assert "<title>Deploy the pipeline - Tidemark" in (site / "how-to/deploy.html").read_text()
+    assert "<title>tidemark skip: settle open IDs" in (site / "how-to/runbooks/skip.html").read_text()
+
+
+def test_the_python_api_shows_the_arguments_of_constructors(site: Path) -> None:
+    """With their meanings: those of `Reader` are in the docstring of its `__init__`."""
+    text = re.sub(r"<[^>]*>", "", (site / "reference/python-api.html").read_text())
+    assert re.search(r"\bReader\(\s*positions", text)
+    assert "the largest number of rows of a batch" in text
+
+
+def test_long_names_in_tables_may_break(site: Path) -> None:
+    """On a phone the meaning of a setting is beside its name. A copied name is whole."""
+    text = (site / "reference/settings.html").read_text()
+    assert "<code>TIDEMARK_<wbr>KAFKA_<wbr>FACTS_<wbr>TOPIC</code>" in text
+    assert "***" not in text

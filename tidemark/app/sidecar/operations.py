@@ -63,7 +63,7 @@ from tidemark.sinks.reader import (
 )
 
 PLAIN_TEXT = "text/plain"
-Limit = Annotated[int, Meta(ge=1, le=10_000)]
+Limit = Annotated[int, Meta(ge=1, le=10_000, description="The largest number of entries in the answer.")]
 SERVER_COUNT = 2  # Redis and Postgres; one of them is enough to answer
 
 
