@@ -24,7 +24,7 @@ def test_a_stack_in_the_worst_of_shells_is_ready_twice_and_outlives_its_terminal
     with shell(worst, jars) as user:
         with user.up("nohup") as process:
             said = (user.root / "output").read_text()
-            [ignored] = [line for line in said.splitlines() if line.startswith("ignored, because")]
+            [ignored] = [line for line in said.splitlines() if line.startswith("ignored these variables, because")]
             assert ignored.partition(": ")[2].split(", ") == sorted(misleading)
             process.send_signal(signal.SIGHUP)
             user.use()

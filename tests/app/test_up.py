@@ -110,7 +110,7 @@ def test_missing_java_is_told_in_one_line(terminal: Terminal) -> None:
     done = terminal.run("up", JAVA_HOME=str(terminal.home.root))
     assert done.returncode == 2
     assert done.stderr.count(b"\n") == 1
-    assert b"Java 17 or newer is needed" in done.stderr
+    assert b"Tidemark needs Java 17 or newer" in done.stderr
 
 
 def test_home_that_cannot_be_written_is_told_in_one_line(terminal: Terminal) -> None:
