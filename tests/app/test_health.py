@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.stack.up import BROKER, JarList, fetch_jars
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.status import Condition
+from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
@@ -55,6 +56,14 @@ def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[s
     """A quiet stream has none, nor a pipeline that is at work; a dead one has, however good its positions look."""
     assert how.problems() == problems
     assert how.to_json()["problems"] == problems
+
+
+def test_a_problem_shows_a_time_as_every_verb_does() -> None:
+    """In UTC with milliseconds, also if the time has another offset."""
+    since = datetime(2026, 11, 27, 20, 0, 0, 5000, timezone(timedelta(hours=1)))
+    lagging = [LaggingPartition("facts", 1, 5, since, 40, since)]
+    how = PipelineCondition(Condition("host:7", 9.0, 1.0, [], lagging=lagging), {("facts", 1): 5}, None)
+    assert "at offset 40 since 2026-11-27 19:00:00.005Z; 5 records cannot be read" in how.problems()[0]
 
 
 def test_the_line_says_who_when_and_how_much() -> None:

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tidemark.app.output import count, duration, id_range, ids, sanitize, table, timestamp
+from tidemark.app.output import count, duration, id_range, ids, sanitize, table
+from tidemark.common.timestamps import timestamp
 
 
 def test_a_long_name_widens_no_column() -> None:

@@ -30,12 +30,12 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
     reports = SourceReports(TELLERS | {"items": ("shop", 7)})
     assert said(reports) == {"orders": [], "items": []}
     assert said(reports) == {}
-    process = "pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, session named checkout"
+    process = "pid 7 since 2026-03-01 11:59:00.000Z, idle in transaction, user web, session named checkout"
     line = f"writer till, {process}: insert ?"
     assert said(reports, held(7)) == {"orders": [line]}
     assert said(reports, held(7)) == {}
     assert said(reports, held(7), held(None)) == {
-        "orders": [line, "writer till, prepared transaction two since 2026-03-01 11:59:00+0000, user web"]
+        "orders": [line, "writer till, prepared transaction two since 2026-03-01 11:59:00.000Z, user web"]
     }
     assert said(reports) == {"orders": []}
 

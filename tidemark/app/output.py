@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
@@ -86,7 +85,7 @@ def one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
-# ---- numbers, IDs and times: one format in every verb
+# ---- numbers, IDs and durations: one format in every verb; `common.timestamps` formats times
 
 
 def count(number: int, singular: str) -> str:
@@ -120,11 +119,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size} {unit}"
     return f"{seconds} s"
-
-
-def timestamp(moment: datetime) -> str:
-    """A time in UTC: `2026-11-26 08:00:00.123Z`."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
 
 
 # ---- objects for programs

@@ -424,7 +424,7 @@ def describe_sessions(connection: Connection, pids: list[int]) -> str:
     rows = connection.execute(
         """
         select pid, coalesce(usename, '-'), coalesce(nullif(application_name, ''), '-'),
-            coalesce(state, 'state not shown'), to_char(xact_start, 'YYYY-MM-DD HH24:MI:SSOF')
+            coalesce(state, 'state not shown'), to_char(xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS.MS"Z"')
         from pg_stat_activity where pid = any (%s) order by xact_start nulls last, pid
         """,
         [pids],

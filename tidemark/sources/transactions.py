@@ -13,6 +13,7 @@ from prometheus_client import Gauge
 
 from tidemark.common.errors import Unavailable
 from tidemark.common.postgres_session import Connection
+from tidemark.common.timestamps import timestamp
 from tidemark.streaming.wire.records import MAX_HEARTBEAT_SECONDS, MAX_TRANSACTION_LENGTH, MAX_TRANSACTIONS, Open
 
 
@@ -128,7 +129,7 @@ class OpenTransaction:
     @property
     def process(self) -> str:
         """The session or the prepared transaction, without the query."""
-        since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
+        since = "" if self.since is None else f" since {timestamp(self.since)}"
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
             return f"prepared transaction {self.gid or '?'}{place}{since}, user {self.user or '-'}"

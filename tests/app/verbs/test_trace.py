@@ -51,7 +51,7 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
     late = lines(traced(recording, "3"), recording.facts)
     assert late[-3:] == [
         "  minute 16 the linear position passed the ID in batch 3, to 5",
-        "    to see what blocked the stream until then: tidemark explain events --at 2026-09-21T14:15:20.000+00:00",
+        "    to see what blocked the stream until then: tidemark explain events --at 2026-09-21T14:15:20.000Z",
         "  now published in Redis (by its clock)",
     ]
     told = json.loads(traced(recording, "5", "--json").output)

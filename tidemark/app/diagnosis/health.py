@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from tidemark.app.output import count, duration, one_line
 from tidemark.common.errors import TidemarkError
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
@@ -81,11 +82,12 @@ class PipelineCondition:
 
     def _transaction_message(self, lag: LaggingPartition) -> str:
         """A message about an open transaction, with Kafka's commands to find its producer and abort it (KIP-664)."""
+        assert lag.blocked_since is not None  # stored with `blocked_offset`
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
-            f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {count(lag.records, 'record')} cannot be read, and"
+            f" since {timestamp(lag.blocked_since)}; {count(lag.records, 'record')} cannot be read, and"
             f" streams that only these records name are not listed. Find the producer:"
             f" {tool} describe-producers {spec}."
             f" If the producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"

@@ -16,8 +16,9 @@ from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import moment as moment_of
 from tidemark.app.diagnosis.reader_lag import ReaderStatus, sentences
-from tidemark.app.output import as_object, count, duration, echo, ids, sanitize, timestamp
+from tidemark.app.output import as_object, count, duration, echo, ids, sanitize
 from tidemark.app.verbs import gaps, readers
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.inspect import (
     AppliedOverride,
     BatchAdvance,
@@ -333,7 +334,7 @@ def explain(
             explanations = explain_between(past, stream, encoded, since, until)
             if len(explanations) == MAX_STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
-                    f"only the first {MAX_STAYS} waits are shown; for more, begin --between at {last.isoformat()}",
+                    f"only the first {MAX_STAYS} waits are shown; for more, begin --between at {timestamp(last)}",
                     err=True,
                 )
             if begins > since:

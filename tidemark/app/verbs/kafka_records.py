@@ -18,9 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import count, printable, progress, timestamp
+from tidemark.app.output import count, printable, progress
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
+from tidemark.common.timestamps import timestamp
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
 from tidemark.sources.producer import topic_producer

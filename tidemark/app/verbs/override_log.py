@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded
-from tidemark.app.output import as_object, duration, id_range, sanitize, table, timestamp
+from tidemark.app.output import as_object, duration, id_range, sanitize, table
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 

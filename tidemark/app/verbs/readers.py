@@ -24,9 +24,10 @@ from tidemark.app.commands import (
     no_stream,
 )
 from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus, sentences
-from tidemark.app.output import as_object, count, duration, sanitize, table, timestamp
+from tidemark.app.output import as_object, count, duration, sanitize, table
 from tidemark.common.errors import BadToken
 from tidemark.common.postgres_session import Dsn
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
 from tidemark.sinks.postgres.lag_history import LagHistory

@@ -16,11 +16,12 @@ import msgspec
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream, fact_ids, read_fact_record
-from tidemark.app.output import as_object, count, echo, plain, sanitize, timestamp
+from tidemark.app.output import as_object, count, echo, plain, sanitize
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.inspect import AppliedOverride, BatchAdvance, BatchHistory, StoredBatch, StreamBatches
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.values.direction import beyond

@@ -15,12 +15,13 @@ import click
 
 from tidemark.app.commands import MAX_ID, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis.open_ranges import moment
-from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize, timestamp
+from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import MAX_FILTERED
 from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
+from tidemark.common.timestamps import timestamp
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
 from tidemark.sinks.postgres.inspect import BatchAdvance, IdInspection, LateFact, LinearPassed, OffsetRange, StoredGap
 from tidemark.sinks.postgres.operators import OverrideEntry
@@ -481,7 +482,7 @@ def _linear_lines(trace: IdTrace) -> Iterator[str]:
         passed = trace.line
         yield f"{timestamp(passed.time)} the linear position passed the ID in batch {passed.batch}, to {passed.linear}"
         if trace.settled and trace.line.time > trace.settled[0].time:
-            at = trace.settled[0].time.isoformat(timespec="milliseconds")
+            at = timestamp(trace.settled[0].time).replace(" ", "T")
             yield f"  to see what blocked the stream until then: tidemark explain {stream} --at {at}"
     elif trace.passed:
         yield "the stored history does not say when the linear position passed the ID"

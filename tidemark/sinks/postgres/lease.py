@@ -218,7 +218,7 @@ class _Waiter:
 
     def _attempt(self, connection: Connection) -> int | None:
         row = connection.execute(
-            "select token, owner, to_char(since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS UTC'),"
+            "select token, owner, to_char(since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS.MS\"Z\"'),"
             " expires_at < clock_timestamp(), expires_at = '-infinity', extract(epoch from clock_timestamp())::bigint"
             " from tidemark.query_lease"
         ).fetchone()
