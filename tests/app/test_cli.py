@@ -12,11 +12,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tidemark.app import cli
 from tidemark.app.cli import VERBS, main
 from tidemark.app.commands import confirmed
-from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.processes import free_port
+from tidemark.app.stack.home import AlreadyRunning, NeedsNamedUser
+from tidemark.app.stack.postgres import NeedsOrdinaryUser, PostgresServer
+from tidemark.app.stack.processes import StartFailed, free_port
+from tidemark.app.stack.up import JarsUnavailable, PortTaken
+from tidemark.app.verbs import up
+from tidemark.app.versions import JavaUnfit
 from tidemark.common.environment import child_environment
+from tidemark.common.errors import BadSetting, Stop, TidemarkError, Unavailable
 
 ALL = {name: command for name in VERBS if (command := main.get_command(click.Context(main), name))}
 COMMANDS = [
@@ -68,6 +74,46 @@ def test_wrong_setting_is_told_in_one_line() -> None:
         assert (command, code, said, loaded) == (command, 2, "", set())
         assert error.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
         assert error.count("\n") == 1
+
+
+FAILURES = [
+    StartFailed("kafka", "it ended with code 1", "no space; its log: kafka.log"),
+    PortTaken("redis", 6379, "Address already in use"),
+    JavaUnfit("there is no java on the PATH"),
+    JarsUnavailable("timeout", Path("ivy.log")),
+    AlreadyRunning(Path("home"), "7"),
+    NeedsNamedUser(54321),
+    NeedsOrdinaryUser(),
+    BadSetting("TIDEMARK_HOME", "cannot write in /proc"),
+    Unavailable("Postgres", "127.0.0.1:5432", "timeout"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_a_start_that_fails_names_the_doctor(failure: TidemarkError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each error of `up` has one line, which ends with the command that checks the machine."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(up, "run", fail)
+    done = CliRunner().invoke(main, ["up"])
+    assert done.exit_code == (2 if isinstance(failure, Stop) else 1)
+    assert done.stderr == f"Error: {failure}. `tidemark doctor` checks this machine\n"
+
+
+def test_a_wrong_setting_and_a_missing_extra_of_a_start_name_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found before `up` runs. The errors of other commands do not name it."""
+    wrong = CliRunner(env={"TIDEMARK_UP_REDIS_PORT": "many"})
+    assert wrong.invoke(main, ["up"]).stderr.endswith(". `tidemark doctor` checks this machine\n")
+    assert "doctor" not in wrong.invoke(main, ["status"]).stderr
+
+    def missing(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    shown = CliRunner().invoke(main, ["up"]).stderr
+    assert shown.endswith("pip install 'tidemark-streams[local]'. `tidemark doctor` checks this machine\n")
 
 
 def test_nan_is_no_number() -> None:

@@ -99,6 +99,7 @@ def test_taken_port_is_told_in_one_line(terminal: Terminal) -> None:
         port = str(other.getsockname()[1])
         done = terminal.run("up", TIDEMARK_UP_POSTGRES_PORT=port)
     assert done.returncode == 2
+    assert done.stderr.endswith(b"`tidemark doctor` checks this machine\n")
     assert done.stderr.count(b"\n") == 1
     assert f"port {port} for postgres is not free".encode() in done.stderr
     assert b"TIDEMARK_UP_POSTGRES_PORT" in done.stderr

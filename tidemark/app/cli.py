@@ -12,7 +12,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from tidemark.app.commands import CommandGroup, check_settings
-from tidemark.common.errors import ExtraMissing
+from tidemark.app.output import one_line
+from tidemark.common.errors import ExtraMissing, TidemarkError
 
 
 class Verb(NamedTuple):
@@ -71,6 +72,11 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
 VERBS: Final = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
 
 
+DOCTOR_HINT: Final = "`tidemark doctor` checks this machine"
+"""The end of each error of `tidemark up`."""
+_VERB: Final = "tidemark.verb"
+
+
 class LazyGroup(CommandGroup):
     """A command group that imports each command when it is used (click's pattern for lazy subcommands)."""
 
@@ -90,6 +96,7 @@ class LazyGroup(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        ctx.meta[_VERB] = args[0]
         if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
             check_settings(ctx)  # before the slow import of the verb, so that a wrong setting is reported at once
         return super().resolve_command(ctx, args)
@@ -101,6 +108,11 @@ class LazyGroup(CommandGroup):
             if ctx.invoked_subcommand not in VERBS:
                 raise
             raise _extra_missing(error, ctx.invoked_subcommand) from None
+
+    def error_text(self, ctx: click.Context, error: TidemarkError) -> str:
+        if ctx.meta.get(_VERB) == "up":
+            return f"{one_line(error)}. {DOCTOR_HINT}"
+        return super().error_text(ctx, error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, verbs in SECTIONS.items():

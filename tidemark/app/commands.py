@@ -55,17 +55,17 @@ class CommandGroup(OurCommand, click.Group):
         """Run the command without error handling."""
         return super().invoke(ctx)
 
+    def error_text(self, ctx: click.Context, error: TidemarkError) -> str:
+        """The error in one line."""
+        return (without_stack(error) if isinstance(error, Refused | Unavailable) else None) or one_line(error)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return self.run_command(ctx)
-        except Refused as error:
-            raise CommandStopped(without_stack(error) or one_line(error)) from None
         except Stop as error:
-            raise CommandStopped(one_line(error)) from None
-        except Unavailable as error:
-            raise CommandFailed(without_stack(error) or one_line(error)) from None
+            raise CommandStopped(self.error_text(ctx, error)) from None
         except TidemarkError as error:
-            raise CommandFailed(one_line(error)) from None
+            raise CommandFailed(self.error_text(ctx, error)) from None
         except KeyboardInterrupt:
             ctx.exit(130)
         except OSError as problem:
