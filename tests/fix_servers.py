@@ -57,7 +57,7 @@ def java() -> str:
 def jars(java: str) -> Path:
     """The directory with the jars, one directory for each configuration of `ivy-broker.xml`."""
     directory = Home(Settings().home).jars
-    fetch_jars(directory, java, progress=lambda _: None)
+    fetch_jars(directory, java, say=lambda _: None)
     return directory
 
 
@@ -65,7 +65,7 @@ def jars(java: str) -> Path:
 def jdbc(java: str) -> Path:
     """The directory with Postgres's driver for Java."""
     directory = Home(Settings().home).jars
-    fetch_jars(directory, java, progress=lambda _: None, jar_list=DEMO_JARS)
+    fetch_jars(directory, java, say=lambda _: None, jar_list=DEMO_JARS)
     return directory / JDBC
 
 

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import psycopg
 import pytest
 import redis
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from psycopg.conninfo import make_conninfo
@@ -25,8 +26,10 @@ from tests.fix_servers import away
 from tests.processes import forked
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
+from tests.terminals import shown_on_a_terminal
 from tests.waiting import eventually
 from tidemark.app import follow_positions
+from tidemark.app.cli import main
 from tidemark.app.follow_positions import FollowMetrics, PositionFollower
 from tidemark.app.relay import migrate
 from tidemark.app.settings import Settings
@@ -563,3 +566,14 @@ def test_a_follower_that_cannot_read_is_alive_and_not_ready() -> None:
     metrics.last_read.set_to_current_time()
     assert metrics.readiness_problem() is None
     assert metrics.liveness_problem(time.time() + 100) is not None
+
+
+def test_follow_migrate_shows_a_bar_on_a_terminal(database: str) -> None:
+    """Its one script may wait for a lock. Without a terminal there is no bar, and a second run has nothing to do."""
+    program = "from tidemark.app.cli import main; main(['follow', 'migrate'])"
+    shown = shown_on_a_terminal(program, environment={"TIDEMARK_POSTGRES_DSN": database})
+    assert "1/1" in shown
+    assert "scripts/s" in shown
+    assert "installed the functions of readers" in shown
+    done = CliRunner(env={"TIDEMARK_POSTGRES_DSN": database}).invoke(main, ["follow", "migrate"])
+    assert (done.stdout, done.stderr) == ("the functions of readers are up to date\n", "")

@@ -141,7 +141,7 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
 def _kafka_transactions(java: str, jars: Path, words: str) -> str:
     """What Kafka's script runs, with the arguments of a command that was printed."""
     description = Path(__file__).parents[1] / "services" / "ivy-kafka-tools.xml"
-    fetch_jars(jars, java, progress=lambda _: None, jar_list=JarList(description, ("kafka-tools",)))
+    fetch_jars(jars, java, say=lambda _: None, jar_list=JarList(description, ("kafka-tools",)))
     command = [
         java,
         "-cp",

@@ -1,13 +1,12 @@
 """Tables, formats, colour and progress of the command line."""
 
-import os
-import pty
 import subprocess
 import sys
 from datetime import UTC, datetime
 
 import pytest
 
+from tests.terminals import shown_on_a_terminal
 from tidemark.app.output import count, duration, id_range, ids, sanitize, table
 from tidemark.common.timestamps import timestamp
 
@@ -49,29 +48,9 @@ with progress("reading", 4, "record") as advance:
 """
 
 
-def _on_a_terminal(**variables: str) -> str:
-    ours, theirs = pty.openpty()
-    environment = {name: text for name, text in os.environ.items() if name != "NO_COLOR"}
-    environment |= {"TERM": "xterm"} | variables
-    with subprocess.Popen([sys.executable, "-c", PRINTING], stdout=theirs, stderr=theirs, env=environment) as process:
-        process.wait(60)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # Linux ends a terminal so
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    return shown.decode()
-
-
 def test_a_terminal_gets_colour_and_a_progress_bar() -> None:
     """The bar has the rate."""
-    shown = _on_a_terminal()
+    shown = shown_on_a_terminal(PRINTING)
     assert "\x1b[1mSTREAM" in shown
     assert "\x1b[31mproblem" in shown
     assert "4/4" in shown
@@ -81,8 +60,8 @@ def test_a_terminal_gets_colour_and_a_progress_bar() -> None:
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_colour_where_nobody_wants_it(variables: dict[str, str]) -> None:
     """NO_COLOR, and a terminal that has none."""
-    assert "\x1b[1m" not in _on_a_terminal(**variables)
-    assert "\x1b[31m" not in _on_a_terminal(**variables)
+    assert "\x1b[1m" not in shown_on_a_terminal(PRINTING, environment=variables)
+    assert "\x1b[31m" not in shown_on_a_terminal(PRINTING, environment=variables)
 
 
 def test_a_pipe_gets_neither_colour_nor_a_bar() -> None:

@@ -79,7 +79,7 @@ def servers() -> Iterator[BenchSite]:
     settings = Settings()
     java = find_java(settings.java_home)
     jars = Home(settings.home).jars
-    fetch_jars(jars, java, progress=lambda _: None)
+    fetch_jars(jars, java, say=lambda _: None)
     subprocess.run(class_archive.CREATE_COMMAND, check=True)
     with (
         tempfile.TemporaryDirectory(prefix="tidemark-bench-", ignore_cleanup_errors=True) as root,

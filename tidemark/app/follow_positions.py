@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.app.diagnosis.reader_lag import PositionSamples, ReaderLag, ReaderMetrics
 from tidemark.app.logs import run_in_thread, shutdown_event
+from tidemark.app.output import progress
 from tidemark.app.read_side.redis_reader import STREAMS_PER_TRANSACTION
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
@@ -340,6 +342,7 @@ def _moved(pubsub: object) -> set[str]:
 
 def migrate(dsn: Dsn, halt: threading.Event, wait: float, say: Callable[[str], None]) -> None:
     """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set."""
+    show_progress = partial(progress, "installing", unit="script")
     with reader_session(dsn, "tidemark follow migrate") as session:
-        installed = wait_out(lambda: reader_database.install(session), halt, wait)
+        installed = wait_out(lambda: reader_database.install(session, show_progress), halt, wait)
     say("installed the functions of readers" if installed else "the functions of readers are up to date")

@@ -166,6 +166,11 @@ def _colour_line(line: str) -> str:
     return click.style(line, fg="cyan") if _COMMAND.match(line) else line
 
 
+def shows_progress() -> bool:
+    """Whether `progress` shows a bar: standard error is a terminal."""
+    return _is_terminal(sys.stderr)
+
+
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show a progress bar with rate and remaining time on standard error if it is a terminal.
@@ -178,7 +183,7 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None
     Yields:
         A thread-safe function that adds to the number of completed units.
     """
-    if not _is_terminal(sys.stderr) or total <= 0:
+    if not shows_progress() or total <= 0:
         yield lambda _: None
         return
     began, done = time.monotonic(), 0

@@ -148,7 +148,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
                 )
         applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
-        if install(session):
+        if install(session, partial(progress, "installing", unit="script")):
             say("installed the functions of readers")
         for name in streams:
             is_new = run_with_lock_timeout(session, f"creating stream {name}", partial(_create_stream, name, direction))

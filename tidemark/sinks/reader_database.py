@@ -13,6 +13,7 @@ from importlib.resources import files
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from tidemark.common.log import Progress, no_progress
 from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
@@ -55,10 +56,10 @@ def reader_session(dsn: Dsn, application: str) -> PostgresSession:
     return PostgresSession(dsn, application, _USE)
 
 
-def install(session: PostgresSession) -> bool:
+def install(session: PostgresSession, progress: Progress = no_progress) -> bool:
     """Create or update tables and functions. Returns whether anything had to change; if not, takes no lock.
 
-    Raises `PrerequisitePending` if a lock was not free in time.
+    `progress` shows the one script. Raises `PrerequisitePending` if a lock was not free in time.
     """
     text, mark = _script()
     comment = f"Places of readers, and positions; installed from {mark}"
@@ -72,7 +73,9 @@ def install(session: PostgresSession) -> bool:
     query = "select obj_description(to_regnamespace('tidemark_reader'), 'pg_namespace')"
     if session.fetch_value(query) == comment:
         return False
-    run_with_lock_timeout(session, "installing tidemark_reader", step)
+    with progress(1) as advance:
+        run_with_lock_timeout(session, "installing tidemark_reader", step)
+        advance(1)
     return True
 
 

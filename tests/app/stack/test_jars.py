@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.terminals import shown_on_a_terminal
 from tidemark.app.stack import up
-from tidemark.app.stack.up import BROKER, JarsUnavailable, fetch_jars
+from tidemark.app.stack.up import BROKER, BROKER_JARS, JarsUnavailable, fetch_jars
 
 
 def _fake_java(directory: Path, script: str) -> str:
@@ -14,14 +15,15 @@ def _fake_java(directory: Path, script: str) -> str:
 
 
 def test_the_brokers_jars_are_there(jars: Path) -> None:
-    """With all that they depend on."""
+    """With all that they depend on, as many as the progress bar counts."""
     assert (jars / BROKER / "kafka-clients-4.1.1.jar").exists()
+    assert len([*(jars / BROKER).iterdir()]) == BROKER_JARS.jars
 
 
 def test_second_start_downloads_nothing(jars: Path, tmp_path: Path) -> None:
     """Where the jars are what `ivy-broker.xml` asks for, not even Java is started."""
     java = _fake_java(tmp_path, "exit 9")
-    fetch_jars(jars, java, progress=pytest.fail)
+    fetch_jars(jars, java, say=pytest.fail)
 
 
 def test_jars_of_another_version_are_fetched_again(tmp_path: Path) -> None:
@@ -35,7 +37,26 @@ def test_jars_of_another_version_are_fetched_again(tmp_path: Path) -> None:
     fetch_jars(tmp_path, _fake_java(tmp_path, says), progress.append)
     assert not old.exists()
     assert progress == ["kafka-clients-4.1.1.jar"]
-    fetch_jars(tmp_path, _fake_java(tmp_path, "exit 9"), progress=pytest.fail)
+    fetch_jars(tmp_path, _fake_java(tmp_path, "exit 9"), say=pytest.fail)
+
+
+FETCHING = """
+import sys
+from pathlib import Path
+from tidemark.app.stack.up import fetch_jars
+fetch_jars(Path(sys.argv[1]), sys.argv[2], lambda name: print("said", name))
+"""
+
+
+def test_a_terminal_gets_a_bar_over_modules_and_one_over_jars(tmp_path: Path) -> None:
+    """With rate and remaining time; the name of each jar is for pipes only."""
+    script = "printf '\\tfound a#b;1 in public\\n'; sleep 1; echo 'downloading https://somewhere/b-1.jar ...'"
+    shown = shown_on_a_terminal(FETCHING, str(tmp_path), _fake_java(tmp_path, script))
+    assert f"1/{BROKER_JARS.modules}" in shown
+    assert f"1/{BROKER_JARS.jars}" in shown
+    assert "modules/s" in shown
+    assert "jars/s" in shown
+    assert "said" not in shown
 
 
 def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> None:
@@ -43,7 +64,7 @@ def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> Non
     java = _fake_java(tmp_path, r"echo ':: UNRESOLVED DEPENDENCIES'; echo '\t\t:: a#b;1: not found'; exit 1")
     for _ in range(2):
         with pytest.raises(JarsUnavailable, match=r"a#b;1: not found.*ivy-broker\.log"):
-            fetch_jars(tmp_path, java, progress=pytest.fail)
+            fetch_jars(tmp_path, java, say=pytest.fail)
 
 
 def test_a_connection_that_has_died_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

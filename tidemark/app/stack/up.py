@@ -12,15 +12,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 import psutil
 
 from tidemark.app.connections import Connections, variable
+from tidemark.app.output import progress, shows_progress
 from tidemark.app.settings import Settings, write_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, libpq_variables
@@ -57,14 +60,19 @@ JDBC = "jdbc"
 
 @dataclass(frozen=True, slots=True)
 class JarList:
-    """An Ivy file, and its configurations. Each configuration becomes a folder of jars."""
+    """An Ivy file, and its configurations. Each configuration becomes a folder of jars.
+
+    Ivy first looks up `modules`, then downloads `jars`. The counts are for progress bars.
+    """
 
     description: Traversable
     configurations: tuple[str, ...]
+    modules: int = 0
+    jars: int = 0
 
 
-BROKER_JARS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,))
-DEMO_JARS = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,))
+BROKER_JARS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,), modules=48, jars=46)
+DEMO_JARS = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,), modules=1, jars=1)
 
 
 class JarsUnavailable(Stop):
@@ -78,7 +86,7 @@ class JarsUnavailable(Stop):
 def fetch_jars(
     directory: Path,
     java: str,
-    progress: Callable[[str], None],
+    say: Callable[[str], None],
     jar_list: JarList = BROKER_JARS,
     environment: Mapping[str, str] | None = None,
 ) -> None:
@@ -89,7 +97,7 @@ def fetch_jars(
     Args:
         directory: each configuration of `jar_list` becomes a folder below it.
         java: the path of the Java program.
-        progress: called with the name of each jar, and with a message if a download stalls.
+        say: called with each problem, and with the name of each jar if no progress bar shows it.
         jar_list: the jars.
         environment: of Ivy; None inherits the environment of this process.
 
@@ -101,13 +109,13 @@ def fetch_jars(
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _download(directory, java, progress, jar_list, environment)
+        _download(directory, java, say, jar_list, environment)
 
 
 def _download(
     directory: Path,
     java: str,
-    progress: Callable[[str], None],
+    say: Callable[[str], None],
     jar_list: JarList,
     environment: Mapping[str, str] | None,
 ) -> None:
@@ -120,7 +128,7 @@ def _download(
     for stale in jar_list.configurations:
         shutil.rmtree(directory / stale, ignore_errors=True)
     description.write_bytes(text)
-    _run_ivy(description, java, progress, environment)
+    _run_ivy(jar_list, description, java, say, environment)
     marker.write_text(hashlib.sha256(text).hexdigest())
 
 
@@ -136,7 +144,11 @@ def _marker(directory: Path, jar_list: JarList) -> Path:
 
 
 def _run_ivy(
-    description: Path, java: str, progress: Callable[[str], None], environment: Mapping[str, str] | None
+    jar_list: JarList,
+    description: Path,
+    java: str,
+    say: Callable[[str], None],
+    environment: Mapping[str, str] | None,
 ) -> None:
     directory = description.parent
     command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
@@ -147,18 +159,54 @@ def _run_ivy(
         with log.open("w") as record:
             ivy = psutil.Popen(command, env=environment, stdout=record, stderr=subprocess.STDOUT)
         try:
-            problem = _follow(ivy, log, directory / "cache", progress)
+            with _DownloadProgress(jar_list, say) as download:
+                problem = _follow(ivy, log, directory / "cache", download)
         finally:
             end_process(ivy, signal.SIGKILL, seconds=10)
         if problem is None:
             return
         if problem != STALLED:
             break
-        progress(f"{description.stem}: {STALLED}, attempt {attempt} of {MAX_ATTEMPTS}")
+        say(f"{description.stem}: {STALLED}, attempt {attempt} of {MAX_ATTEMPTS}")
     raise JarsUnavailable(str(problem), log)
 
 
-def _follow(ivy: psutil.Popen, log: Path, cache: Path, progress: Callable[[str], None]) -> str | None:
+class _DownloadProgress:
+    """The progress of Ivy: a bar over the modules that it looks up, then a bar over the jars that it downloads. Without
+    a terminal, the name of each."""
+
+    def __init__(self, jar_list: JarList, say: Callable[[str], None]) -> None:
+        self._jar_list = jar_list
+        self._say = say
+        self._bar = ExitStack()
+        self._advance: Callable[[int], None] | None = None
+        self._is_downloading = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def found(self, module: str) -> None:
+        self._note(module, "looking up modules", self._jar_list.modules, "module")
+
+    def downloading(self, jar: str) -> None:
+        if not self._is_downloading:
+            self._bar.close()
+            self._advance, self._is_downloading = None, True
+        self._note(jar, "downloading jars", self._jar_list.jars, "jar")
+
+    def _note(self, name: str, label: str, total: int, unit: str) -> None:
+        if not shows_progress():
+            self._say(name)
+            return
+        if self._advance is None:
+            self._advance = self._bar.enter_context(progress(label, total, unit))
+        self._advance(1)
+
+
+def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgress) -> str | None:
     """Report the progress of a running Ivy. Returns None if all jars were downloaded, otherwise the problem."""
     problem, rest = "no reason given", ""
     received, last = -1, time.monotonic()
@@ -168,8 +216,10 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, progress: Callable[[str],
             ended = ivy.poll() is not None  # checked before the output is read, so that no output is missed
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
-                if step := _STEP.match(line):
-                    progress(step[1] or step[2])
+                if (step := _STEP.match(line)) and step[1]:
+                    download.found(step[1])
+                elif step:
+                    download.downloading(step[2])
                 elif failure := _FAILURE.search(line):
                     problem = failure[1] or failure[2]
             if not ended:

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 import click
 
@@ -22,7 +24,7 @@ from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.processes import DEMO_BANNER, ServerProcess, redis_program
+from tidemark.app.stack.processes import DEMO_BANNER, ServerProcess, StartFailed, redis_program
 from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
@@ -33,11 +35,10 @@ from tidemark.common.environment import (
     remove_foreign_variables,
     temporary_home,
 )
-from tidemark.common.errors import BadSetting
+from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.sinks.postgres.database import migrate
 
-MIGRATION_TIMEOUT_SECONDS = 300.0
-"""For how long migrations are tried again: on a busy machine connections to Postgres may time out."""
+T = TypeVar("T")
 
 
 def run(settings: Settings, *, demo: bool) -> None:
@@ -61,7 +62,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         stack.require_free_ports()
         # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
-            fetch_jars(home.jars, java, _show_download, jars, inherited)
+            fetch_jars(home.jars, java, lambda text: _say(f"downloading {text}"), jars, inherited)
         with _running(stack, demo=demo) as running:
             _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
@@ -121,8 +122,9 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
             for _ in pool.map(_start, stack.servers):
                 advance(1)
         dsn, streams = stack.postgres.dsn(), ["payments"] if demo else []
-        wait_out(lambda: migrate(dsn), Event(), MIGRATION_TIMEOUT_SECONDS)
-        wait_out(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), Event(), MIGRATION_TIMEOUT_SECONDS)
+        migrating = partial(progress, "migrating", unit="migration")
+        _retry_while_running(lambda: migrate(dsn, migrating), stack.postgres)
+        _retry_while_running(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), stack.postgres)
         tidemark = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
         processes = [*tidemark, *stack.demo()] if demo else tidemark
         with progress("starting Tidemark", len(processes), "process") as advance:
@@ -138,6 +140,19 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
             if server.running:
                 _say(f"ending {server.name}")
             server.stop()
+
+
+def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T:
+    """Repeat a migration until the server answers in time: on a busy machine, connections may time out.
+
+    `wait_out` logs what the migration waits for. Raises `StartFailed` if the server has ended.
+    """
+
+    def require_running(_: Unavailable) -> None:
+        if not server.running:
+            raise StartFailed(server.name, f"it ended with code {server.returncode}", server.failure())
+
+    return wait_out(migration, Event(), on_failure=require_running)
 
 
 @contextmanager
@@ -202,14 +217,6 @@ def _command_name(name: str, path: Path) -> str:
     if shutil.which(name):
         return name
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-
-
-def _show_download(name: str) -> None:
-    """Show the progress of a download: one changing line on a terminal, otherwise a line for each jar."""
-    if sys.stdout.isatty():
-        click.echo(f"\r\x1b[Kdownloading the jars of the local stack, once: {name}\r", nl=False)
-    else:
-        _say(f"downloading {name}")
 
 
 def _say(text: str) -> None:
