@@ -1,6 +1,7 @@
 """`tidemark replay` of what a pipeline read from real topics, and `tidemark tail`, which records it."""
 
 import json
+import re
 from pathlib import Path
 
 import psycopg
@@ -10,6 +11,7 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.app.recording import STREAM, Recording, fact
+from tests.terminals import shown_on_a_terminal
 from tidemark.app.cli import main
 from tidemark.app.verbs.kafka_records import from_lines, to_line
 from tidemark.sinks.postgres.inspect import BatchHistory
@@ -50,6 +52,23 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     none = run(recording, "tail", "none")
     assert (none.stdout, "none of the last 10 records of each partition is of stream none" in none.stderr) == ("", True)
     assert "no record in Kafka is of stream none" in run(recording, "tail", "none", "--all").stderr
+
+
+REPLAY = "import sys; from tidemark.app.cli import main; main(['replay', *sys.argv[1:]])"
+
+
+def test_a_terminal_gets_a_bar_over_what_is_read_and_over_what_is_applied(recording: Recording, tmp_path: Path) -> None:
+    """Records of Kafka, or bytes of a file; then the records that are applied. A pipe gets no bar."""
+    file = tmp_path / "recorded"
+    lines = recorded(recording, file)
+    size, number = file.stat().st_size, len(lines)
+    shown = shown_on_a_terminal(REPLAY, environment=recording.variables)
+    assert re.search(rf"reading Kafka .*\b{number}/{number}\b", shown)
+    assert re.search(rf"applying .*\b{number}/{number}\b.* records/s", shown)
+    shown = shown_on_a_terminal(REPLAY, str(file), environment=recording.variables)
+    assert re.search(rf"reading the file .*\b{size}/{size}\b.* bytes/s", shown)
+    assert re.search(rf"applying .*\b{number}/{number}\b", shown)
+    assert run(recording, "replay", str(file)).stderr == ""
 
 
 def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:

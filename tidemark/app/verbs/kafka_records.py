@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
 import click
@@ -228,8 +229,15 @@ def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int
 
 def read_file(name: str) -> Iterator[RecordedMessage]:
     """Read a file of `tidemark tail --json`; `-` is standard input. Raises `CommandFailed` for an invalid line."""
-    with click.open_file(name, "rb") as lines:
-        yield from from_lines(lines, CommandFailed)
+    size = 0 if name == "-" else Path(name).stat().st_size
+    with click.open_file(name, "rb") as lines, progress("reading the file", size, "byte") as advance:
+
+        def counted() -> Iterator[bytes]:
+            for line in lines:
+                yield line
+                advance(len(line))
+
+        yield from from_lines(counted(), CommandFailed)
 
 
 def read_topics(settings: Settings, facts: str, max_records: int) -> Iterator[RecordedMessage]:

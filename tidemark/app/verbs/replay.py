@@ -5,7 +5,7 @@ applies records until it reaches the positions of the batch. Then all positions 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -15,139 +15,20 @@ import click
 import msgspec
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream, fact_ids, read_fact_record
-from tidemark.app.output import as_object, count, echo, plain, sanitize
+from tidemark.app.diagnosis.replay_start import ReplayStart, find_start
+from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream
+from tidemark.app.output import as_object, count, echo, plain, progress, sanitize
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
 from tidemark.common.timestamps import timestamp
-from tidemark.sinks.postgres.inspect import AppliedOverride, BatchAdvance, BatchHistory, StoredBatch, StreamBatches
+from tidemark.sinks.postgres.inspect import AppliedOverride, BatchHistory, StoredBatch, StreamBatches
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds, Evidence, Policies
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import Join, Record, Retire, Topic
-
-
-@dataclass(frozen=True, slots=True)
-class SeedWriter:
-    """A writer after one batch, according to the history. `later`: only rows of later batches name the writer, so its
-    epoch may be a later one."""
-
-    writer: str
-    epoch: int
-    position: int
-    later: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayStart:
-    """The batch at which a comparison starts, if older records or older history are missing.
-
-    Attributes:
-        skipped: number of batches that are not compared.
-        after: the last of these batches.
-        replayed: the state of the stream after that batch.
-        highest: the highest position in that state.
-        joining: by writer that joins later, its position in that state.
-    """
-
-    skipped: int
-    after: StoredBatch
-    replayed: Replayed
-    highest: int
-    joining: Mapping[str, int]
-
-    def has_linear(self, now: Replayed) -> bool:
-        """Whether the linear position of the replay can be compared: the replay has passed `highest`, and each
-        writer of `joining` has joined."""
-        return not beyond(self.highest, now.linear) and all(
-            now.positions.get(writer, position) != position for writer, position in self.joining.items()
-        )
-
-
-def find_start(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, is_truncated: bool
-) -> ReplayStart | None:
-    """Find the first batch after which no gap was open.
-
-    Args:
-        past: the stored history of the stream.
-        stream: its name.
-        facts: the records of the facts topic.
-        bounds: the limits with which the pipeline ran.
-        is_truncated: records before the first of `facts` are missing. Then this batch or an earlier one must have read
-            one of `facts`.
-
-    Returns:
-        The start after this batch; None if there is no such batch.
-    """
-    recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
-    has_read = not is_truncated
-    for number, batch in enumerate(past.batches, 1):
-        # Only facts count: IDs that a JOIN or an operator settled may have no record.
-        has_read = has_read or any(
-            (move.writer, move.id) in recorded and not any(move.evidence.counts[1:]) for move in batch.advances
-        )
-        if has_read and not any(
-            gap.opened <= batch.time and (gap.closed is None or gap.closed > batch.time) for gap in past.gaps
-        ):
-            return _start_after(past, stream, facts, bounds, number)
-    return None
-
-
-def _start_after(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
-) -> ReplayStart:
-    """Make the state after the first `skipped` batches: a JOIN of each writer, and a RETIRE of each retired writer."""
-    after, first_records = past.batches[skipped - 1], dict[str, Record]()
-    parsed = [record for message in facts if (record := read_fact_record(message)) is not None]
-    for record in parsed:
-        first_records.setdefault(record.writer, record)
-    joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
-    joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
-    for writer in _writers_at(past, skipped):
-        if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
-            continue
-        # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
-        joins_later = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
-        epoch = writer.epoch - 1 if joins_later and writer.epoch else writer.epoch
-        joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
-        first = first_records.get(writer.writer)
-        if isinstance(first, Join) and first.epoch > epoch:
-            joining[writer.writer] = writer.position
-        elif first is None and writer.writer in past.retired:
-            retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
-    joined.sort(
-        key=lambda join: (abs(join.id), join.writer)
-    )  # ascending: a high JOIN first would let the linear position pass other writers
-    markers: list[Join | Retire] = [*joined, *retired]
-    topic = facts[0].topic if facts else ""
-    seeds = [
-        RecordedMessage(topic, 0, offset, 0, stream.encode(), records.encode(marker))
-        for offset, marker in enumerate(markers)
-    ]
-    now = Replayed(stream, bounds).apply(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
-    highest = max((join.id for join in joined), key=abs, default=0)
-    return ReplayStart(skipped, after, now.without_counts(), highest, joining)
-
-
-def _writers_at(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
-    """The writers of the stream after the first `skipped` batches."""
-    before, later = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
-    for batch in past.batches[:skipped]:
-        before |= {move.writer: move for move in batch.advances}
-    for batch in past.batches[skipped:]:
-        for move in batch.advances:
-            later.setdefault(move.writer, (move.epoch, move.prev))
-    for writer, position in past.positions.items():
-        if writer in before:
-            yield SeedWriter(writer, before[writer].epoch, before[writer].id, later=False)
-        else:
-            epoch, at = later.get(writer, (past.epochs[writer], position))
-            yield SeedWriter(writer, epoch, at, later=True)
-
+from tidemark.streaming.wire.records import Topic
 
 MAX_CHUNK: Final = 4096  # records that are applied together
 
@@ -236,6 +117,28 @@ class _Comparison:
     has_linear: bool = True
 
 
+@dataclass(slots=True)
+class _StreamProgress:
+    """Counts the applied records of a stream, each once: a second comparison may apply them again.
+
+    Attributes:
+        advance: adds to the progress bar.
+        left: number of records that were not applied yet.
+    """
+
+    advance: Callable[[int], None]
+    left: int
+
+    def applied(self, records: int) -> None:
+        records = min(records, self.left)
+        self.left -= records
+        if records:
+            self.advance(records)
+
+    def finish(self) -> None:
+        self.applied(self.left)
+
+
 def report(
     past: BatchHistory,
     messages: Sequence[RecordedMessage],
@@ -264,15 +167,18 @@ def report(
         firsts.setdefault((message.topic, message.partition), message.offset)
     result, streams = ReplayReport(records=len(read)), by_stream(read)
     result.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
-    for stream, of_stream in sorted(streams.items()):
-        history = past.stream(stream)
-        if history is None:
-            continue  # all its records are dead letters
-        keys = {(message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS}
-        begins = max((firsts[key] for key in keys), default=0)
-        # A batch that is older than the last record has read no later record, so the replay must reach its positions.
-        ends = min((lasts[key].time for key in keys if lasts[key].offset + 1 < upto.get(key, 0)), default=None)
-        _compare(result, history, stream, of_stream, roles, bounds, begins, ends)
+    with progress("applying", sum(map(len, streams.values())), "record") as advance:
+        for stream, of_stream in sorted(streams.items()):
+            show = _StreamProgress(advance, len(of_stream))
+            history = past.stream(stream)
+            if history is not None:  # otherwise all its records are dead letters
+                keys = {(line.topic, line.partition) for line in of_stream if roles[line.topic] is Topic.FACTS}
+                begins = max((firsts[key] for key in keys), default=0)
+                # A batch that is older than the last record has read no later record, so the replay must reach its
+                # positions.
+                ends = min((lasts[key].time for key in keys if lasts[key].offset + 1 < upto.get(key, 0)), default=None)
+                _compare(result, history, stream, of_stream, roles, bounds, begins, ends, show)
+            show.finish()
     return result
 
 
@@ -285,10 +191,11 @@ def _compare(
     bounds: Bounds,
     begins: int,
     ends: int | None,
+    show: _StreamProgress,
 ) -> None:
     start, comparison = None, None
     if past.is_complete:
-        comparison = compare_stream(past, stream, messages, roles, bounds, ends)
+        comparison = compare_stream(past, stream, messages, roles, bounds, ends, None, show)
     if not past.is_complete or (begins and comparison is not None and comparison.divergence is not None):
         facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
         start = find_start(past, stream, facts, bounds, is_truncated=begins > 0)
@@ -296,7 +203,7 @@ def _compare(
         if start is None or start.skipped == len(past.batches):
             result.unknown[stream] = f"{missing}, and some ID was open after every later batch"
             return
-        comparison = compare_stream(past, stream, messages, roles, bounds, ends, start)
+        comparison = compare_stream(past, stream, messages, roles, bounds, ends, start, show)
         if comparison.divergence is not None and comparison.divergence.record is None:
             result.unknown[stream] = (
                 f"{missing}, and the records do not continue from {batch_name(comparison.last or start.after)}"
@@ -331,8 +238,9 @@ def compare_stream(
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
-    ends: int | None = None,
-    start: ReplayStart | None = None,
+    ends: int | None,
+    start: ReplayStart | None,
+    show: _StreamProgress,
 ) -> _Comparison:
     """Compare a stream up to its first difference.
 
@@ -344,6 +252,7 @@ def compare_stream(
         bounds: the limits with which the pipeline ran.
         ends: if given, records after this time (milliseconds since 1970) may be missing.
         start: where the comparison starts; None: at the beginning.
+        show: shows the applied records.
     """
     facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
     overrides = _applied_overrides(
@@ -360,7 +269,7 @@ def compare_stream(
         due = [overrides.pop(0)[0] for _ in [*overrides] if overrides[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
         goal = batch if start is None or start.has_linear(now) else replace(batch, linear=None)
-        applied, now = _advance_to(goal, now, facts[at:], due, roles, time)
+        applied, now = _advance_to(goal, now, facts[at:], due, roles, time, show)
         at += applied
         if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
             return _Comparison(number, last, has_linear=goal is batch)
@@ -388,6 +297,7 @@ def _advance_to(
     overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     time: int,
+    show: _StreamProgress,
 ) -> tuple[int, Replayed]:
     """Apply the fewest records of `facts` with which the replay reaches the batch, and then all `overrides`. If the
     replay does not reach the batch, apply all `facts`.
@@ -408,6 +318,7 @@ def _advance_to(
         reached = try_records(now, chunk)
         if not reached.reaches(batch):
             now, low, step = now.apply(chunk, roles, time), low + len(chunk), min(2 * step, MAX_CHUNK)
+            show.applied(len(chunk))
             continue
         too_few, enough = 0, len(chunk)  # binary search: `too_few` records do not reach the batch, `enough` do
         while enough - too_few > 1:
@@ -417,6 +328,7 @@ def _advance_to(
                 enough, reached = middle, attempt
             else:
                 too_few = middle
+        show.applied(enough)
         return low + enough, reached
     return low, try_records(now, [])
 
