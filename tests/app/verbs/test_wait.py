@@ -8,7 +8,10 @@ from click.testing import CliRunner, Result
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
+from tests.terminals import shown_on_a_terminal
 from tidemark.app.cli import main
+from tidemark.app.verbs.follow import _missing_ids
+from tidemark.sinks.reader import Token
 
 
 @pytest.fixture
@@ -27,6 +30,43 @@ def test_what_is_reached_ends_with_0(wait: Callable[..., Result], pipeline: Pipe
         done = wait("s", "5", "--writer=w", "--json")
     assert done.exit_code == 0
     assert json.loads(done.output) == {"stream": "s", "linear": 5, "vector": {"w": 5}, "token": "m5"}
+
+
+WAIT = "import sys; from tidemark.app.cli import main; main(['wait', *sys.argv[1:]])"
+
+
+def test_a_terminal_shows_how_far_the_stream_is(pipeline: Pipeline, dsn: str, redis_url: str) -> None:
+    """The IDs that were missing at first, of these the complete ones, rate and remaining time."""
+    pipeline.move("w", 0, 3)
+    moves = {"s from ID 3 to 9": (3, 5), "2/6": (5, 9)}
+
+    def move(shown: str) -> None:
+        for text in [text for text in moves if text in shown]:
+            pipeline.move("w", *moves.pop(text))
+
+    settings = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url}
+    shown = shown_on_a_terminal(WAIT, "s", "9", environment=settings, on_output=move)
+    assert moves == {}
+    assert "6/6" in shown
+    assert "IDs/s" in shown
+    assert shown.endswith("s is at m9\r\n")
+    shown = shown_on_a_terminal(WAIT, "s", "m9", environment=settings)
+    assert shown == "s is at m9\r\n"
+
+
+@pytest.mark.parametrize(
+    ("goal", "at", "missing"),
+    [
+        (Token(9), Token(3), 6),
+        (Token(-9), Token(-3), 6),
+        (Token(3), Token(9), 0),
+        (Token.of(0, {"w": 9}), Token.of(3, {"w": 5}), 4),
+        (Token.of(7, {"w": 9}), Token.of(3, {"w": 9}), 4),
+    ],
+)
+def test_missing_ids_are_those_of_the_position_with_the_longest_way(goal: Token, at: Token, missing: int) -> None:
+    """A writer that the stream does not name is at the linear position."""
+    assert _missing_ids(goal, at) == missing
 
 
 def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(

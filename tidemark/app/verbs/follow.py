@@ -4,15 +4,27 @@ import json
 import math
 import re
 import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
 from tidemark.app.connections import host_port
 from tidemark.app.lines import client
+from tidemark.app.logs import run_in_thread
+from tidemark.app.output import progress, shows_progress
 from tidemark.app.serving.tls_listener import client_tls_context
-from tidemark.common.errors import NotReached, Reject, StreamNotKnown
+from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TidemarkError
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+    from tidemark.sinks.reader import Token
+
+POLL_SECONDS: Final = 0.5  # between two reads of the positions for the progress bar
 
 
 @click.command("wait", cls=OurCommand)
@@ -34,7 +46,8 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
         raise click.UsageError("with --writer, TOKEN must be an ID")
     with Positions(settings.redis, settings.postgres()) as positions:
         try:
-            position = positions.wait(stream, target, writer, None if math.isinf(timeout) else timeout)
+            with _show_progress(settings, stream, target, writer):
+                position = positions.wait(stream, target, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
             if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
                 raise CommandStopped(no_stream(stream)) from None
@@ -53,6 +66,50 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
         click.echo(json.dumps(answer))
     else:
         click.echo(f"{stream} is at {position.token}")
+
+
+@contextmanager
+def _show_progress(settings: "Settings", stream: str, target: str | int, writer: str | None) -> Iterator[None]:
+    """Show on a terminal how many of the missing IDs are complete while the block runs. Raises `BadToken`."""
+    if not shows_progress():
+        yield
+        return
+    from tidemark.sinks.reader import Positions, PositionSnapshot, Token
+
+    if isinstance(target, str):
+        goal = Token.parse(target)
+    else:
+        goal = Token(target) if writer is None else Token.of(0, {writer: target})
+    halt = threading.Event()
+
+    def show() -> None:
+        bar, advance, left = ExitStack(), None, 0
+        with bar, Positions(settings.redis, settings.postgres()) as positions:
+            while True:
+                stopped = halt.wait(POLL_SECONDS)
+                if stopped and advance is None:
+                    return
+                with suppress(TidemarkError):  # the wait itself reports a server that does not answer
+                    now = positions.get(stream)
+                    if isinstance(now, PositionSnapshot):
+                        before, left = left, _missing_ids(goal, now.token)
+                        if advance is None:
+                            top = goal.farthest()
+                            label = f"{stream} from ID {top - left if top > 0 else top + left} to {top}"
+                            advance = bar.enter_context(progress(label, left, "ID"))
+                        else:
+                            advance(before - left)
+                if stopped:
+                    return
+
+    with run_in_thread(show, halt):
+        yield
+
+
+def _missing_ids(goal: "Token", at: "Token") -> int:
+    """The distance of `at` from `goal` in IDs, of the position that has the longest way."""
+    pairs = [(goal.linear, at.linear), *((id, at.at(writer)) for writer, id in goal.positions)]
+    return max(0, *(abs(wanted) - abs(reached) for wanted, reached in pairs))
 
 
 @click.command("listen", cls=OurCommand)
