@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tests.app.sidecar.given import sidecar
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Shard, join, position, rdata, void
+from tests.terminals import shown_on_a_terminal
 from tidemark.app.cli import main
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
@@ -144,6 +145,34 @@ def test_a_history_that_does_not_join_is_named(
     """A hole at its beginning, within and at its end; an overlap; a step back."""
     sql.execute(statement.encode())
     assert f"events: {said}" in told(audit, shown)
+
+
+@pytest.mark.usefixtures("fed")
+def test_a_history_that_is_checked_in_parts_has_the_same_faults(audit: Audit, sql: psycopg.Connection) -> None:
+    """Each writer is in one part, also one without a stored advance."""
+    sql.execute("delete from tidemark.packed_advances where batch = 2")
+    sql.execute("insert into tidemark.stream_positions select 'new', 'c', 1, 5, false, false, now(), 9e18::bigint")
+    whole = audit.history_faults(None, 10)
+    assert {fault.writer for fault in whole} >= {"a", "b"}
+    parts = list[int]()
+    for number in (2, 3, 7):
+        assert audit.history_faults(None, 10, number, lambda: parts.append(1)) == whole
+    assert audit.history_faults(None, 1, 2) == whole[:1]
+    assert len(parts) == 12
+
+
+VERIFY = "from tidemark.app.cli import main; main(['verify', '--history'])"
+
+
+@pytest.mark.usefixtures("fed")
+def test_a_terminal_shows_how_much_of_the_history_is_checked(dsn: str, redis_url: str) -> None:
+    """The bar has the rate of advances and the remaining time."""
+    settings = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url}
+    shown = shown_on_a_terminal(VERIFY, environment=settings)
+    assert "checking the history" in shown
+    assert "3/3" in shown
+    assert "advances/s" in shown
+    assert "3 advances without a hole" in shown
 
 
 class Catching:

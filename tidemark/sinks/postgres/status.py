@@ -4,7 +4,7 @@ Status: owner of the lease, last batch, dead letters, late completions, faults. 
 position depends on it. The checks are for `tidemark verify` and `tidemark bundle`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal, LiteralString, Self
@@ -401,14 +401,27 @@ class Audit:
         chain = chains.get((stream, writer))
         return chain[-1].advance.id if chain else None
 
-    def history_faults(self, stream: str | None, most: int) -> list[HistoryFault]:
+    def history_faults(
+        self, stream: str | None, most: int, parts: int = 1, note_part: Callable[[], object] = lambda: None
+    ) -> list[HistoryFault]:
         """Up to `most` faults of the stored history of `stream` (None: of all streams).
 
-        The server reads and sorts the whole history once.
+        The server reads the whole history once for each part, and sorts the advances of a part.
+
+        Args:
+            stream: its name; None: all streams.
+            most: the maximum number of faults.
+            parts: in how many parts the writers are checked, in one snapshot.
+            note_part: called after each part.
         """
+        faults = list[HistoryFault]()
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
-            return fetch_all(connection, HistoryFault, _FAULTS, {"stream": stream, "most": most})
+            for part in range(parts):
+                query = {"stream": stream, "most": most, "parts": parts, "part": part}
+                faults += fetch_all(connection, HistoryFault, _FAULTS, query)
+                note_part()
+        return sorted(faults, key=lambda fault: (fault.stream, fault.writer))[:most]  # stable: by place within a writer
 
     def count_advances(self) -> int:
         """The number of stored advances."""
@@ -424,7 +437,7 @@ with single as (
     from tidemark.packed_advances p
     cross join lateral unnest(p.writers, p.ids, p.spans, p.ahead, p.before) as a (number, id, span, ahead, before)
     join tidemark.writer_numbers n using (number)
-    where %(stream)s::text is null or n.stream = %(stream)s
+    where (%(stream)s::text is null or n.stream = %(stream)s) and number %% %(parts)s = %(part)s
 ), chained as materialized (
     select *, lag(id) over chain as known, lag(linear) over chain as previous_linear,
         lead(id) over chain is null as newest
@@ -434,8 +447,9 @@ with single as (
     from tidemark.packed_advances
 ), ends as (
     select p.stream, p.writer, p.position, p.advanced, c.id from tidemark.stream_positions p
+    left join tidemark.writer_numbers n using (stream, writer)
     left join (select stream, writer, id from chained where newest) c using (stream, writer)
-    where %(stream)s::text is null or p.stream = %(stream)s
+    where (%(stream)s::text is null or p.stream = %(stream)s) and coalesce(n.number, 0) %% %(parts)s = %(part)s
 )
 select stream, writer, fault, expected, found from (
     select stream, writer, case when abs(prev) > abs(known) then 'hole' else 'overlap' end, known, prev, abs(id)
