@@ -126,7 +126,7 @@ def default_home() -> Path:
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
-        if home and (path := Path(home, ".cache", "tidemark").absolute()) and _is_writable(path):
+        if home and (path := Path(home, ".cache", "tidemark").absolute()) and is_writable(path):
             return path
     return temporary_home()
 
@@ -146,7 +146,8 @@ def is_trusted(path: Path) -> bool:
         return True
 
 
-def _is_writable(path: Path) -> bool:
+def is_writable(path: Path) -> bool:
+    """Whether this user may create a file in `path`, or in its first parent that exists."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return False

@@ -2,12 +2,15 @@
 
 import json
 import os
+import pwd
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -19,7 +22,9 @@ from psycopg.conninfo import make_conninfo
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.stack import home
 from tidemark.app.stack.processes import free_port
+from tidemark.app.verbs import doctor
 from tidemark.app.verbs.doctor import Check, clock_check
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
@@ -204,6 +209,70 @@ def test_a_directory_of_another_user_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     found = checks(AWAY | {"TIDEMARK_HOME": str(tmp_path / "home")})
     assert found["TIDEMARK_HOME"]["status"] == "failed"
+
+
+@pytest.mark.jvm
+def test_a_directory_in_which_nobody_can_create_a_file_fails() -> None:
+    """Also for root, who has every right in /proc. It is not full."""
+    found = checks(AWAY | {"TIDEMARK_HOME": "/proc/tidemark"})["TIDEMARK_HOME"]
+    assert (found["status"], found["detail"]) == ("failed", "/proc cannot be written")
+    assert found["remedy"] == "Set TIDEMARK_HOME to a directory that this user may write to."
+
+
+@pytest.mark.jvm
+def test_a_home_that_is_mounted_noexec_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no problem: the local stack works there."""
+    assert "noexec" not in checks(AWAY | {"TIDEMARK_HOME": str(tmp_path)})["TIDEMARK_HOME"]["detail"]
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 30))
+    found = checks(AWAY | {"TIDEMARK_HOME": str(tmp_path)})["TIDEMARK_HOME"]
+    assert found["status"] == "ok"
+    assert found["detail"].endswith("5.0 GiB free, mounted noexec: the local stack executes no file in it")
+
+
+@pytest.fixture
+def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user ID that no list of users has."""
+
+    def lookup(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", lookup)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+
+
+@pytest.mark.usefixtures("nameless")
+@pytest.mark.parametrize(
+    ("namespaces", "library", "status", "detail"),
+    [
+        (True, False, "ok", "54321 has no name; Postgres and Spark get one from a user namespace"),
+        (False, True, "ok", "54321 has no name; Postgres and Spark get one from libnss_wrapper"),
+        (
+            False,
+            False,
+            "failed",
+            "Postgres and Spark refuse to run as user 54321, because this user has no name",
+        ),
+    ],
+)
+def test_a_user_without_a_name_is_named(
+    namespaces: bool, library: bool, status: str, detail: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the way that the local stack has, or with what is missing."""
+    present = tmp_path / "libnss_wrapper.so"
+    present.touch()
+    monkeypatch.setattr(home, "_succeeds", lambda _: namespaces)
+    monkeypatch.setattr(home, "_LIBRARIES", [str(present.relative_to("/"))] if library else [])
+    found = doctor._user()
+    assert (found.status, found.detail) == (status, detail)
+    assert ("apt-get install libnss-wrapper" in found.remedy) == (status == "failed")
+
+
+def test_root_without_setpriv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Postgres of the local stack does not run as root."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert (doctor._user().status, "util-linux" in doctor._user().remedy) == ("warning", True)
 
 
 @pytest.mark.parametrize(

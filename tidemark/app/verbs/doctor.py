@@ -6,23 +6,27 @@ A check changes nothing. If a server does not answer, its check fails, and the o
 import errno
 import itertools
 import os
+import pwd
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from tidemark.app.commands import OurCommand, loaded, without_stack
 from tidemark.app.output import as_object, count, echo, one_line, printable
-from tidemark.common.environment import VariableGroup, foreign_variables, server_environment
+from tidemark.common.environment import VariableGroup, foreign_variables, is_writable, server_environment
 from tidemark.common.errors import BadSetting, Refused, SchemaMismatch, Stop, TidemarkError, TopicMissing, Unavailable
 
 if TYPE_CHECKING:
@@ -99,6 +103,7 @@ def _run_checks() -> Iterator[Check]:
         return
     yield _settings()
     yield from _environment(foreign)
+    yield _user()
     yield _java(settings)
     yield from _disk(settings)
     yield from _ports(settings)
@@ -185,6 +190,28 @@ def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
         )
 
 
+def _user() -> Check:
+    """Whether the servers of the local stack can run as this user."""
+    from tidemark.app.stack.home import NeedsNamedUser, named_user
+
+    if find_spec("pyspark") is None:
+        return Check("User", "skipped", "only the pipeline and the local stack need a user with a name")
+    uid = os.geteuid()
+    if uid == 0 and shutil.which("setpriv") is None:
+        do = "Install util-linux, or run tidemark up as another user."
+        return Check("User", "warning", "root: Postgres of the local stack needs the program setpriv", do)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            user = named_user(Path(directory))
+    except NeedsNamedUser as problem:
+        fault, _, do = one_line(problem).partition(": ")
+        return Check("User", "failed", fault, _sentence(do))
+    if user.command or user.variables:
+        way = "a user namespace" if user.command else "libnss_wrapper"
+        return Check("User", "ok", f"{uid} has no name; Postgres and Spark get one from {way}")
+    return Check("User", "ok", f"{pwd.getpwuid(uid).pw_name} ({uid})")
+
+
 def _java(settings: "Settings") -> Check:
     from tidemark.app.versions import JavaUnfit, find_java
 
@@ -213,7 +240,9 @@ def _disk(settings: "Settings") -> Iterator[Check]:
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
         text = f"{directory}: {free / (1 << 30):.1f} GiB free"
-        if not os.access(existing, os.W_OK):
+        if os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0):  # macOS has none
+            text += ", mounted noexec: the local stack executes no file in it"
+        if not is_writable(directory):
             yield Check(
                 name,
                 "failed",
