@@ -3,7 +3,7 @@
 import re
 import shlex
 import subprocess
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,26 @@ def test_the_line_says_who_when_and_how_much() -> None:
     assert well.line() == "pipeline: active on host:7, last batch 1 s ago, Kafka lag 2 records"
     dead = PipelineCondition(condition(lease=0.0, quiet=None), None, "gone")
     assert dead.line() == "pipeline: not running, no batch yet, Kafka lag unknown"
+
+
+def test_partitions_with_lag_are_shown_with_their_age() -> None:
+    """The three that wait longest, each in a line; the number of the others in one."""
+    now = datetime(2026, 11, 27, 20, 0, 0, tzinfo=UTC)
+
+    def lag(partition: int, records: int, seconds: int) -> LaggingPartition:
+        return LaggingPartition("facts", partition, records, now - timedelta(seconds=seconds))
+
+    lagging = [lag(0, 4, 30), lag(1, 1, 900), lag(2, 0, 60), lag(3, 9, 30), lag(4, 9, 20)]
+    how = PipelineCondition(Condition("host:7", 9.0, 1.0, [], lagging=lagging), {("facts", 1): 23}, None)
+    assert how.lines(now) == [
+        how.line(),
+        "  partition 1 of facts: lag 1 record, the oldest waits for 15 min",
+        "  partition 2 of facts: Kafka has not answered for 60 s",
+        "  partition 3 of facts: lag 9 records, the oldest waits for 30 s",
+        "  and 2 more partitions with lag",
+    ]
+    well = PipelineCondition(condition(), {("facts", 0): 2}, None)
+    assert well.lines(now) == [well.line()]
 
 
 def test_kafka_is_asked_what_nobody_read(

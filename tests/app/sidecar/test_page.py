@@ -256,6 +256,20 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
     expect(page.locator("#notices .command")).to_have_text(["tidemark late list", "tidemark dead-letters list"])
 
 
+def test_partitions_with_lag_are_listed(pipeline: Pipeline, page: Page) -> None:
+    """The three that wait longest, with their age; the number of the others."""
+    pipeline.publish(moved("orders", 9, shop=At(0, 9)))
+    lag = [
+        ("facts", partition, records, 600.0 - partition, None, None) for partition, records in enumerate([7, 0, 1, 5])
+    ]
+    pipeline.store.note_lagging_partitions(lag)
+    shown = page.locator("#notices li span")
+    expect(shown).to_have_count(4, timeout=PATIENCE)
+    expect(shown.nth(0)).to_have_text("Partition 0 of facts has a lag of 7 records, the oldest waits for 10 min.")
+    expect(shown.nth(1)).to_have_text("Partition 1 of facts has an unknown lag: Kafka has not answered for 10 min.")
+    expect(shown.nth(3)).to_have_text("1 more partition has lag.")
+
+
 def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, redis_url: str, page: Page) -> None:
     """A Redis that knows more than Postgres, once that has lasted; an act with who did it, and in whose name; a writer
     that never joined with the command that would end the waiting."""

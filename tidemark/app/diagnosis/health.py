@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tidemark.sinks.redis.client import RedisAddress
 
 TIMEOUT_SECONDS = 3.0  # for Kafka, and for Redis; a person waits for the result
+MAX_LAGGING = 3  # partitions in the text; the JSON has all
 MAX_QUIET_SECONDS = 60.0  # without a batch while there are unread records
 
 
@@ -105,6 +107,14 @@ class PipelineCondition:
         lag = "unknown" if self.waiting is None else count(self.records, "record")
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
+    def lines(self, now: datetime) -> list[str]:
+        """`line`, and a line for each of the partitions that have lag for the longest time."""
+        lagging = sorted(self.condition.lagging, key=lambda lag: (lag.since, -lag.records))
+        shown = [self.line(), *(_lag_line(lag, now) for lag in lagging[:MAX_LAGGING])]
+        if len(lagging) > MAX_LAGGING:
+            shown.append(f"  and {count(len(lagging) - MAX_LAGGING, 'more partition')} with lag")
+        return shown
+
     def to_json(self) -> dict[str, Any]:
         condition = self.condition
         return {
@@ -127,6 +137,14 @@ class PipelineCondition:
             ],
             "problems": self.problems(),
         }
+
+
+def _lag_line(lag: LaggingPartition, now: datetime) -> str:
+    age = duration((now - lag.since).total_seconds())
+    where = f"  partition {lag.partition} of {lag.topic}"
+    if not lag.records:
+        return f"{where}: Kafka has not answered for {age}"
+    return f"{where}: lag {count(lag.records, 'record')}, the oldest waits for {age}"
 
 
 def read_condition(

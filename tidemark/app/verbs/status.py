@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -329,7 +329,9 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         click.echo(to_json(statuses, time.time(), pipeline))
     else:
         echo(to_table(statuses, time.time()) if statuses else "no streams yet: nothing was read from Kafka")
-        echo("\n".join([pipeline.line(), *(f"problem: {problem}" for problem in pipeline.problems())]))
+        echo(
+            "\n".join([*pipeline.lines(datetime.now(UTC)), *(f"problem: {problem}" for problem in pipeline.problems())])
+        )
     if check and pipeline.problems():
         context.exit(CHECK_FAILED)
 
@@ -361,7 +363,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 else:
                     problems = [f"problem: {problem}" for problem in pipeline.problems()]
                     blocked = gaps.to_text(open_now, now) if open_now else gaps.NO_GAPS
-                    text = [pipeline.line(), *problems, blocked]
+                    text = [*pipeline.lines(datetime.now(UTC)), *problems, blocked]
                     _show([*text, "", to_table(statuses, now)])
             if query == times:
                 break

@@ -4,6 +4,7 @@ import { createElement } from "./row.js";
 import { describeProblem, toSeconds } from "./status.js";
 import { formatCount, formatDuration, formatRate, formatTime, pluralize } from "./format.js";
 
+const MAX_LAGGING = 3; // partitions with lag that have a notice of their own
 const RECENT_SECONDS = 600; // how long rejected records and late facts cause a notice
 
 // Returns {status, headline, subline}. `totals`: from `Board.draw`. `loss`: {reason, since} while there is no connection,
@@ -70,6 +71,14 @@ export function notices(totals, pipeline, now) {
     const text = `An open Kafka transaction blocks partition ${partition.partition} of ${partition.topic} at offset ${partition.blocked_offset}, for ${formatDuration(now - toSeconds(partition.blocked_since))}; ${pluralize(partition.records, "record")} cannot be read. This prints the commands that find and abort it:`;
     entries.push({ text, command: "tidemark status" });
   }
+  const lagging = (pipeline.lagging ?? []).filter((lag) => lag.blocked_offset === null);
+  lagging.sort((a, b) => toSeconds(a.since) - toSeconds(b.since) || b.records - a.records);
+  for (const partition of lagging.slice(0, MAX_LAGGING)) {
+    const age = formatDuration(now - toSeconds(partition.since));
+    const lag = partition.records ? `has a lag of ${pluralize(partition.records, "record")}, the oldest waits for ${age}` : `has an unknown lag: Kafka has not answered for ${age}`;
+    entries.push({ text: `Partition ${partition.partition} of ${partition.topic} ${lag}.` });
+  }
+  if (lagging.length > MAX_LAGGING) entries.push({ text: `${pluralize(lagging.length - MAX_LAGGING, "more partition")} ${lagging.length - MAX_LAGGING === 1 ? "has" : "have"} lag.`, command: "tidemark status" });
   if (now - totals.newestLate < RECENT_SECONDS) {
     const text = `Facts came late, the last ${formatDuration(now - totals.newestLate)} ago: readers that have passed their IDs must read them.`;
     entries.push({ text, command: "tidemark late list" });
