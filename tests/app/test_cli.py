@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from ast import literal_eval
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import click
 import pytest
@@ -171,6 +173,45 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
     unknown = _tidemark("status", "orders", TIDEMARK_POSTGRES_DSN=database)
     assert unknown.returncode == 1
     assert "there is no stream orders" in unknown.stderr
+
+
+def test_what_prepares_a_database_has_a_result_for_programs(database: str) -> None:
+    """Each migration prints one object, which conforms to its schema."""
+    cli = CliRunner(env={"TIDEMARK_POSTGRES_DSN": database})
+
+    def printed(*words: str) -> Any:
+        done = cli.invoke(main, [*words, "--json"], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    applied = printed("migrate")["applied"]
+    assert applied == [*range(1, len(applied) + 1)]
+    assert printed("migrate") == {"applied": []}
+    first = printed("relay", "migrate", "--stream", "orders")
+    assert first["applied"]
+    assert (first["readers_installed"], first["streams"]) == (True, [{"stream": "orders", "created": True}])
+    again = {"applied": [], "readers_installed": False, "streams": [{"stream": "orders", "created": False}]}
+    assert printed("relay", "migrate", "--stream", "orders") == again
+    assert printed("follow", "migrate") == {"installed": False}
+    assert printed("synapse", "migrate")["applied"]
+    assert printed("synapse", "migrate") == {"applied": []}
+    assert printed("relay", "blockers") == {"blockers": []}
+    assert printed("relay", "retire", "nobody") == {"writer": "nobody", "retired": []}
+    assert printed("synapse", "retire", "nobody") == {"writer": "nobody", "retired": []}
+
+
+def test_config_has_a_form_for_programs() -> None:
+    """The same values and sources as in the text; no secret."""
+    variables = {"TIDEMARK_REDIS_PASSWORD": "hunter2", "TIDEMARK_SHARD": "3"}
+    done = CliRunner(env=variables).invoke(main, ["config", "--json"])
+    shown = json.loads(done.stdout)
+    settings = {row["name"]: row for row in shown["settings"]}
+    assert settings["TIDEMARK_REDIS_PASSWORD"] == {
+        "name": "TIDEMARK_REDIS_PASSWORD", "value": "***", "source": "environment",
+    }  # fmt: skip
+    assert settings["TIDEMARK_KAFKA_USERNAME"]["value"] is None
+    assert shown["unknown"] == [{"name": "TIDEMARK_SHARD", "similar": "TIDEMARK_SHARDS"}]
+    assert "hunter2" not in done.output
 
 
 def test_ctrl_c_ends_without_a_stack_trace() -> None:

@@ -1,7 +1,11 @@
 """`tidemark produce` on a real broker."""
 
-import pytest
+import json
 
+import pytest
+from click.testing import CliRunner
+
+from tidemark.app.cli import main
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.verbs.kafka_records import Produced, produce_lines
 from tidemark.common.errors import TopicMissing
@@ -51,6 +55,24 @@ def test_a_missing_topic_is_said_and_not_made(connection: KafkaConnection, prefi
         produce_lines(connection, f"{prefix}.typo", Topic.FACTS, [FACT % 1], print)
     with pytest.raises(TopicMissing):
         Topics(connection).describe([f"{prefix}.typo"])
+
+
+def test_topics_and_produce_have_a_result_for_programs(connection: KafkaConnection, prefix: str) -> None:
+    """Number of partitions of each topic; number of records, and where the last one is. Reasons are on standard
+    error."""
+    names = {"FACTS": "facts", "CONTROL": "control", "DEAD_LETTERS": "dead"}
+    variables = {f"TIDEMARK_KAFKA_{name}_TOPIC": f"{prefix}.{topic}" for name, topic in names.items()}
+    cli = CliRunner(env={"TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": connection.bootstrap, **variables})
+    topics = json.loads(cli.invoke(main, ["topics", "--json"]).stdout)["topics"]
+    assert {"topic": f"{prefix}.facts", "partitions": 4} in topics
+    done = cli.invoke(main, ["produce", "--json"], input=FACT % 1 + b"{not json}\n")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("line 2: not_json")
+    produced = json.loads(done.stdout)
+    assert produced["last"].keys() == {"partition", "offset"}
+    assert produced | {"last": None} == {"topic": f"{prefix}.facts", "sent": 1, "refused": 1, "last": None}
+    none = json.loads(cli.invoke(main, ["produce", "--json"], input=b"").stdout)
+    assert none == {"topic": f"{prefix}.facts", "sent": 0, "refused": 0, "last": None}
 
 
 def test_the_summary_says_how_many_and_where() -> None:

@@ -15,6 +15,8 @@ from msgspec import UNSET, Meta, UnsetType
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
 from tidemark.app.diagnosis.open_ranges import LagCauseAnswer, OpenRange
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
+from tidemark.app.relay import RelayMigration, Retirement
+from tidemark.app.settings import EffectiveSetting, UnknownVariable
 from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
 from tidemark.app.verbs.kafka_records import RecordedLine
@@ -28,6 +30,7 @@ from tidemark.sinks.postgres.inspect import LateFact
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.postgres.status import BridgeStatus, HistoryFault, LaggingPartition
 from tidemark.sinks.reader import ParkedFact
+from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.core.effects import WriterAdvance
 
 Age = Annotated[float, Meta(ge=0, description="Seconds.")]
@@ -286,27 +289,95 @@ class LateOutput(msgspec.Struct):
     late: list[LateFact]
 
 
+class ConfigOutput(msgspec.Struct):
+    settings: Annotated[
+        list[EffectiveSetting], Meta(description="Secrets are masked; a value that is not set is null.")
+    ]
+    unknown: list[UnknownVariable]
+
+
+class MigrateOutput(msgspec.Struct):
+    applied: Annotated[list[int], Meta(description="Versions that were applied now.")]
+
+
+class FollowMigrateOutput(msgspec.Struct):
+    installed: Annotated[bool, Meta(description="Whether anything had to change.")]
+
+
+class TopicOutput(msgspec.Struct):
+    topic: str
+    partitions: int
+
+
+class TopicsOutput(msgspec.Struct):
+    topics: list[TopicOutput]
+
+
+class PlaceOutput(msgspec.Struct):
+    partition: int
+    offset: int
+
+
+class ProduceOutput(msgspec.Struct):
+    topic: str
+    sent: int
+    refused: Annotated[int, Meta(description="Invalid lines, which were not sent.")]
+    last: Annotated[PlaceOutput | None, Meta(description="The record that was acknowledged last.")]
+
+
+class RetireOutput(msgspec.Struct):
+    writer: str
+    retired: Annotated[list[Retirement], Meta(description="The ID of each stream at which the writer retires.")]
+
+
+class SynapseBlockerOutput(msgspec.Struct):
+    """An open transaction that writes to tables of Synapse's streams. A prepared transaction has no `pid`."""
+
+    streams: list[str]
+    pid: int | None
+    gid: str | None
+    user: str
+    application: str
+    state: str
+    since: datetime | None
+    query: str
+    database: str
+    ending_statement: str
+
+
+class BlockersOutput(msgspec.Struct):
+    blockers: list[_changed(OpenTransaction, ending_statement=str)]  # type: ignore[valid-type]
+
+
+class SynapseBlockersOutput(msgspec.Struct):
+    blockers: list[SynapseBlockerOutput]
+
+
 _PARTING: Final = _changed(Divergence, record=RecordedLine | None)
 
 OUTPUTS: Final[dict[str, Any]] = {
     "bundle": BundleOutput,
+    "config": ConfigOutput,
     "dead-letters list": DeadLettersOutput,
     "dead-letters replay": DeadLetterReplayOutput,
     "dead-letters show": DeadLetterOutput,
     "doctor": DoctorOutput,
     "explain": ExplainOutput,
     "fence": OverrideOutput,
+    "follow migrate": FollowMigrateOutput,
     "gaps": GapsOutput,
     "join": OverrideOutput,
     "late list": LateOutput,
     "late resolve": LateOutput,
     "listen": LineOutput,
+    "migrate": MigrateOutput,
     "overrides list": OverridesOutput,
     "overrides show": OverrideEntry,
     "policy list": PoliciesOutput,
     "policy set": PolicyChangeOutput,
     "policy show": PolicyOutput,
     "policy unset": PolicyChangeOutput,
+    "produce": ProduceOutput,
     "readers delete": ReaderChangeOutput,
     "readers list": ReadersOutput,
     "readers parked drop": ReaderChangeOutput,
@@ -315,13 +386,20 @@ OUTPUTS: Final[dict[str, Any]] = {
     "readers reset": ReaderChangeOutput,
     "readers seek": ReaderChangeOutput,
     "readers show": ReadersOutput,
+    "relay blockers": BlockersOutput,
+    "relay migrate": RelayMigration,
+    "relay retire": RetireOutput,
     "replay": _changed(ReplayReport, parted=list[_PARTING]),  # type: ignore[valid-type]
     "reseed": _changed(Reseed, dry_run=bool),
     "retire": OverrideOutput,
     "skip": OverrideOutput,
     "status": StatusOutput,
+    "synapse blockers": SynapseBlockersOutput,
+    "synapse migrate": MigrateOutput,
+    "synapse retire": RetireOutput,
     "tail": RecordedLine,
     "top": TopOutput,
+    "topics": TopicsOutput,
     "trace": _changed(IdTrace, dead_letters=list[DeadLetterOutput]),
     "verify": VerifyOutput,
     "wait": WaitOutput,

@@ -114,6 +114,9 @@ class Amount(click.FloatRange):
         return number
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+
+
 wait_for_servers = click.option(
     "--wait",
     type=Amount(min=0),
@@ -243,7 +246,7 @@ _CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [
     click.option("--why", required=True, callback=plain_text, help="The reason; stored with the change."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal."),
-    click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
+    json_option,
 ]
 
 wait_for_effect = click.option(

@@ -7,7 +7,7 @@ write to the same database, because stored positions never move back.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -340,9 +340,11 @@ def _moved(pubsub: object) -> set[str]:
     return moved
 
 
-def migrate(dsn: Dsn, halt: threading.Event, wait: float, say: Callable[[str], None]) -> None:
-    """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set."""
+def migrate(dsn: Dsn, halt: threading.Event, wait: float) -> bool:
+    """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set.
+
+    Returns whether anything had to change.
+    """
     show_progress = partial(progress, "installing", unit="script")
     with reader_session(dsn, "tidemark follow migrate") as session:
-        installed = wait_out(lambda: reader_database.install(session, show_progress), halt, wait)
-    say("installed the functions of readers" if installed else "the functions of readers are up to date")
+        return wait_out(lambda: reader_database.install(session, show_progress), halt, wait)

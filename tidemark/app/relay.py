@@ -28,6 +28,7 @@ from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import AppendRelay, RelayMetrics
 from tidemark.sources.run_loop import LoopMetrics
 from tidemark.sources.topics import Topics
+from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import DirectionName
 from tidemark.streaming.wire.records import explain_bad_name, is_name
 
@@ -130,7 +131,30 @@ class LoopHealth:
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 
-def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
+@dataclass(frozen=True, slots=True)
+class StreamCreation:
+    """A stream that `migrate` was asked to create. `created`: it did not exist before."""
+
+    stream: str
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RelayMigration:
+    """The result of `migrate`.
+
+    Attributes:
+        applied: the versions that were applied now.
+        readers_installed: whether the functions of readers were created or updated.
+        streams: the streams that were asked for.
+    """
+
+    applied: Sequence[int]
+    readers_installed: bool
+    streams: Sequence[StreamCreation]
+
+
+def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> RelayMigration:
     """Create or update the schema and its functions, and create the missing streams. `say` prints a line.
 
     Raises:
@@ -148,11 +172,15 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
                 )
         applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
-        if install(session, partial(progress, "installing", unit="script")):
+        installed = install(session, partial(progress, "installing", unit="script"))
+        if installed:
             say("installed the functions of readers")
+        created = list[StreamCreation]()
         for name in streams:
             is_new = run_with_lock_timeout(session, f"creating stream {name}", partial(_create_stream, name, direction))
             say(f"created stream {name}" if is_new else f"stream {name} exists")
+            created.append(StreamCreation(name, is_new))
+    return RelayMigration(applied, installed, created)
 
 
 def _create_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
@@ -181,7 +209,15 @@ class RetireOrder:
     wait: float
 
 
-def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """The ID of the stream at which a writer retires."""
+
+    stream: str
+    id: int
+
+
+def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> list[Retirement]:
     """Retire a writer. The relay sends the RETIRE after all facts of the writer.
 
     Raises:
@@ -189,13 +225,16 @@ def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> Non
         PrerequisitePending: the writer has open transactions or unsent facts, or the next ID already has a row because
             the sequence was set back.
     """
+    retired = list[Retirement]()
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
         for stream in streams:
             id = wait_out(partial(_retire_writer, session, order.writer, stream), halt, order.wait)
             say(f"{order.writer} retires at ID {id} of {stream}")
+            retired.append(Retirement(stream, id))
         if not streams:
             say(f"no stream has an active writer {order.writer}")
+    return retired
 
 
 def _streams_of(session: PostgresSession, writer: str) -> list[str]:
@@ -227,12 +266,8 @@ def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
     return int(row[0])
 
 
-def blockers(dsn: str, say: Say) -> None:
-    """Print the open transactions that block a stream."""
+def blockers(dsn: str) -> list[OpenTransaction]:
+    """The open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
-        transactions = queries.blockers(connection)
-    for transaction in transactions:
-        say(str(transaction))
-    if not transactions:
-        say("no open transaction blocks a stream")
+        return queries.blockers(connection)

@@ -12,6 +12,7 @@ import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
@@ -423,26 +424,55 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
+@dataclass(frozen=True, slots=True)
+class EffectiveSetting:
+    """A setting with its masked value, and the source of the value."""
+
+    name: str
+    value: str | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownVariable:
+    """A `TIDEMARK_...` variable that is not a setting, and the setting with the most similar name."""
+
+    name: str
+    similar: str | None
+
+
+def effective_settings(settings: Settings) -> list[EffectiveSetting]:
+    return [
+        EffectiveSetting(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()
+    ]
+
+
+def unknown_settings() -> list[UnknownVariable]:
+    known = [variable_of(name) for name in _names()]
+    return [
+        UnknownVariable(name, next(iter(get_close_matches(name, known, n=1)), None)) for name in unknown_variables()
+    ]
+
+
 def settings_lines(settings: Settings) -> Iterator[str]:
     """One line for each setting, then one for each unknown `TIDEMARK_...` variable."""
-    rows = [(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()]
+    rows = [(row.name, "-" if row.value is None else row.value, row.source) for row in effective_settings(settings)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         yield f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}"
-    known = [row[0] for row in rows]
-    for unknown in unknown_variables():
-        close = get_close_matches(unknown, known, n=1)
-        yield f"{unknown} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+    for unknown in unknown_settings():
+        hint = "" if unknown.similar is None else f"; did you mean {unknown.similar}?"
+        yield f"{unknown.name} is not a setting{hint}"
 
 
 def _names() -> list[str]:
     return list(Settings.model_fields)
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: Any) -> str | None:
     match value:
         case None:
-            return "-"
+            return None
         case SecretStr():
             shown = [constraint for constraint in Settings.model_fields[name].metadata if isinstance(constraint, Shown)]
             if not shown:

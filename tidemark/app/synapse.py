@@ -2,7 +2,7 @@
 list blocking transactions."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.output import progress
-from tidemark.app.relay import LoopHealth, require_facts_topic
+from tidemark.app.relay import LoopHealth, Retirement, Say, require_facts_topic
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -25,7 +25,7 @@ from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
-from tidemark.sources.synapse.tables import REFUSED, STREAMS, synapse_session, table_writers
+from tidemark.sources.synapse.tables import REFUSED, STREAMS, TableWriter, synapse_session, table_writers
 from tidemark.sources.transactions import is_reported
 from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
 
@@ -117,32 +117,21 @@ def _address(settings: Settings) -> str:
     return dsn
 
 
-def blockers(settings: Settings, say: Callable[[str], None]) -> None:
-    """Print the open transactions that write to tables of Synapse's streams and are older than usual, oldest first, and
-    how to end each."""
+def blockers(settings: Settings) -> list[TableWriter]:
+    """The open transactions that write to tables of Synapse's streams and are older than usual, oldest first."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
-        writing = [
+        return [
             writer
             for writer in table_writers(connection, STREAMS.values())
             if is_reported(writer.transaction, datetime.now(UTC))
         ]
-    for writer in writing:
-        transaction = writer.transaction
-        say(
-            f"{', '.join(sorted(writer.streams))}: {transaction.process}"
-            + ("" if transaction.pid is None else f": {transaction.query or '-'}")
-        )
-        say(f"    to end it, run in Synapse's database: {transaction.ending_statement}")
-    if not writing:
-        say("no transaction of Synapse has been open for long")
 
 
-def migrate(settings: Settings, say: Callable[[str], None]) -> None:
-    """Create or update the tables of the bridge's state."""
+def migrate(settings: Settings) -> list[int]:
+    """Create or update the tables of the bridge's state. Returns the versions that were applied now."""
     with state_session(settings.postgres) as session:
-        applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
-    say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        return SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +149,14 @@ class WorkerRetirement:
     wait: float
 
 
-def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Callable[[str], None]) -> None:
+def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Say) -> list[Retirement]:
     """Request that the bridge retires a worker after the bridge has sent all facts of the worker.
 
     Raises:
         BadSetting: the worker still runs.
         PrerequisitePending: the bridge has not retired the worker in time. The request remains in the database.
     """
+    retired = list[Retirement]()
     with state_session(settings.postgres) as session:
         with session.use() as connection:
             SCHEMA.check(connection)
@@ -175,9 +165,11 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
         for stream in streams:
             id = wait_out(partial(_retirement_id, session, order.writer, stream), halt, order.wait)
             say(f"{order.writer} retires at ID {id} of {stream}")
+            retired.append(Retirement(stream, id))
         if not streams:
             existing = f"active writers are {', '.join(known)}" if known else "no bridge has sent records of a writer"
             say(f"no stream has an active writer {order.writer} beside others; {existing}")
+    return retired
 
 
 def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:

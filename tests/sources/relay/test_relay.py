@@ -1,5 +1,6 @@
 """The relay beside real servers: what arrives in Kafka, and what Tidemark makes of it, is what was committed."""
 
+import json
 import subprocess
 import sys
 import time
@@ -458,6 +459,10 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
                     " since 20"
                 )
                 assert "idle in transaction, user postgres, session named checkout: select tidemark.append_many" in line
+                words = ["relay", "blockers", "--dsn", ready, "--json"]
+                [blocker] = json.loads(CliRunner().invoke(main, words, env=changes).stdout)["blockers"]
+                assert (blocker["stream"], blocker["pid"]) == ("orders", held.info.backend_pid)
+                assert blocker["ending_statement"] == f"select pg_terminate_backend({held.info.backend_pid})"
                 held.commit()
                 eventually(lambda: settled(held))
         finally:

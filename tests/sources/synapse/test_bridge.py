@@ -1,5 +1,6 @@
 """The bridge beside a real Synapse: what it tells is what the tables hold, whatever dies."""
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,10 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
                 r"backfill, events: pid (\d+) since .+\n    to end it, .+: select pg_terminate_backend\(\1\)", said
             )
             assert found, said
+            words = ["synapse", "blockers", "--json"]
+            [blocker] = json.loads(CliRunner().invoke(main, words, env=site.variables).stdout)["blockers"]
+            assert (blocker["streams"], str(blocker["pid"])) == (["backfill", "events"], found[1])
+            assert blocker["ending_statement"] == f"select pg_terminate_backend({found[1]})"
         sending.result()
     site.settle()
 

@@ -18,8 +18,8 @@ import click
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import count, printable, progress
+from tidemark.app.commands import CommandFailed, OurCommand, json_option, loaded
+from tidemark.app.output import as_object, count, printable, progress
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.common.timestamps import timestamp
@@ -156,7 +156,8 @@ def to_text(message: RecordedMessage) -> str:
 @click.command("produce", cls=OurCommand)
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send override records to the control topic instead.")
-def produce(file: BinaryIO, *, control: bool) -> None:
+@json_option
+def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
     """Send records from FILE, or standard input, to Kafka: one JSON object in each line. Tidemark adds the key.
 
     Invalid lines are reported and not sent. The exit code is 1 if any line is invalid.
@@ -165,7 +166,11 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
     role = Topic.CONTROL if control else Topic.FACTS
     produced = produce_lines(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
-    click.echo(produced.summary(topic))
+    if as_json:
+        last = None if produced.last is None else dict(zip(("partition", "offset"), produced.last, strict=True))
+        click.echo(as_object({"topic": topic, "sent": produced.sent, "refused": produced.refused, "last": last}))
+    else:
+        click.echo(produced.summary(topic))
     if produced.refused:
         raise SystemExit(1)
 

@@ -8,21 +8,27 @@ from typing import Literal
 
 import click
 
-from tidemark.app.commands import Amount, OurCommand, loaded, wait_for_servers
-from tidemark.app.output import count, progress
+from tidemark.app.commands import Amount, OurCommand, json_option, loaded, wait_for_servers
+from tidemark.app.output import as_object, count, progress
 
 
 @click.command("config", cls=OurCommand)
-def config() -> None:
+@json_option
+def config(*, as_json: bool) -> None:
     """Print the effective settings, with secrets masked, and the source of each."""
-    from tidemark.app.settings import settings_lines
+    from tidemark.app.settings import effective_settings, settings_lines, unknown_settings
 
-    click.echo("\n".join(settings_lines(loaded())))
+    settings = loaded()
+    if as_json:
+        click.echo(as_object({"settings": effective_settings(settings), "unknown": unknown_settings()}))
+    else:
+        click.echo("\n".join(settings_lines(settings)))
 
 
 @click.command("migrate", cls=OurCommand)
 @wait_for_servers
-def migrate(*, wait: float) -> None:
+@json_option
+def migrate(*, wait: float, as_json: bool) -> None:
     """Create or update Tidemark's schema in Postgres."""
     settings = loaded()
     from tidemark.common.backoff import wait_out
@@ -30,12 +36,16 @@ def migrate(*, wait: float) -> None:
 
     show_progress = partial(progress, "migrating", unit="migration")
     applied = wait_out(lambda: migrate(settings.postgres, show_progress), threading.Event(), wait)
-    click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+    if as_json:
+        click.echo(as_object({"applied": applied}))
+    else:
+        click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
 @click.command("topics", cls=OurCommand)
 @wait_for_servers
-def topics(*, wait: float) -> None:
+@json_option
+def topics(*, wait: float, as_json: bool) -> None:
     """Create the Kafka topics that are missing, and check the others."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.pipeline.preflight import check_topics
@@ -43,8 +53,12 @@ def topics(*, wait: float) -> None:
     from tidemark.sources.topics import Topics
 
     created = wait_out(lambda: check_topics(settings, Topics(settings.kafka)), threading.Event(), wait)
-    for name, topic in created.items():
-        click.echo(f"{name}: {count(len(topic.partitions), 'partition')}")
+    partitions = {name: len(topic.partitions) for name, topic in created.items()}
+    if as_json:
+        click.echo(as_object({"topics": [{"topic": name, "partitions": n} for name, n in partitions.items()]}))
+        return
+    for name, number in partitions.items():
+        click.echo(f"{name}: {count(number, 'partition')}")
 
 
 @click.command("pipeline", cls=OurCommand)

@@ -1,11 +1,16 @@
 """`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes that connect other databases."""
 
 import threading
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tidemark.app.commands import CommandGroup, loaded, wait_for_retirement, wait_for_servers
+from tidemark.app.commands import CommandGroup, json_option, loaded, wait_for_retirement, wait_for_servers
+from tidemark.app.output import as_object, plain
+
+if TYPE_CHECKING:
+    from tidemark.sources.transactions import OpenTransaction
 
 _dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEMARK_POSTGRES_DSN.")
 
@@ -35,6 +40,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
     "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Direction of the streams' IDs."
 )
 @wait_for_servers
+@json_option
 @click.pass_obj
 def relay_migrate(
     group_dsn: str | None,
@@ -43,6 +49,7 @@ def relay_migrate(
     direction: Literal["forward", "backward"],
     *,
     wait: float,
+    as_json: bool,
 ) -> None:
     """Create or update the tables and functions of `tidemark.append` in a service's database."""
     settings = loaded(other_database=(dsn or group_dsn) is not None)
@@ -50,7 +57,10 @@ def relay_migrate(
     from tidemark.common.backoff import wait_out
 
     where = dsn or group_dsn or settings.postgres
-    wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)
+    say = partial(click.echo, err=as_json)
+    migration = wait_out(lambda: relay.migrate(where, streams, direction, say), threading.Event(), wait)
+    if as_json:
+        click.echo(as_object(migration))
 
 
 @relay.command("retire")
@@ -58,8 +68,11 @@ def relay_migrate(
 @click.argument("writer")
 @click.argument("stream", required=False)
 @wait_for_retirement
+@json_option
 @click.pass_obj
-def relay_retire(group_dsn: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
+def relay_retire(
+    group_dsn: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float, as_json: bool
+) -> None:
     """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all its streams.
 
     The relay first sends all facts of WRITER and waits until WRITER has no open transaction. Then readers and positions
@@ -69,18 +82,34 @@ def relay_retire(group_dsn: str | None, dsn: str | None, writer: str, stream: st
     from tidemark.app import relay
 
     order = relay.RetireOrder(writer, stream, wait)
-    relay.retire(dsn or group_dsn or settings.postgres, order, threading.Event(), click.echo)
+    say = partial(click.echo, err=as_json)
+    retired = relay.retire(dsn or group_dsn or settings.postgres, order, threading.Event(), say)
+    if as_json:
+        click.echo(as_object({"writer": writer, "retired": retired}))
 
 
 @relay.command("blockers")
 @_dsn
+@json_option
 @click.pass_obj
-def relay_blockers(group_dsn: str | None, dsn: str | None) -> None:
+def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> None:
     """Show the open transactions that block a stream: process, user, application, state, start, query."""
     settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
-    relay.blockers(dsn or group_dsn or settings.postgres(), click.echo)
+    transactions = relay.blockers(dsn or group_dsn or settings.postgres())
+    if as_json:
+        click.echo(as_object({"blockers": [_transaction(transaction) for transaction in transactions]}))
+        return
+    for transaction in transactions:
+        click.echo(str(transaction))
+    if not transactions:
+        click.echo("no open transaction blocks a stream")
+
+
+def _transaction(transaction: "OpenTransaction") -> dict[str, Any]:
+    """The fields of a transaction, and the statement that ends it."""
+    return plain(transaction) | {"ending_statement": transaction.ending_statement}
 
 
 @click.group("follow", cls=CommandGroup, invoke_without_command=True)
@@ -106,13 +135,18 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
 @follow.command("migrate")
 @_dsn
 @wait_for_servers
+@json_option
 @click.pass_obj
-def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float) -> None:
+def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float, as_json: bool) -> None:
     """Create or update the tables and functions of `tidemark_reader.take` in a database of readers."""
     settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app.follow_positions import migrate
 
-    migrate(dsn or group_dsn or settings.postgres, threading.Event(), wait, click.echo)
+    installed = migrate(dsn or group_dsn or settings.postgres, threading.Event(), wait)
+    if as_json:
+        click.echo(as_object({"installed": installed}))
+    else:
+        click.echo("installed the functions of readers" if installed else "the functions of readers are up to date")
 
 
 @click.group("synapse", cls=CommandGroup, invoke_without_command=True)
@@ -153,20 +187,26 @@ def synapse(
 
 @synapse.command("migrate")
 @wait_for_servers
-def synapse_migrate(*, wait: float) -> None:
+@json_option
+def synapse_migrate(*, wait: float, as_json: bool) -> None:
     """Create or update the bridge's tables in Tidemark's own database."""
     settings = loaded()
     from tidemark.app import synapse
     from tidemark.common.backoff import wait_out
 
-    wait_out(lambda: synapse.migrate(settings, click.echo), threading.Event(), wait)
+    applied = wait_out(lambda: synapse.migrate(settings), threading.Event(), wait)
+    if as_json:
+        click.echo(as_object({"applied": applied}))
+    else:
+        click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
 @synapse.command("retire")
 @click.argument("writer")
 @click.argument("stream", required=False)
 @wait_for_retirement
-def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
+@json_option
+def synapse_retire(writer: str, stream: str | None, *, wait: float, as_json: bool) -> None:
     """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
 
     The bridge first sends all facts of WRITER in Synapse's tables. Then readers and positions no longer wait for
@@ -175,13 +215,30 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     settings = loaded()
     from tidemark.app import synapse
 
-    synapse.retire(settings, synapse.WorkerRetirement(writer, stream, wait), threading.Event(), click.echo)
+    order = synapse.WorkerRetirement(writer, stream, wait)
+    retired = synapse.retire(settings, order, threading.Event(), partial(click.echo, err=as_json))
+    if as_json:
+        click.echo(as_object({"writer": writer, "retired": retired}))
 
 
 @synapse.command("blockers")
-def synapse_blockers() -> None:
+@json_option
+def synapse_blockers(*, as_json: bool) -> None:
     """Show the open transactions of Synapse that block a stream, oldest first, and how to end each."""
     settings = loaded()
     from tidemark.app import synapse
 
-    synapse.blockers(settings, click.echo)
+    writers = synapse.blockers(settings)
+    if as_json:
+        found = [{"streams": sorted(writer.streams)} | _transaction(writer.transaction) for writer in writers]
+        without = {"stream", "writer"}  # a transaction of Synapse has many streams, and its writer is not known
+        rows = [{name: value for name, value in row.items() if name not in without} for row in found]
+        click.echo(as_object({"blockers": rows}))
+        return
+    for writer in writers:
+        transaction = writer.transaction
+        query = "" if transaction.pid is None else f": {transaction.query or '-'}"
+        click.echo(f"{', '.join(sorted(writer.streams))}: {transaction.process}{query}")
+        click.echo(f"    to end it, run in Synapse's database: {transaction.ending_statement}")
+    if not writers:
+        click.echo("no transaction of Synapse has been open for long")
