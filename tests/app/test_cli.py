@@ -214,6 +214,32 @@ def test_config_has_a_form_for_programs() -> None:
     assert "hunter2" not in done.output
 
 
+COMPLETING = "import sys; sys.argv = ['tidemark']; from tidemark.app.cli import main; main()"
+
+
+def _completed(*words: str) -> list[str]:
+    """What bash offers for the last of the words, as the function asks for it that `bash_source` prints."""
+    position = {"COMP_WORDS": " ".join(["tidemark", *words]), "COMP_CWORD": str(len(words))}
+    environment = child_environment({"TIDEMARK_UP_REDIS_PORT": "many"}) | {
+        "_TIDEMARK_COMPLETE": "bash_complete",
+        **position,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETING], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_the_shell_completes_verbs_and_options() -> None:
+    """Also the verbs of a group, and values of an option with choices. A wrong setting is no obstacle."""
+    assert {*VERBS} == {*_completed("")}
+    assert _completed("re") == [name for name in VERBS if name.startswith("re")]
+    assert _completed("readers", "s") == ["seek", "show"]
+    assert {"--json", "--check", "--help"} <= {*_completed("status", "-")}
+    assert _completed("relay", "migrate", "--direction", "b") == ["backward"]
+
+
 def test_ctrl_c_ends_without_a_stack_trace() -> None:
     """Ctrl-C is no error: exit code 130, as shells have it, and nothing of Python's on the screen."""
     # In short naps: Python misses a signal that comes just before it falls asleep.
