@@ -27,7 +27,9 @@ def fact(writer: str, id: int, prev: int) -> Record:
 class Recording:
     """Each `batch` sends records and has them read and published a minute after the last."""
 
-    def __init__(self, pipeline: Pipeline, dsn: str, redis_url: str, kafka: str, prefix: str) -> None:
+    def __init__(self, pipeline: Pipeline, dsn: str, redis_url: str, kafka: str, prefix: str, now: int = NOW) -> None:
+        """`now`: the time of the batches, in milliseconds since 1970."""
+        self._now = now
         self.facts, self.control, self.dead = f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead"
         self.connection = KafkaConnection(kafka)
         self.variables = {
@@ -73,7 +75,7 @@ class Recording:
     def read(self) -> None:
         """One batch of all that is new."""
         self._number += 1
-        now = NOW + 60_000 * self._number
+        now = self._now + 60_000 * self._number
         messages = []
         for topic, first in self._next.items():
             _, end = self._kafka.bounds(topic, 0)

@@ -1,19 +1,26 @@
 """Each remedy that verbs and page show is one that works: it is executed here as it is printed."""
 
+import json
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
 
 import psycopg
 import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
+from tests.app.recording import Recording
 from tests.sinks.reader.given import Pipeline
-from tests.streaming.builders import STREAM, Record, Shard, forced, join, opened, position, rdata
+from tests.streaming.builders import STREAM, Record, Shard, as_json, forced, join, opened, position, rdata
+from tidemark.app import relay
 from tidemark.app.cli import main
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import OpenRange, remedy
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.wire.records import Timeline
 
@@ -22,34 +29,74 @@ SILENT = (join("a", 0), join("b", 0), rdata("a", 3, 2, epoch=1), position("b", 0
 FENCED = (*SILENT, forced(join("a", 3, epoch=2)), forced(join("b", 9)))
 
 
+@pytest.fixture
+def recording(
+    pipeline: Pipeline, dsn: str, redis_url: str, kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Recording]:
+    """Real topics without a record. Its batches have the time of an hour ago, so that writers are silent."""
+    began = int((time.time() - 3600) * 1000)
+    with Recording(pipeline, dsn, redis_url, kafka.bootstrap_servers, prefix, began) as empty:
+        for name, value in empty.variables.items():
+            monkeypatch.setenv(name, value)
+        yield empty
+
+
+@contextmanager
+def reading(recording: Recording) -> Iterator[None]:
+    """A pipeline reads what is sent while the block runs."""
+    stopped = Event()
+
+    def read() -> None:
+        while not stopped.wait(0.1):
+            recording.read()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(read)
+        try:
+            yield
+        finally:
+            stopped.set()
+        done.result()
+
+
+def printed_commands(verb: str) -> list[str]:
+    """The commands with this verb that `tidemark gaps` prints."""
+    lines = CliRunner().invoke(main, ["gaps"]).output.splitlines()
+    return [line[line.index(f"tidemark {verb} ") :] for line in lines if f"tidemark {verb} " in line]
+
+
 @pytest.mark.parametrize(
-    ("records", "verdict"),
-    [(NEVER_JOINED, "unknown"), (SILENT, "silent"), (FENCED, "fenced")],
-    ids=lambda it: str(it)[:8],
+    ("records", "verdict", "verb"),
+    [
+        (NEVER_JOINED, "unknown", "retire"),
+        (SILENT, "silent", "retire"),
+        (SILENT, "silent", "skip"),
+        (FENCED, "fenced", "retire"),
+    ],
 )
-def test_a_command_that_is_shown_is_accepted(
-    records: Iterable[Record], verdict: str, pipeline: Pipeline, dsn: str, monkeypatch: pytest.MonkeyPatch
+def test_a_command_that_is_shown_settles_what_it_is_shown_for(
+    records: Iterable[Record], verdict: str, verb: str, recording: Recording
 ) -> None:
-    """By the verb itself, against what Postgres holds, without options that are not shown; `gaps` prints the same."""
-    shard = Shard(now=int((time.time() - 600) * 1000))
-    pipeline.publish(shard.feed(*records))
-    monkeypatch.setenv("TIDEMARK_POSTGRES_DSN", dsn)
-    begun = {(STREAM, "a", 2)} if verdict == "fenced" else set()
-    found = [it for it in open_ranges.find_open_ranges(shard.states, time.time(), begun=begun) if it.verdict == verdict]
-    assert found
-    for it in found:
-        program, *words = shlex.split(it.verb.replace('"$USER"', "ada"))
-        assert program == "tidemark"
-        done = CliRunner().invoke(main, [*words, "--dry-run"] if "--" not in words else ["--dry-run", *words])
+    """Each command is executed as `gaps` prints it, without options that are not shown. The pipeline applies it, and
+    `gaps` shows it no more."""
+    for record in records:
+        topic = recording.control if record.control else recording.facts
+        recording.send_bytes((as_json(record), STREAM), topic=topic)
+        recording.read()
+    found = json.loads(CliRunner().invoke(main, ["gaps", "--json"]).stdout)["gaps"]
+    assert verdict in {gap["verdict"] for gap in found}
+    commands = printed_commands(verb)
+    assert commands
+    if verb == "retire":
+        assert {*commands} == {gap["verb"] for gap in found}
+    for command in commands:
+        program, word, *others = shlex.split(command.replace('"$USER"', "ada"))
+        assert (program, word) == ("tidemark", verb)
+        with reading(recording):
+            done = CliRunner().invoke(main, [verb, "--yes", *others])
         assert done.exit_code == 0, done.output
-        if verdict != "fenced":
-            printed = CliRunner().invoke(main, ["gaps"]).output
-            assert it.verb in printed
-    skips = [line for line in CliRunner().invoke(main, ["gaps"]).output.splitlines() if "tidemark skip" in line]
-    for line in skips:
-        words = shlex.split(line.partition("tidemark ")[2].replace('"$USER"', "ada"))
-        done = CliRunner().invoke(main, [*words, "--dry-run"])
-        assert done.exit_code == 0, done.output
+        assert done.stdout.splitlines()[-1].startswith("applied: ")
+    assert printed_commands(verb) == []
 
 
 def test_the_statement_that_is_shown_ends_the_transaction(dsn: str) -> None:
@@ -74,8 +121,28 @@ def test_the_statement_that_is_shown_ends_the_transaction(dsn: str) -> None:
         held.close()
 
 
-def test_a_prepared_transaction_is_rolled_back_by_its_name(dsn: str) -> None:
-    """The name may hold a quote; the statement is still one."""
+def test_a_prepared_transaction_is_rolled_back_by_the_statement_that_is_shown(database: str) -> None:
+    """A transaction of a coordinator that has died, with a fact, as the relay finds it in the service's database."""
+    relay.migrate(database, [STREAM], "forward", say=lambda _: None)
+    with psycopg.connect(database) as service:
+        service.execute("select tidemark.append(%s, '{}')", [STREAM])
+        service.execute("prepare transaction 'o''neill 1'")
+    [transaction] = relay.blockers(database)
+    assert (transaction.pid, transaction.gid) == (None, "o'neill 1")
+    shard = Shard()
+    shard.feed(join("shop", 0), rdata("shop", 3, 2, epoch=1), opened("shop", transaction.description))
+    (found,) = open_ranges.find_open_ranges(shard.states, 11.0)
+    assert found.verb == transaction.ending_statement == "rollback prepared 'o''neill 1'"
+    with psycopg.connect(database, autocommit=True) as operator:
+        operator.execute(found.verb.encode())
+        assert operator.execute(
+            "select count(*) from pg_prepared_xacts where database = current_database()"
+        ).fetchone() == (0,)
+    assert relay.blockers(database) == []
+
+
+def test_the_name_of_a_prepared_transaction_may_hold_a_quote() -> None:
+    """The statement is still one."""
     line = OpenTransaction(STREAM, "shop", None, "o'neill 1", "u", "", "", None, "", "shop").description
     found = remedy("open transaction", STREAM, "shop", id=1, epoch=1, transactions=[line], relayed=True, bridged=False)
     assert found.command == "rollback prepared 'o''neill 1'"
