@@ -14,7 +14,7 @@ pytestmark = pytest.mark.stack
 def test_the_stack_is_ready_twice_and_found(name: str, jars: Path, tmp_path: Path) -> None:
     """psql and `tidemark status` find it from the same shell, and the second start finds the data of the first."""
     case = cases(tmp_path)[name]
-    if (case.noexec or case.nameless) and not can_mount():
+    if (case.noexec or case.uid) and not can_mount():
         pytest.skip("needs root, and mounts of one's own")
     with shell(case, jars) as user:
         with user.up():

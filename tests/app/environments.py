@@ -4,6 +4,7 @@
 """
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,11 @@ DEAD = "http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of shell. `unset` variables are missing; `home` is the name of the home below a test's directory."""
+    """One kind of shell. `unset` variables are missing; `home` is the name of the home below a test's directory.
+
+    `user_home` is the name of $HOME below that directory, if TIDEMARK_HOME is not set. A `nameless` user is in no list
+    of users. The `ordinary` user is `nobody`, who is in the list and has no home.
+    """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     unset: Sequence[str] = ()
@@ -25,6 +30,13 @@ class Case:
     linked: bool = False
     noexec: bool = False
     nameless: bool = False
+    ordinary: bool = False
+    user_home: str = ""
+
+    @property
+    def uid(self) -> int | None:
+        """The user of the shell, if it is another one than that of the test."""
+        return UID if self.nameless else pwd.getpwnam("nobody").pw_uid if self.ordinary else None
 
 
 def variables(directory: Path) -> dict[str, str]:
@@ -68,6 +80,9 @@ def cases(directory: Path) -> dict[str, Case]:
         "a quote": Case(home="it's $HOME"),
         "a symbolic link": Case(linked=True),
         "no home": Case(unset=["HOME"]),
+        "no home for an ordinary user": Case(ordinary=True, unset=["HOME"]),
+        "an accent in $HOME": Case(user_home="José", variables={"LC_ALL": "C"}),
+        "beyond Latin-1 in $HOME": Case(user_home="домой, 家"),
         "a home that cannot be written": Case({"HOME": "/proc"}),
         "umask 077": Case(umask=0o077),
         "no locale": Case({"LC_ALL": "C"}, unset=["LANG"]),
@@ -82,9 +97,9 @@ set -e
 if [ -n "$NOEXEC" ]; then
     mount -t tmpfs -o noexec,mode=755 none "$NOEXEC"
     ln -s "$JARS" "$NOEXEC/jars"
-    chown "${NAMELESS:-0}" "$NOEXEC"
+    chown "${OTHER_USER:-0}" "$NOEXEC"
 fi
-if [ -n "$NAMELESS" ]; then
+if [ -n "$OTHER_USER" ]; then
     kept=$(mktemp -d); mount -t tmpfs none "$kept"; number=0
     for passed in $PASSED; do
         number=$((number + 1)); mkdir "$kept/$number"; mount --bind "$passed" "$kept/$number"
@@ -93,9 +108,9 @@ if [ -n "$NAMELESS" ]; then
     for passed in $PASSED; do
         number=$((number + 1)); mkdir -p "$passed"; mount --bind "$kept/$number" "$passed"
     done
-    set -- setpriv --reuid=$NAMELESS --regid=$NAMELESS --clear-groups "$@"
+    set -- setpriv --reuid=$OTHER_USER --regid=$OTHER_USER --clear-groups "$@"
 fi
-unset NOEXEC NAMELESS PASSED JARS
+unset NOEXEC OTHER_USER PASSED JARS
 exec "$@"
 """
 
@@ -117,7 +132,7 @@ def private(case: Case, home: Path, jars: Path) -> tuple[list[str], dict[str, st
     """
     told = {
         "NOEXEC": str(home) if case.noexec else "",
-        "NAMELESS": str(UID) if case.nameless else "",
+        "OTHER_USER": str(case.uid or ""),
         "JARS": str(jars),
     }
     # Others than root may not pass the home of root, in which Python may be.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests.app.environments import UID, Case, private
+from tests.app.environments import Case, private
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
@@ -37,7 +37,9 @@ class Shell:
         ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in SERVERS}
         found = child_environment({**ports, "TMPDIR": str(self.root)}) | {"TIDEMARK_HOME": str(self.home)}
         found |= self.case.variables
-        if self.case.nameless or "HOME" in self.case.variables:  # nobody says where
+        if self.case.user_home:
+            found["HOME"] = str(self.root / self.case.user_home)
+        if self.case.uid or self.case.user_home or "HOME" in self.case.variables:  # nobody says where
             del found["TIDEMARK_HOME"]
         return {name: text for name, text in found.items() if name not in self.case.unset}
 
@@ -45,7 +47,7 @@ class Shell:
         """What a command prints; fails with what it says if it does not end with code 0."""
         done = subprocess.run(
             command,
-            env=self.environment | more | ({"TIDEMARK_HOME": str(self.home)} if self.case.nameless else {}),
+            env=self.environment | more | ({"TIDEMARK_HOME": str(self.home)} if self.case.uid else {}),
             cwd=self.root,
             capture_output=True,
             text=True,
@@ -59,7 +61,7 @@ class Shell:
     def up(self, *before: str) -> Iterator[subprocess.Popen[bytes]]:
         """A stack that is ready, by `BEFORE... tidemark up`; it ends with code 0."""
         command, told = [*before, *TIDEMARK, "up"], self.environment
-        if self.case.noexec or self.case.nameless:
+        if self.case.noexec or self.case.uid:
             wrapped, more = private(self.case, self.home, self.jars)
             command, told = [*wrapped, *command], told | more
         output = self.root / "output"
@@ -95,20 +97,21 @@ def shell(case: Case, jars: Path) -> Iterator[Shell]:
     root = Path(mkdtemp(prefix="tidemark-shell-", dir="/tmp"))
     root.chmod(0o755)
     try:
-        user = UID if case.nameless else os.getuid()
-        home = root / (f"tidemark-{user}" if case.nameless or "HOME" in case.variables else case.home)
+        user = case.uid or os.getuid()
+        name = f"tidemark-{user}" if case.uid or "HOME" in case.variables else case.home
+        home = root / (f"{case.user_home}/.cache/tidemark" if case.user_home else name)
         if directory := case.variables.get("SPARK_CONF_DIR"):
             defaults = "spark.eventLog.enabled true\nspark.eventLog.dir /none\n"
             Path(directory, "spark-defaults.conf").write_text(defaults)
         place = root / "elsewhere" if case.linked else home
-        place.mkdir()
+        place.mkdir(parents=True)
         if case.linked:
             home.symlink_to(place)
         if not case.noexec:
             (home / "jars").symlink_to(jars)
-        if case.nameless:
+        if case.uid:
             for path in (root, home):
-                os.chown(path, UID, UID)
+                os.chown(path, case.uid, case.uid)
         yield Shell(case, root, home, jars)
     finally:
         shutil.rmtree(root, ignore_errors=True)
