@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.terminals import shown_on_a_terminal
 from tidemark.app import cli
 from tidemark.app.cli import VERBS, main
 from tidemark.app.commands import confirmed
@@ -198,6 +200,16 @@ def test_what_prepares_a_database_has_a_result_for_programs(database: str) -> No
     assert printed("relay", "blockers") == {"blockers": []}
     assert printed("relay", "retire", "nobody") == {"writer": "nobody", "retired": []}
     assert printed("synapse", "retire", "nobody") == {"writer": "nobody", "retired": []}
+
+
+def test_the_log_and_a_progress_bar_do_not_share_a_line(database: str) -> None:
+    """On a terminal, a line of the log replaces the bar, which is drawn again below."""
+    program = "from tidemark.app.cli import main; main(['migrate'])"
+    shown = shown_on_a_terminal(program, environment={"TIDEMARK_POSTGRES_DSN": database})
+    bars = [line for line in re.sub(r"[^\n]*\r\x1b\[K", "", shown).splitlines() if "migrating" in line]
+    assert "Migrated the database" in shown
+    assert "migrations/s" in bars[-1]
+    assert not [line for line in bars if "Migrated" in line]
 
 
 def test_config_has_a_form_for_programs() -> None:

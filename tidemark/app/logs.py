@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tidemark.app.output import printable
+from tidemark.app.output import CLEAR_LINE, printable
 from tidemark.app.settings import Settings
 from tidemark.common.log import configure_later, configure_now, get_logger
 
@@ -64,6 +64,8 @@ def _configure_structlog(settings: Settings) -> None:
     else:
         colours = sys.stderr.isatty() and not settings.no_color
         shape = [_without_control_characters, structlog.dev.ConsoleRenderer(colors=colours)]
+        if colours:
+            shape.append(_on_its_own_line)
     structlog.configure(
         processors=[*common, *shape],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
@@ -85,6 +87,11 @@ def _log_crash(error: tuple[type[BaseException], BaseException, TracebackType | 
 
 def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: printable(value) if isinstance(value, str) else value for name, value in entry.items()}
+
+
+def _on_its_own_line(_: "WrappedLogger", __: str, line: Any) -> str:
+    """The line, which replaces a progress bar on the terminal. The bar is then drawn again below the line."""
+    return f"{CLEAR_LINE}{line}"
 
 
 def _not_py4j(record: logging.LogRecord) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_CELL_CHARS: Final = 48  # of a cell before the last column
 MIN_CELL_CHARS: Final = 12  # of a cell on a narrow terminal
+CLEAR_LINE: Final = "\r\x1b[K"
+"""What a terminal needs before a line that may replace a progress bar."""
 _HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
 _PROBLEM: Final = re.compile(r"problem: |failed ")
 _COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")

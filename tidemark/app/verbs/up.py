@@ -19,7 +19,7 @@ import click
 
 from tidemark.app import relay
 from tidemark.app.commands import OurCommand, loaded
-from tidemark.app.output import progress
+from tidemark.app.output import CLEAR_LINE, progress
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -221,7 +221,7 @@ def _command_name(name: str, path: Path) -> str:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be closed; the stack goes on
-        click.echo(f"\r\x1b[K{text}" if sys.stdout.isatty() else text)
+        click.echo(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text)
 
 
 @click.command("up", cls=OurCommand)
