@@ -210,6 +210,30 @@ def test_turns_go_round_by_address() -> None:
     assert begun.index("10.0.0.2") < 10
 
 
+def test_a_large_request_leaves_the_event_loop_to_others_for_a_while() -> None:
+    """The next one begins after several iterations, in which small requests that have begun go on."""
+    clock = [0.0]
+    began: list[int] = []
+    iterations = itertools.count()
+
+    async def request(queue: AdmissionQueue, seconds: float) -> None:
+        await queue.wait_for_start(asyncio.get_running_loop(), "10.0.0.1")
+        began.append(next(iterations))
+        clock[0] += seconds
+
+    async def serve(seconds: float) -> int:
+        began.clear()
+        queue = AdmissionQueue(lambda: clock[0])
+        tasks = [asyncio.create_task(request(queue, seconds)) for _ in range(3)]
+        while not all(task.done() for task in tasks):
+            next(iterations)
+            await asyncio.sleep(0)
+        return began[2] - began[1]
+
+    assert asyncio.run(serve(0.0)) < 4
+    assert asyncio.run(serve(0.01)) > 8
+
+
 def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
     """A bounded number at a time; a client of another address has the next turn, and one that went away takes none."""
     begun: list[str] = []

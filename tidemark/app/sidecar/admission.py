@@ -6,8 +6,9 @@ is closed for a new one. Probes are always answered. Slots are shared by client 
 round-robin by address. So many connections of one client delay neither probes nor other clients.
 """
 
+import time
 from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -21,30 +22,40 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tidemark.app.serving.tls_listener import EVICTION_DIVISOR, FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, reason_phrase, status_response
 
-_REQUESTS_PER_ITERATION = 1  # requests that start in one iteration of the event loop; each may take milliseconds
+_SLOW_ITERATION_SECONDS = 0.002
+_ITERATIONS_AFTER_SLOW_ONE = 8  # more than the steps of a small request: it ends before the next large request starts
 
 
 class AdmissionQueue:
-    """Starts waiting requests round-robin by address. For one event loop."""
+    """Starts waiting requests round-robin by address, one in an iteration of the event loop. After a slow iteration,
+    whose request was large, the other requests wait for some iterations. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._queue = FairQueue()
+        self._now = now
+        self._iteration_began = 0.0
+        self._iterations_to_wait = 0
 
     async def wait_for_start(self, loop: AbstractEventLoop, address: str) -> None:
-        """Wait until the caller's request may start. If few requests wait: until the next iteration of the loop."""
+        """Wait until the caller's request may start: the next iteration of the event loop if no request waits."""
         start: Future[None] = loop.create_future()
         if not self._queue:
-            loop.call_soon(self._start_requests, loop)
+            loop.call_soon(self._start_next, loop)
+            self._iteration_began, self._iterations_to_wait = self._now(), 0
         self._queue.add(address, start)
         await start
 
-    def _start_requests(self, loop: AbstractEventLoop) -> None:
-        for _ in range(_REQUESTS_PER_ITERATION):
-            if not self._queue:
-                return
+    def _start_next(self, loop: AbstractEventLoop) -> None:
+        now = self._now()
+        if now - self._iteration_began > _SLOW_ITERATION_SECONDS:
+            self._iterations_to_wait = _ITERATIONS_AFTER_SLOW_ONE
+        self._iteration_began = now
+        if self._iterations_to_wait:
+            self._iterations_to_wait -= 1
+        else:
             self._queue.start_next()
         if self._queue:
-            loop.call_soon(self._start_requests, loop)
+            loop.call_soon(self._start_next, loop)
 
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")

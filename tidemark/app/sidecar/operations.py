@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from tidemark.app.diagnosis.open_ranges import Name, StreamId
 from tidemark.app.diagnosis.reader_lag import ReaderState, ReaderStatus
+from tidemark.app.logs import shortened
 from tidemark.app.read_side.fallback import HistoryPage, HistoryPager
 from tidemark.app.read_side.redis_reader import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
@@ -206,7 +207,8 @@ async def wait(call: OperationCall) -> Response:
         except NotReached as problem:
             seconds, answer = time.monotonic() - began, await _read_stream_answer(call)
             detail = (
-                f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blocker_text(answer)}"
+                f"{call.stream} did not reach {shortened(query.token)} in {seconds:.1f} s:"
+                f" {problem.progress}{_blocker_text(answer)}"
             )
             raise NotYet(detail, answer) from None
         except BadToken as problem:
