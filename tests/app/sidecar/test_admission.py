@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import re
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from tests.waiting import eventually
 from tidemark.app.read_side.subscription import Listener, StreamAdded
 from tidemark.app.sidecar.admission import AdmissionConfig, AdmissionQueue
 from tidemark.app.sidecar.app import AppConfig
-from tidemark.app.sidecar.service import Limits, StartQueue, WakeQueue
+from tidemark.app.sidecar.service import LargeRequestThrottle, Limits, StartQueue, WakeQueue
 
 BOUNDS = AdmissionConfig(slots=20, max_head_bytes=16_384, max_head_fields=50, head_timeout_seconds=60)
 
@@ -232,6 +233,36 @@ def test_a_large_request_leaves_the_event_loop_to_others_for_a_while() -> None:
 
     assert asyncio.run(serve(0.0)) < 4
     assert asyncio.run(serve(0.01)) > 8
+
+
+def test_large_texts_of_one_address_are_parsed_one_after_the_other_with_pauses() -> None:
+    """Those of another address are not delayed, nor small ones, nor after an error."""
+
+    async def serve() -> tuple[float, float, float]:
+        throttle, took = LargeRequestThrottle(), dict[str, float]()
+
+        def slow(text: str) -> int:
+            time.sleep(0.01)
+            return int(text)
+
+        async def parse(name: str, address: str, text: str) -> None:
+            began = time.monotonic()
+            with suppress(ValueError):
+                await throttle.parse(address, text, slow)
+            took[name] = time.monotonic() - began
+
+        large = "1" * 4000 + " " * throttle.LARGE_CHARACTERS
+        texts = [("first", large), ("second", "no number".ljust(len(large))), ("last", large)]
+        await asyncio.gather(
+            *(parse(name, "10.0.0.1", text) for name, text in texts),
+            parse("other", "10.0.0.2", large),
+            parse("small", "10.0.0.1", "1"),
+        )
+        return took["last"], took["other"], took["small"]
+
+    last, other, small = asyncio.run(serve())
+    assert last > 2.5 * 0.01 * (1 + LargeRequestThrottle.PAUSE_FACTOR)
+    assert small < other < last
 
 
 def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from datetime import datetime
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -154,7 +155,7 @@ async def gaps(call: OperationCall) -> Response:
 
 async def advances(call: OperationCall) -> Response:
     query: AdvancesQuery = call.query
-    since = decode_since(call.stream, query.since)
+    since = await call.service.large_requests.parse(call.address, query.since, partial(decode_since, call.stream))
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # raises BadToken if the directions differ
@@ -197,7 +198,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
 
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
-    token = decode_token(query.token)
+    token = await call.service.large_requests.parse(call.address, query.token, decode_token)
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))

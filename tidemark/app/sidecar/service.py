@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from prometheus_client import generate_latest
 
@@ -18,6 +19,8 @@ from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 from tidemark.common.errors import Slow, Stop, Unavailable
 from tidemark.common.tasks import cancel_until_done
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,29 @@ class WakeQueue:
             asyncio.get_running_loop().call_soon(self._wake_group)
 
 
+class LargeRequestThrottle:
+    """Runs the parsing of large requests one after the other for each address, with pauses, so that one client cannot
+    keep the event loop busy. For one event loop."""
+
+    LARGE_CHARACTERS = 16_384
+    PAUSE_FACTOR = 6  # the pause after parsing, as a multiple of its duration
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def parse(self, address: str, text: str, parse: Callable[[str], T]) -> T:
+        """The result of `parse(text)` for a client at `address`. Raises its errors."""
+        if len(text) < self.LARGE_CHARACTERS:
+            return parse(text)
+        lock = self._locks.setdefault(network_of(address), asyncio.Lock())
+        async with lock:
+            began = time.monotonic()
+            try:
+                return parse(text)
+            finally:
+                await asyncio.sleep(self.PAUSE_FACTOR * (time.monotonic() - began))
+
+
 class ReconnectThrottle:
     """Delays new event streams of an address from which very many event streams ended soon after their start. Pure.
 
@@ -257,6 +283,7 @@ class Service:
     reconnect_throttle: ReconnectThrottle
     start_queue: StartQueue
     wake_queue: WakeQueue
+    large_requests: LargeRequestThrottle
     limits: Limits
     metrics_text: MetricsText
     stopping: asyncio.Event
@@ -281,6 +308,7 @@ async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Ev
                 ReconnectThrottle(),
                 StartQueue(),
                 WakeQueue(),
+                LargeRequestThrottle(),
                 limits,
                 MetricsText(read_side, limits.metrics_streams),
                 stopping,
