@@ -53,6 +53,13 @@ def either(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Any]:
             yield positions
 
 
+@pytest.mark.parametrize("until", ["m3", Token(3)])
+def test_a_token_with_a_writer_is_refused(either: Any, until: Token | str) -> None:
+    """The token names its writers itself. The CLI refuses the option `--writer` with a token, too."""
+    with pytest.raises(BadToken, match="with the writer 'w', give an ID instead of a token"):
+        either.wait("s", until, "w", timeout=0)
+
+
 def test_unknown_is_a_state_of_its_own(either: Any) -> None:
     """A stream that Redis knows nothing of is recovering, and never stands at 0."""
     assert either.get("s") == Recovering("s")

@@ -105,7 +105,7 @@ class Positions:
         Args:
             stream: the name of the stream.
             until: a token, or an ID (of `writer`, or of all writers).
-            writer: the writer whose ID `until` is.
+            writer: the writer whose ID `until` is; None if `until` is a token.
             timeout: seconds; None: no limit.
             grace: seconds to wait for an unknown stream.
 
@@ -113,7 +113,7 @@ class Positions:
             NotReached: after `timeout`. If `is_ahead`, no record that Tidemark has read names the ID: the relay or the
                 pipeline has lag, or the token belongs to another stream or database.
             StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
-            BadToken: `until` is not a token of this stream.
+            BadToken: `until` is not a token of this stream, or is a token although `writer` is given.
             Unavailable: Redis is down at the end of `timeout`.
             Refused: a server answers, but not to this user.
         """

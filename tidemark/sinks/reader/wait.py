@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from tidemark.common.errors import NotReached, StreamNotKnown, Unavailable
+from tidemark.common.errors import BadToken, NotReached, StreamNotKnown, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
@@ -232,6 +232,11 @@ def wait_for_token(
 
 
 def target_token(until: Token | str | int, writer: str | None) -> Token:
-    """Convert `until` to a token: an ID of `writer`, an ID of all writers, or a token. Raises `BadToken`."""
+    """Convert `until` (a token or an ID) to a token. An ID means the position of `writer`, or the linear position if
+    `writer` is None. Raises `BadToken`, also for a token with a `writer`."""
     token = as_token(until)
-    return Token.of(0, {writer: until}) if writer is not None and isinstance(until, int) else token
+    if writer is None:
+        return token
+    if not isinstance(until, int):
+        raise BadToken(str(until), f"with the writer {writer!r}, give an ID instead of a token")
+    return Token.of(0, {writer: until})
