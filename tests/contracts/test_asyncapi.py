@@ -144,7 +144,10 @@ def _sent() -> list[tuple[str, bytes]]:
     )
     return [
         ("events", encode_event(stream, "snapshot")),
-        ("events", encode_event(answers.AdvanceAnswer(**move, claimed=3, empty=0, unseen=0, skipped=0, linear=4))),
+        (
+            "events",
+            encode_event(answers.AdvanceAnswer(**move, evidence_prev=3, empty=0, unseen=0, skipped=0, linear=4)),
+        ),
         ("events", encode_event(answers.RereadAnswer(stream="orders", writer=None, prev=3, id=4, besides=["web"]))),
         ("events", encode_event(answers.LateAnswer(**move, number=1, why="final"))),
         ("events", encode_event(answers.LateLostAnswer(stream="orders", after=1, number=2))),

@@ -66,7 +66,7 @@ def test_token_in_the_middle_of_an_advance_cuts_it(pipeline: Pipeline, informed:
     pipeline.move("w", 3, 9)
     (event,) = taken(informed.follow("s", since="m5"), 1)
     assert isinstance(event, Advance)
-    assert (event.prev, event.id, event.claimed, event.evidence.facts) == (5, 9, 3, 6)
+    assert (event.prev, event.id, event.evidence_prev, event.evidence.facts) == (5, 9, 3, 6)
 
 
 def test_follower_goes_on_where_another_stood(pipeline: Pipeline, informed: Positions) -> None:

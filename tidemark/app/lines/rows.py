@@ -255,7 +255,7 @@ class RowBuffer:
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
-        if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._is_complete:
+        if evidence.unseen or evidence.skipped or advance.evidence_prev != advance.prev or not self._is_complete:
             return MissingRows.LOST
         buffered = self._writers.get((stream, advance.writer))
         return MissingRows.NOT_YET if buffered is None else buffered.find_facts(advance)

@@ -160,15 +160,15 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
-    """The position of `writer` moved over `(prev, id]`. The counts are for `(claimed, id]`. `claimed` is below `prev`
-    if the reader began inside that range, else equal to `prev`."""
+    """The position of `writer` moved over `(prev, id]`. The counts are for `(evidence_prev, id]`, the whole stored
+    advance: upper bounds if the reader began in its middle."""
 
     stream: Name
     writer: Name
     epoch: Count
     prev: StreamId
     id: StreamId
-    claimed: StreamId
+    evidence_prev: StreamId
     facts: Annotated[int, Meta(ge=0, description="IDs with a fact.")]
     empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, or announced.")]
     unseen: Annotated[
@@ -306,7 +306,7 @@ def move_answer(stream: str, event: Event) -> Move:
                 epoch=event.epoch,
                 prev=event.prev,
                 id=event.id,
-                claimed=event.claimed,
+                evidence_prev=event.evidence_prev,
                 **msgspec.structs.asdict(event.evidence),
                 linear=event.linear,
                 batch=event.batch,

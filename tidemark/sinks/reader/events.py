@@ -15,8 +15,8 @@ class Advance:
     """The position of `writer` moved over `(prev, id]`. `prev` is where the last event of the writer ended.
 
     Attributes:
-        evidence: how the IDs of `(claimed, id]` were settled. `claimed` is below `prev` if the reader began inside that
-            range; then the counts are upper bounds for `(prev, id]`.
+        evidence: how the IDs of `(evidence_prev, id]` were settled, the whole stored advance. `evidence_prev` is below
+            `prev` if the reader began inside that range; then the counts are upper bounds for `(prev, id]`.
         linear: the linear position after the batch of the advance.
     """
 
@@ -25,7 +25,7 @@ class Advance:
     prev: int
     id: int
     evidence: Evidence
-    claimed: int
+    evidence_prev: int
     linear: int
     batch: int
     time: int
