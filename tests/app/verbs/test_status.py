@@ -78,7 +78,7 @@ def test_whether_a_bridge_tells_a_stream_is_said() -> None:
     text = status.to_table(status.read(states, bridges=bridges), 302.0)
     assert "new: the bridge to Synapse is not connected; no record was ever read" in text
     told = {it["stream"]: it["bridge"] for it in json.loads(status.to_json(found, 302.0, WELL))["streams"]}
-    assert (told["spoken"], told["new"]) == ({"speaks": True, "since": "1970-01-01T00:00:02Z"}, None)
+    assert (told["spoken"], told["new"]) == ({"is_connected": True, "since": "1970-01-01T00:00:02Z"}, None)
 
 
 def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -> None:

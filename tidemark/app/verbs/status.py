@@ -231,9 +231,9 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
     bridge = stream.bridge
     if bridge is None:
         return
-    if bridge.speaks is None:
+    if bridge.is_connected is None:
         yield "sent by a bridge to Synapse; this replica cannot show whether the bridge runs: use the primary"
-    elif bridge.speaks:
+    elif bridge.is_connected:
         since = "" if bridge.since is None else f", connected for {duration(now - bridge.since.timestamp())}"
         yield f"sent by a bridge to Synapse{since}"
     else:

@@ -78,8 +78,11 @@ def lagging_partitions(connection: Connection) -> list[LaggingPartition]:
 
 @dataclass(frozen=True, slots=True)
 class ReadStatus:
-    """A pipeline that has read Kafka without a break since `since` (s since 1970). `lagging`: partitions with records
-    that have been unread for ten seconds or longer.
+    """How far the pipeline has read Kafka.
+
+    Attributes:
+        since: it has read without a break since then (s since 1970).
+        lagging: partitions with records that have been unread for ten seconds or longer.
     """
 
     since: float
@@ -115,11 +118,11 @@ class SinkFault:
 class BridgeStatus:
     """The state of the `tidemark synapse` process that sends a stream.
 
-    `speaks`: whether a process is connected; None on a replica, where this cannot be seen. `since`: the time of the
-    connection; None without a connection, or if this user may not see it.
+    `is_connected`: None on a replica, where the connection cannot be seen. `since`: the time of the connection; None
+    without a connection, or if this user may not see it.
     """
 
-    speaks: bool | None
+    is_connected: bool | None
     since: datetime | None
 
 
@@ -267,7 +270,7 @@ class ConditionReader:
                 """,
                 [BRIDGE_LOCK],
             ).fetchall()
-        return {stream: BridgeStatus(speaks, since) for stream, speaks, since in rows}
+        return {stream: BridgeStatus(is_connected, since) for stream, is_connected, since in rows}
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """The count of late completions, for each of `streams` that has any."""
@@ -351,7 +354,7 @@ class _StreamRow:
 
 
 class Audit:
-    """The stored data of streams, to check it. A context manager; needs the role tidemark_reader.
+    """Reads the stored data of streams for `tidemark verify`. A context manager; needs the role tidemark_reader.
 
     Raises `Unavailable`, `Refused` and `SchemaMismatch`.
     """
