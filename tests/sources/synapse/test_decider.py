@@ -94,7 +94,7 @@ def test_no_event_of_one_that_comes_later_is_stepped_over(seed: int) -> None:
 
 
 def _of_overwritten() -> StreamDecider:
-    return StreamDecider(dict.fromkeys(NAMES, 1), keeps=False)
+    return StreamDecider(dict.fromkeys(NAMES, 1), keeps_rows=False)
 
 
 @settings(max_examples=examples(400))

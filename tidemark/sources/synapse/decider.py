@@ -199,14 +199,15 @@ the table later."""
 
 
 class StreamDecider:
-    """Decides for the time of one connection to Synapse's database. Not thread-safe.
+    """Decides up to which ID each writer's facts are complete, during one connection to Synapse's database. Not
+    thread-safe.
 
     In a loop: apply all messages, call `observe`, read the facts of `range_to_read` and pass them to `apply_facts`.
 
     Args:
         sent_upto: by known writer, the highest published ID.
-        keeps: if true, an ID above `kept_above` without a row never had a fact. Otherwise rows are overwritten and
-            deleted, and an ID without a row may have had a fact.
+        keeps_rows: rows above `kept_above` are never deleted, so a missing row proves that the ID has no fact.
+            Otherwise rows are overwritten and deleted, and an ID without a row may have had a fact.
         retired: by retired writer, the highest published ID. The decider does not wait for a retired writer until the
             writer announces a position again.
         with_backlog: the writers that have a backlog (see `backlog`).
@@ -216,11 +217,11 @@ class StreamDecider:
         self,
         sent_upto: Mapping[str, int],
         *,
-        keeps: bool = True,
+        keeps_rows: bool = True,
         retired: WriterPositions = (),
         with_backlog: Iterable[str] = (),
     ) -> None:
-        self.kept_above = 0 if keeps else UNBOUNDED
+        self.kept_above = 0 if keeps_rows else UNBOUNDED
         self._retired = dict(retired)
         self._writers = {name: SynapseWriter(at) for name, at in sent_upto.items()}
         for name in with_backlog:

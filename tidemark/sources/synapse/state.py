@@ -206,7 +206,7 @@ def add_writer(
     )
     with connection.transaction():
         _upsert_writer(connection, progress, writer, joined)
-        unseen = joined > ended and (not known.stream.keeps or ended < kept_above)
+        unseen = joined > ended and (not known.stream.keeps_rows or ended < kept_above)
         append_outbox(connection, known.name, [progress.encoder(writer).join(joined, unseen=unseen)])
     return progress
 

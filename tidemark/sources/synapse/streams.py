@@ -45,7 +45,7 @@ class StreamPublisher:
         known: the progress and the published facts; None until all writers have joined.
         writers: the writers to wait for.
         head: the highest ID that was given out.
-        samples: show how old rows may be.
+        samples: the stream's highest ID at earlier times; they limit the age of a row.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamPublisher:
         sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
         retired, backlog = ({}, {}) if self.known is None else (self.known.retired, self.known.backlog)
         self.decider = StreamDecider(
-            sent_upto, keeps=bridged.stream.keeps, retired=retired.items(), with_backlog=backlog
+            sent_upto, keeps_rows=bridged.stream.keeps_rows, retired=retired.items(), with_backlog=backlog
         )
         self.decider.add_unknown(writers)
 

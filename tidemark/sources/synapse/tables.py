@@ -75,8 +75,8 @@ class SynapseStream:
         name: its name on the replication channel.
         sequence: the sequence of its IDs.
         queries: how to query its tables.
-        keeps: whether rows are kept for `kept_seconds`. Otherwise rows are overwritten or deleted, and a missing row
-            proves nothing.
+        keeps_rows: whether rows are kept for `kept_seconds`. Otherwise rows are overwritten or deleted, and a missing
+            row proves nothing.
         positions: its name in the table `stream_positions`; empty if it is not in the table.
         before: tables that a transaction writes before it writes the stream's own tables.
         direction: whether its IDs rise or fall.
@@ -86,7 +86,7 @@ class SynapseStream:
     name: str
     sequence: str
     queries: Sequence[TableQuery]
-    keeps: bool
+    keeps_rows: bool
     positions: str = ""
     before: Sequence[str] = ()
     direction: Direction = Direction.FORWARD
@@ -141,7 +141,7 @@ _KNOWN = (
         "events",
         "events_stream_seq",
         [*_events(_LIVE), _STATE],
-        keeps=True,
+        keeps_rows=True,
         positions="events",
         before=["event_json"],
     ),
@@ -149,7 +149,7 @@ _KNOWN = (
         "backfill",
         "events_backfill_stream_seq",
         _events(_BACKFILLED),
-        keeps=True,
+        keeps_rows=True,
         positions="backfill",
         before=["event_json"],
         direction=Direction.BACKWARD,
@@ -158,14 +158,14 @@ _KNOWN = (
         "caches",
         "cache_invalidation_stream_seq",
         [_table_query("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
-        keeps=True,
+        keeps_rows=True,
         kept_seconds=6 * _DAY,  # Synapse deletes rows after 7 days, by its own clock
     ),
     SynapseStream(
         "push_rules",
         "push_rules_stream_sequence",
         [_table_query("push_rules_stream", "t.user_id", _WRITTEN_BY)],
-        keeps=True,
+        keeps_rows=True,
         positions="push_rules_stream",
     ),
     SynapseStream(
@@ -176,7 +176,7 @@ _KNOWN = (
             _table_query("room_account_data", "t.user_id, t.room_id, t.account_data_type", "t.content"),
             _table_query("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
         ],
-        keeps=False,
+        keeps_rows=False,
         positions="account_data",
     ),
     SynapseStream(
@@ -186,7 +186,7 @@ _KNOWN = (
             _table_query("device_inbox", "t.user_id", "t.device_id, t.message_json"),
             _table_query("device_federation_outbox", "t.destination", "t.messages_json"),
         ],
-        keeps=False,
+        keeps_rows=False,
         positions="to_device",
     ),
     SynapseStream(
@@ -198,7 +198,7 @@ _KNOWN = (
                 "t.room_id, t.receipt_type, t.user_id, t.event_id, t.thread_id, t.data::json",
             )
         ],
-        keeps=False,
+        keeps_rows=False,
         positions="receipts",
     ),
     SynapseStream(
@@ -210,7 +210,7 @@ _KNOWN = (
             # A sent poke is updated in place.
             _table_query("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
-        keeps=False,
+        keeps_rows=False,
         positions="device_lists_stream",
     ),
     SynapseStream(
@@ -223,7 +223,7 @@ _KNOWN = (
                 " t.status_msg, t.currently_active",
             )
         ],
-        keeps=False,
+        keeps_rows=False,
         positions="presence_stream",
     ),
 )
