@@ -221,7 +221,7 @@ class PositionFollower:
             for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
                 keys = read_reply(request, send_request(client, request))
-                if self._is_followed(stream, keys) and (move := self._move(stream, keys)) is not None:
+                if self._decide_source(stream, keys) and (move := self._move(stream, keys)) is not None:
                     moves[stream] = move
             if moves:
                 reader_database.publish(self._session, moves)
@@ -230,9 +230,16 @@ class PositionFollower:
                     newest = max([known.late, move.late_after, *(late.number for late in move.late)])
                     self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
 
-    def _is_followed(self, stream: str, keys: StreamKeys) -> bool:
-        """Whether the stream's position in this database comes from the published positions. If all its writers are in
-        this database, its position comes from the transactions of this database instead."""
+    def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
+        """Decide whether the stream's position in this database comes from the published positions, and start to
+        follow them if needed.
+
+        If all writers of the stream are in this database, its position comes from the transactions of this database
+        instead, unless the stream was followed before.
+
+        Returns:
+            True if the published positions are to be copied.
+        """
         known = self._known.get(stream)
         is_decided_here = known is not None and known.is_decided_here
         if stream in self._local_writers:

@@ -170,7 +170,8 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         self.role = "" if row is None else row[1]
 
     def apply_to_session(self, extra: Mapping[str, str]) -> None:
-        """Apply `SESSION_SETTINGS` and `extra` to the whole session. For a pooler that gives it to no other client."""
+        """Apply `SESSION_SETTINGS` and `extra` to the whole session. Use this only if the pooler gives the session
+        to no other client."""
         self.execute(
             _APPLY_SETTINGS, _settings_parameters(self, {**SESSION_SETTINGS, **extra}, is_exclusive=True), prepare=False
         )

@@ -36,7 +36,10 @@ EVENTS_PER_ITERATION = 200  # of the event loop; a page may have ten thousand
 
 
 class RequestHandler:
-    """Answers requests. For one event loop. Raises `Unavailable` if neither server answers."""
+    """Answers requests from Redis, else from Postgres. For one event loop.
+
+    Raises `Unavailable` if no server that can answer the request does. Only Postgres answers `ReadHistory`.
+    """
 
     def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
         self.lagging_streams: Mapping[str, StreamChange] = {}

@@ -78,7 +78,12 @@ Source = Literal["redis", "postgres", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class KnownPositions(PublishedPositions):
-    """The positions of a stream. `source`: the server. `read_at`: when they were read (seconds, monotonic)."""
+    """The positions of a stream.
+
+    Attributes:
+        source: where the positions were read: `redis`, `postgres` or `memory`.
+        read_at: when they were read (seconds, monotonic).
+    """
 
     source: Source
     read_at: float

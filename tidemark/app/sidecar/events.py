@@ -84,9 +84,9 @@ class EventsClient:
         Args:
             read_side: the source of positions and events.
             snapshots: encoded snapshots.
-            listener: the queue of the client, which has subscribed already.
+            listener: the client's queue; it is already subscribed.
             resume_from: the decoded `Last-Event-ID` of the client.
-            resumed_places: by stream, the place from which the items of the listener continue.
+            resumed_places: by stream, the place after which the listener's first item begins. This object updates it.
             on_started: called when the client has been sent the positions of every stream.
             wait_for_turn: returns when it is the turn of this client, because many clients may wait for the same read.
         """

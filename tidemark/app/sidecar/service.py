@@ -149,7 +149,7 @@ class WakeQueue:
         self._queue = FairQueue()
 
     def add(self, address: str, waiter: "asyncio.Future[None]") -> None:
-        """Complete `waiter`, of a client at `address`, when it is its turn."""
+        """Complete `waiter` when the turn of the client at `address` comes."""
         if not self._queue:
             asyncio.get_running_loop().call_soon(self._wake_group)
         self._queue.add(address, waiter)

@@ -92,7 +92,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
         )
         source_faults = _make_source_faults(settings, plan, databases, verification, stack)
         injector = stack.enter_context(_run_processes(databases, workload, servers, source_faults))
-        _await_begin(injector, verification, stopping)
+        _wait_for_first_reads(injector, verification, stopping)
         _run_faults(injector, plan, stopping, verification, verify=verify)
         if verify:
             _verify_all_read(injector, verification)
@@ -169,8 +169,9 @@ def _require_rejected(tidemark: str, overrides: int) -> None:
     click.echo(f"operator overrides with a NUL character: {overrides}, rejected as dead letters: {rejected}")
 
 
-def _await_begin(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
-    """Wait until every reader has read something. On a busy machine the processes start slowly."""
+def _wait_for_first_reads(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
+    """Wait until every reader has read something, because processes start slowly on a busy machine. Return without
+    that after `NO_PROGRESS_SECONDS`, or when `stopping` is set."""
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     while not verification.has_begun() and time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
         injector.tick()

@@ -501,7 +501,8 @@ class RelayProcess(_TidemarkProcess):
         return [*super().command(), "--metrics", f"{LOOPBACK}:{self.port}"]
 
     def answers(self) -> bool:
-        """Whether the relay serves its metrics. A standby answers too, because another relay may be active."""
+        """Whether the relay's metrics port accepts connections. Also true for a standby, which waits while another
+        relay is active."""
         return listens(self.port)
 
 

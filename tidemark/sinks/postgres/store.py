@@ -303,7 +303,10 @@ class Postgres:
     def tidy(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, and delete expired rows.
 
-        Call this about every hour, with the time of `clock`. Batches continue meanwhile.
+        Call this about every hour. Batches continue meanwhile.
+
+        Args:
+            now: the result of `self.clock.now()`.
 
         Returns:
             False if a partition could not be dropped, because it is being read.

@@ -184,9 +184,10 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """Wait for a list entry after the last entry that the first waiting partition has read.
+        """Wait for an entry in the stream's Redis list after the last one that the first waiting partition has read.
 
-        The other partitions have read later, so no partition misses an entry.
+        That partition read the list first in this round. The others have read at least the same entries, so no
+        partition misses an entry.
         """
         waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)

@@ -4,12 +4,12 @@ No sockets. Each portion of rows is handed over in one transaction of the reader
 checkpoint after it. The transaction begins with a lock on the checkpoint's row. So the effects of a portion are written
 exactly once, even if processes are killed or several copies run.
 
-`plan` computes the ranges to read for a burst of events. Late completions are read before the ranges of the burst. A
+`plan` computes the ranges to read for a batch of events. Late completions are read before the ranges of the batch. A
 late range has up to three parts:
 
 - The part at or below the reader's place: its rows are handed over as late.
-- The part that the burst passes is `must_read`: the table is read there regardless of the evidence.
-- The part beyond the burst (of an earlier timeline, or of an epoch that never joined) may never be passed. Its rows are
+- The part that the batch passes is `must_read`: the table is read there regardless of the evidence.
+- The part beyond the batch (of an earlier timeline, or of an epoch that never joined) may never be passed. Its rows are
   handed over as late. They are remembered, so that they are not handed over again if the place reaches them.
 
 A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
@@ -50,14 +50,14 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read for a burst of events.
+    """What to read for a batch of events.
 
     Attributes:
-        goal: the place after the burst.
+        goal: the place after the batch.
         ranges: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
         skipped: epoch and range of each advance that has skipped IDs.
         late_lost: late completions that are no longer listed; None: all are known.
-        epochs: the newest epoch of each writer in the burst.
+        epochs: the newest epoch of each writer in the batch.
     """
 
     goal: Place
@@ -78,7 +78,7 @@ class ReadPlan:
     def with_null(self, checkpoint: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
         """Add the rows whose writer is NULL to the plan. Only the linear position covers them.
 
-        `facts_upto`: the farthest ID that may have a fact, according to moves before this burst; None: unknown.
+        `facts_upto`: the farthest ID that may have a fact, according to moves before this batch; None: unknown.
         """
         span = Range(None, checkpoint.place.linear, self.goal.linear, has_null=True)
         if any(span.writer is None for span in self.ranges) or not beyond(span.id, span.prev):
@@ -104,7 +104,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
     late_lost = next((event for event in events if isinstance(event, LateLost)), None)
     must_read = [
         *checkpoint.must_read,
-        *(span for event in events if isinstance(event, Late) for span in passed_by_burst(checkpoint, event, goal)),
+        *(span for event in events if isinstance(event, Late) for span in passed_by_events(checkpoint, event, goal)),
     ]
     spans: dict[str | None, Range] = {}
     needed: set[str | None] = set()
@@ -136,7 +136,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
     )
 
 
-def passed_by_burst(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
+def passed_by_events(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The part of a late range between the current place and `goal`, the place after the events that were read."""
     yield from _split_late(checkpoint, late, goal)[1]
 
@@ -152,7 +152,8 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
 
 
 def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (lower ID, higher ID)."""
+    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (first ID, last ID), both
+    included."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
         if high - low > 1:
@@ -167,7 +168,7 @@ def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]
 
 
 def _split_late(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
-    """Divide a late range: (the part already passed, the part that the burst passes, the part beyond).
+    """Divide a late range: (the part already passed, the part that the batch passes, the part beyond).
 
     If only voids came late, all parts are empty. After a restore the first one is not, because its IDs may have had
     facts.
@@ -363,7 +364,7 @@ class ReadProgram:
         driver: Driver[Event | CaughtUp] = Driver(follower.steps())
         queried_at = -math.inf
         while True:
-            events = yield from _next_burst(driver)
+            events = yield from _next_events(driver)
             assert follower.place is not None
             self.usable = _token(follower.place)
             if events:
@@ -460,7 +461,7 @@ class ReadProgram:
             yield from self._save(replace(self._checkpoint, late_part=(late.number, done)), delivered)
         yield from self._lock()
         reached = replace(self._checkpoint.place, late=late.number)
-        must_read = (*self._checkpoint.must_read, *passed_by_burst(before, late, goal))
+        must_read = (*self._checkpoint.must_read, *passed_by_events(before, late, goal))
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
@@ -578,7 +579,7 @@ def _lowest_token(place: Place) -> Token:
     return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 
-def _next_burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
+def _next_events(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
     """All events until the follower would wait."""
     events: list[Event] = []
     while True:

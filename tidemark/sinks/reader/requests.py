@@ -300,4 +300,4 @@ class Step:
             raise ReaderInUse(*self._reader_and_stream, "thread")
 
     def close(self) -> None:
-        """Do nothing: no step runs after its call."""
+        """Do nothing: in threads, a step has always ended when `result` returns."""

@@ -138,8 +138,8 @@ class PositionDecider:
         return True
 
     def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
-        """The highest ID of each stream that may be decided. Removes the streams that other processes have changed, so
-        that they are loaded again."""
+        """By stream, the highest ID that this round may decide. Unloads a stream that another process has changed. If a
+        sequence went back, also begins a new timeline."""
         heads = dict[int, int]()
         for number, state in [*self._streams.items()]:
             if number not in snapshots or snapshots[number][1].version != state.version:

@@ -167,7 +167,7 @@ class States:
 
     @classmethod
     def unpack(cls, data: bytes | None, seed: PackedStates) -> "States":
-        """Decode the result of `pack`, or None before the first batch of a query."""
+        """Decode the result of `pack`. `data` is None before the first batch of a query."""
         if data is None:
             return cls({}, NO_STATES, seed)
         layers = _layers.decode(data)

@@ -39,9 +39,9 @@ class WriterState:
         chain: the chain in the stream's current timeline. Its position may be below `published_position` after the
             database was restored or an override was taken back. The linear position follows the chain.
         retired_at: time (ms) of the batch that retired the writer; None if it is active.
+        published_position: the position that was published before the chain was set back.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
-        published_position: the position that was published before the chain was set back.
         timeline: number of the timeline in which the writer joined last.
         start_token: token of the writer's last start; None if the JOIN named none.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.

@@ -63,7 +63,7 @@ class ObjectConsumer:
         self._consumer.assign([TopicPartition(topic, number, offset) for topic, number, offset in offsets])
 
     def unassign(self) -> None:
-        """Read no partition."""
+        """Stop reading all partitions."""
         self._check_open()
         self._consumer.unassign()
 

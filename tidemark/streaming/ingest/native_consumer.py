@@ -112,7 +112,7 @@ class NativeConsumer:
             _list_destroy(partitions)
 
     def unassign(self) -> None:
-        """Read no partition."""
+        """Stop reading all partitions."""
         self._check_open()
         _check(_assign(self._client, None))
 

@@ -249,7 +249,7 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
         count_max: the largest number of intervals of the result.
 
     Returns:
-        The packed union; of more than `count_max` intervals only the highest.
+        The packed union, limited to its `count_max` highest intervals.
     """
     if added is None:
         return packed
