@@ -23,7 +23,7 @@ from tidemark.app.relay import migrate
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import LOOPBACK, SidecarProcess, free_port
 from tidemark.common.environment import child_environment
-from tidemark.sources.relay.queries import BEAT, LOCK
+from tidemark.sources.relay.queries import COMMON_CUT, LOCK
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def locks(service: Service) -> Iterator[None]:
         other.execute("select pg_advisory_lock(hashtextextended('tidemark.history', 0))")
         for number in (1, 2):
             other.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK + number])
-            other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK + number, BEAT])
+            other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK + number, COMMON_CUT])
         yield
 
 

@@ -19,7 +19,7 @@ from tests.bench.table import mib, table
 from tests.sinks import given
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sources.relay.queries import BEAT, LOCK
+from tidemark.sources.relay.queries import COMMON_CUT, LOCK
 from tidemark.sources.topics import TopicPlan, Topics
 
 _SECONDS = 10.0
@@ -73,11 +73,11 @@ def run(site: BenchSite) -> dict[str, Any]:
 
 @contextmanager
 def _locking(dsn: str) -> Iterator[None]:
-    """A login with CONNECT alone holds the locks of a writer and of heartbeats, and shares that of the database."""
+    """A login with CONNECT alone holds the locks of a writer and of common cuts, and shares that of the database."""
     with _connected(dsn) as connection:
         connection.execute("select pg_current_xact_id()")
         connection.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK + 1])
-        for writer in ("locked", BEAT):
+        for writer in ("locked", COMMON_CUT):
             connection.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK + 1, writer])
         yield
 
@@ -137,8 +137,8 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     return [
         "A login with CONNECT alone holds the advisory lock of the history in Tidemark's database, while the"
         " pipeline's transactions move a stream, and one in a hundred begins a day of the history. In a service's"
-        " database it holds the advisory locks of a writer and of heartbeats, and shares that of the database itself in"
-        " a transaction of its own, while other writers append:",
+        " database it holds the advisory locks of a writer and of common cuts, and shares that of the database itself"
+        " in a transaction of its own, while other writers append:",
         "",
         *table(
             ["", "p50", "p99", "highest"],

@@ -149,8 +149,8 @@ class Appending(RuleBasedStateMachine):
         self.world.relays[relay].settle()
 
     @rule(relay=relays)
-    def beat(self, relay: int) -> None:
-        self.world.relays[relay].beat()
+    def cut_chains(self, relay: int) -> None:
+        self.world.relays[relay].cut_chains()
 
     @rule(relay=relays)
     def die(self, relay: int) -> None:

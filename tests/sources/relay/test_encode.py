@@ -12,7 +12,7 @@ from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.encode import MAX_RUN_BYTES, MAX_RUN_FACTS, encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.evidence import EmptyRange
-from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
+from tidemark.sources.relay.queries import COMMON_CUT, AppendedFact, AppendStream
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire.records import (
@@ -55,7 +55,7 @@ def said(records: Iterable[Record]) -> list[bytes]:
 def decisions(draw: st.DrawFn) -> Decision:
     ids = draw(st.lists(st.integers(1, 60), unique=True, max_size=40).map(sorted))
     rows = st.lists(st.sampled_from(['{"a": 1}', "null", '"\u00fc"']), max_size=3)
-    writers = st.sampled_from(["", "", "till", BEAT])
+    writers = st.sampled_from(["", "", "till", COMMON_CUT])
     facts, voids = list[AppendedFact](), list[int]()
     for id in ids:
         if draw(st.booleans()):

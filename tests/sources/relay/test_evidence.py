@@ -11,7 +11,7 @@ from tests.examples import examples
 from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains, ids_of
 from tidemark.streaming.values.intervals import Intervals
 
-OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")
+OWN, COMMON_CUT, NAMES = "0", "-1", ("0", "1", "2")
 """Writers; two may have one number of locks."""
 
 
@@ -70,9 +70,9 @@ class Looking:
             self.told.update(found)
             for id in [*found, *new]:
                 writer = facts.get(id, OWN)
-                self._tell(OWN if writer == BEAT else writer, id)
-                if self.chains is not None and writer == BEAT:
-                    self.chains.note_beat(id)
+                self._tell(OWN if writer == COMMON_CUT else writer, id)
+                if self.chains is not None and writer == COMMON_CUT:
+                    self.chains.note_common_cut(id)
         if self.chains is not None:
             for name, prev, id in self.chains.announce(self._open_to):
                 self.edges[name].add((prev, id))
@@ -90,7 +90,7 @@ Act = st.one_of(
     st.tuples(st.just("give"), st.integers(1, 5), st.sampled_from(NAMES)),
     st.tuples(st.sampled_from(["begin", "commit", "roll back"]), st.integers(1, 5), st.just("")),
     st.tuples(st.just("look"), st.integers(1, 4), st.sampled_from(["0", "1"])),
-    st.tuples(st.just("beat"), st.just(0), st.just("")),
+    st.tuples(st.just("common cut"), st.just(0), st.just("")),
 )
 
 
@@ -120,9 +120,9 @@ def test_each_id_is_decided_once_and_rightly(
             truth.running.add(transaction)
         elif act == "give":
             truth.give(transaction, more)
-        elif act == "beat":
+        elif act == "common cut":
             truth.running.add(-1)
-            truth.give(-1, BEAT)
+            truth.give(-1, COMMON_CUT)
             truth.running.remove(-1)
             truth.committed.add(-1)
         elif act in {"commit", "roll back"} and transaction in truth.running:
@@ -135,7 +135,7 @@ def test_each_id_is_decided_once_and_rightly(
         check()
     truth.running.clear()
     truth.committed.add(-1)
-    truth.owner[len(truth.owner) + 1] = -1, BEAT
+    truth.owner[len(truth.owner) + 1] = -1, COMMON_CUT
     for each in both:
         for _ in range(100):
             each.look(3)

@@ -79,7 +79,7 @@ def test_stranger_with_the_lock_blocks_no_position(
     """A transaction that never used the sequence holds no ID, whatever locks it has."""
     with stranger.transaction():
         stranger.execute("select pg_current_xact_id()")
-        for writer in ("", "web", queries.BEAT):
+        for writer in ("", "web", queries.COMMON_CUT):
             stranger.execute("select pg_advisory_xact_lock_shared(%s, hashtext(%s))", [STREAM, writer])
         run()
         facts = append(sql)
@@ -91,12 +91,12 @@ def test_stranger_with_the_lock_blocks_no_position(
     agrees(judge, sql, facts)
 
 
-def test_stranger_with_the_lock_of_heartbeats_stops_no_relay(
+def test_stranger_with_the_lock_of_common_cuts_stops_no_relay(
     sql: psycopg.Connection, stranger: psycopg.Connection, run: Run, judge: Judge
 ) -> None:
-    """Facts of the stream and of others are sent, the log names the session, and heartbeats follow when it ends."""
+    """Facts of the stream and of others are sent, the log names the session, and common cuts follow when it ends."""
     sql.execute("select tidemark.create_stream('payments')")
-    stranger.execute("select pg_advisory_lock(%s, hashtext(%s))", [STREAM, queries.BEAT])
+    stranger.execute("select pg_advisory_lock(%s, hashtext(%s))", [STREAM, queries.COMMON_CUT])
     relay = run()
     with capture_logs() as logs:
         sql.execute("select tidemark.append('payments', '1')")
@@ -105,9 +105,9 @@ def test_stranger_with_the_lock_of_heartbeats_stops_no_relay(
             row = sql.execute("select tidemark.append_as(%s, 'orders', '1')", [f"w{number % 2}"]).fetchone()
             assert row is not None
             last = int(row[0])
-        eventually(lambda: any("lock of its heartbeats" in it["event"] for it in logs))
+        eventually(lambda: any("lock of the stream's common cuts" in it["event"] for it in logs))
         eventually(lambda: judge.verdict().announced == {"orders": {*range(1, 6)}, "payments": {1}})
-    found = [it for it in logs if "lock of its heartbeats" in it["event"]]
+    found = [it for it in logs if "lock of the stream's common cuts" in it["event"]]
     assert len(found) == 1
     assert f"pid {stranger.info.backend_pid} (user connect_only, session named attacker" in found[0]["holder"]
     assert relay.metric("tidemark_relay_active") == 1

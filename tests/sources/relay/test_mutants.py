@@ -95,13 +95,13 @@ class Unguarded(Decider):
 
 
 class Hasty(Decider):
-    """Cuts the lines of writers where it happens to look, and not where a fact or a beat is."""
+    """Cuts the lines of writers where it happens to look, and not where a fact or a common cut is."""
 
     def round(self, max_bytes: int) -> Steps:
         decided = yield from super().round(max_bytes)
         for each in self._streams.values():
             if each.chains is not None and not each.evidence.has_undecided:
-                each.chains.note_beat(each.evidence.head)
+                each.chains.note_common_cut(each.evidence.head)
                 if announced := each.chains.announce(each.undecided_ids):
                     decided.append(Decision(each.stream_epoch, [], NO_INTERVALS, announced))
         return decided
@@ -308,7 +308,7 @@ def overtaken(world: World) -> None:
         service.append(world.stream, 1, writer)
         for relay in world.relays:
             relay.round()
-    world.relays[0].beat()
+    world.relays[0].cut_chains()
     for _ in range(3):
         world.relays[0].round()
     holding.run("commit")
@@ -327,7 +327,7 @@ def held_by_nobody_known(world: World) -> None:
     for writer in ("till", ""):
         service.append(world.stream, 1, writer)
         relay.round()
-        relay.beat()
+        relay.cut_chains()
         for _ in range(3):
             relay.round()
     holding.run("commit")
@@ -343,7 +343,7 @@ def taken_over(world: World) -> None:
         world.services[0].append(world.stream, number % 2, ("till", "web", "")[number % 3])
         one.round()
         if number % 4 == 0:
-            one.beat()
+            one.cut_chains()
         if number % 2:
             one.round()
             for _ in range(number % 3):
@@ -369,14 +369,14 @@ def unacknowledged(world: World) -> None:
 
 
 def met_late(world: World) -> None:
-    """One relay meets a writer while another, which does not know it, raises the floor over a beat."""
+    """One relay meets a writer while another, which does not know it, raises the floor over a common cut."""
     one, other = world.relays
     service = world.services[0]
     service.append(world.stream, 1, "till")
     one.finish()
     service.append(world.stream, 1, "")
     one.round()
-    one.beat()
+    one.cut_chains()
     one.round()
     service.append(world.stream, 1, "web")
     other.round()
@@ -389,8 +389,8 @@ def met_late(world: World) -> None:
 
 
 def retired_and_back(world: World) -> None:
-    """A writer retires, while an ID below is open and beats have told more of it, and appends again; then once more,
-    when its RETIRE has been told."""
+    """A writer retires, while an ID below is open and common cuts have settled more of it, and appends again; then once
+    more, when its RETIRE was sent."""
     (holding, service, _), (relay, other) = world.services, world.relays
     for writer in ("till", "web"):
         service.append(world.stream, 1, writer)
@@ -399,7 +399,7 @@ def retired_and_back(world: World) -> None:
     holding.append(world.stream, 1, "till")
     service.append(world.stream, 1)
     relay.round()
-    relay.beat()
+    relay.cut_chains()
     for _ in range(3):
         relay.round()
     service.retire(world.stream, "web")
@@ -481,7 +481,7 @@ def retiring_while_open(world: World) -> None:
 
 
 def retiring_long(world: World) -> None:
-    """The transaction that retires a writer is prepared, and several heartbeats and facts come before it commits."""
+    """The transaction that retires a writer is prepared, and several common cuts and facts come before it commits."""
     relay, (retiring, service, _) = world.relays[0], world.services
     for writer in ("web", "till"):
         service.append(world.stream, 1, writer)
@@ -493,7 +493,7 @@ def retiring_long(world: World) -> None:
         service.append(world.stream, 1, "till")
         for _ in range(3):
             relay.round()
-        relay.beat()
+        relay.cut_chains()
     relay.round()
     assert world.core.positions["till"] > world.core.line
     world.resolve(world.prepared[0], "commit")

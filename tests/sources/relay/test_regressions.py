@@ -202,7 +202,7 @@ def test_a_sequence_that_is_set_back_is_a_new_timeline(world: DisorderedWorld) -
     world.finish()
 
 
-def test_a_beat_at_the_id_of_a_row_writes_nothing(world: DisorderedWorld) -> None:
+def test_a_common_cut_at_the_id_of_a_row_writes_nothing(world: DisorderedWorld) -> None:
     """The sequence was set back since the last look, and rows wait in the outbox: the relay goes on."""
     published(world, 2, "web")
     relay = world.relays[0]
@@ -215,13 +215,13 @@ def test_a_beat_at_the_id_of_a_row_writes_nothing(world: DisorderedWorld) -> Non
     before = relay._decider
     assert before is not None
     assert before.chain_count > 1
-    relay.beat()
+    relay.cut_chains()
     assert relay._decider is before
     world.finish()
 
 
-def test_a_blocked_stream_gets_no_beat(world: DisorderedWorld) -> None:
-    """A beat takes an ID, and there may be no sequence to take the ID from. Other streams go on."""
+def test_a_blocked_stream_gets_no_common_cut(world: DisorderedWorld) -> None:
+    """A common cut takes an ID, and there may be no sequence to take the ID from. Other streams go on."""
     published(world, 2, "web")
     world.services[0].append(world.stream, 1)
     relay = world.relays[0]
@@ -229,7 +229,7 @@ def test_a_blocked_stream_gets_no_beat(world: DisorderedWorld) -> None:
     world.options("cache 20")
     relay.round()
     assert "CACHE 20" in world.held
-    relay.beat()
+    relay.cut_chains()
     assert world._admin.execute("select from tidemark.append_outbox where writer = '*'").fetchall() == []
     world.options(FIT)
     world.finish()

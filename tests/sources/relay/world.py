@@ -209,10 +209,10 @@ class SteppedRelay:
         except _DIED:
             self.die()
 
-    def beat(self) -> None:
+    def cut_chains(self) -> None:
         try:
             if self._decider is not None:
-                for _ in self._decider.beat():
+                for _ in self._decider.cut_chains():
                     pass
         except _DIED:
             self.die()
@@ -225,9 +225,9 @@ class SteppedRelay:
                 self.acknowledge()
             self.settle()
             if self._decider is not None and not self._decider.undecided_streams:
-                if not self._beats():
+                if not self._needs_common_cut():
                     return
-                self.beat()
+                self.cut_chains()
         raise AssertionError("an ID stays undecided for ever")
 
     def begin(self) -> Decider:
@@ -265,10 +265,10 @@ class SteppedRelay:
         self._sent([records.encode(record) for each in found for record in each.join_and_retire_records()])
         return found
 
-    def _beats(self) -> bool:
+    def _needs_common_cut(self) -> bool:
         assert self._decider is not None
         return any(
-            each.chains and each.chains.needs_beat(each.evidence.head) for each in self._decider._streams.values()
+            each.chains and each.chains.needs_common_cut(each.evidence.head) for each in self._decider._streams.values()
         )
 
     def _give_way(self) -> None:

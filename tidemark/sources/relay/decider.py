@@ -16,7 +16,7 @@ from tidemark.sources import transactions
 from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.evidence import EmptyRange, StreamEvidence, WriterChains, ranges_by_writer
-from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream, Page
+from tidemark.sources.relay.queries import COMMON_CUT, AppendedFact, AppendStream, Page
 from tidemark.sources.relay.sequences import MisplacedRowQuery, MisplacedRows, StreamSnapshot
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
@@ -119,7 +119,7 @@ class _StreamState:
         """Note that the writer's epoch ends at `id`. The writer has no fact between the floor and `id`, and joins again
         before its facts beyond `id` are published."""
         known = self.stream_epoch.writers.get(writer)
-        if known is not None and known.last < id and writer not in self.epoch_ends and self.chains is not None:
+        if known is not None and known.sent_upto < id and writer not in self.epoch_ends and self.chains is not None:
             self.epoch_ends[writer] = id
             self.chains.end_epoch(writer)
 
@@ -151,8 +151,8 @@ class Decider:
         self.unknown_writers: dict[int, dict[str, int]] = {}
         """By number of the stream, the writers of facts that have not joined, or whose epoch has ended. The value is an
         ID: the writer has no fact between the floor and that ID."""
-        self.streams_without_beat: set[AppendStream] = set()
-        """The streams whose last beat was not written, because another session holds the lock."""
+        self.streams_without_common_cut: set[AppendStream] = set()
+        """The streams whose last common cut was not written, because another session holds the lock."""
 
     @property
     def undecided_streams(self) -> list[AppendStream]:
@@ -179,7 +179,7 @@ class Decider:
 
     @property
     def chain_count(self) -> int:
-        """The number of chains that a beat cuts, over all streams."""
+        """The number of chains that a common cut cuts, over all streams."""
         return sum(len(state.chains) for state in self._streams.values() if state.chains is not None)
 
     @property
@@ -272,20 +272,24 @@ class Decider:
             for writer, ids in decision.edge_ids().items():
                 state.chains.note_sent(writer, ids)
             for fact in page.facts:
-                if fact.writer == BEAT:
-                    state.chains.note_beat(fact.id)
+                if fact.writer == COMMON_CUT:
+                    state.chains.note_common_cut(fact.id)
         return [decision]
 
-    def beat(self) -> Generator[str]:
-        """Write a beat for each stream with several writers that needs one. Blocked streams get none."""
+    def cut_chains(self) -> Generator[str]:
+        """Write a common cut for each stream with several writers that needs one. Blocked streams get none."""
         for state in self._streams.values():
-            if state.problem is None and state.chains is not None and state.chains.needs_beat(state.evidence.head):
-                yield "beat"
+            if (
+                state.problem is None
+                and state.chains is not None
+                and state.chains.needs_common_cut(state.evidence.head)
+            ):
+                yield "common cut"
                 stream = state.stream_epoch.stream
-                if queries.write_beat(self._connection, stream):
-                    self.streams_without_beat.discard(stream)
+                if queries.write_common_cut(self._connection, stream):
+                    self.streams_without_common_cut.discard(stream)
                 else:
-                    self.streams_without_beat.add(stream)
+                    self.streams_without_common_cut.add(stream)
 
     def note_acknowledged(self, decision: Decision) -> None:
         """Note that Kafka has acknowledged all records of a decision."""
@@ -338,5 +342,6 @@ def _rotate_to(streams: Sequence[_StreamState], number: int) -> list[_StreamStat
 
 def _initial_state(stream_epoch: StreamEpoch) -> _StreamState:
     several = len(stream_epoch.writers) > 1
-    chains = WriterChains({writer.name: writer.last for writer in stream_epoch.writers.values()}) if several else None
+    sent_upto = {writer.name: writer.sent_upto for writer in stream_epoch.writers.values()}
+    chains = WriterChains(sent_upto) if several else None
     return _StreamState(stream_epoch, StreamEvidence(stream_epoch.floor, has_several_writers=several), chains)

@@ -14,7 +14,7 @@ from typing import Literal
 from tidemark.common.errors import BadSetting
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import sequences
-from tidemark.sources.relay.queries import BEAT, AppendStream
+from tidemark.sources.relay.queries import COMMON_CUT, AppendStream
 from tidemark.sources.relay.sequences import Regression
 from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.values.direction import Direction
@@ -28,15 +28,15 @@ class WriterEpoch:
     Attributes:
         name: the writer's name on Kafka.
         epoch: the number of the epoch.
-        last: the last cut of the writer's chain (a magnitude). It is beyond the floor only if the writer's previous
-            epoch ended there.
+        sent_upto: the last cut of the writer's chain (a magnitude). Kafka has everything of the writer up to it. It is
+            beyond the floor only if the writer's previous epoch ended there.
         state: `joining` and `retiring` until Kafka has acknowledged the JOIN or the RETIRE.
         lock_keys: the second halves of the keys of the writer's locks. Other writers may have the same keys.
     """
 
     name: str
     epoch: int
-    last: int
+    sent_upto: int
     state: Literal["joining", "joined", "retiring"]
     lock_keys: frozenset[int]
 
@@ -72,7 +72,7 @@ class StreamEpoch:
 
     def kafka_name(self, writer: str) -> str:
         """The name on Kafka of a writer in the outbox."""
-        return self.database_writer if writer in {"", BEAT} else writer
+        return self.database_writer if writer in {"", COMMON_CUT} else writer
 
     def join_and_retire_records(self) -> list[Join | Retire]:
         """The JOIN and RETIRE records that Kafka does not have. The JOIN of the database's writer is the first."""
@@ -89,8 +89,8 @@ class StreamEpoch:
                 stream=self.stream.name,
                 writer=writer.name,
                 epoch=writer.epoch,
-                id=self.stream.direction.signed(writer.last),
-                unseen=first and writer.last > 0 and writer.name == self.database_writer,
+                id=self.stream.direction.signed(writer.sent_upto),
+                unseen=first and writer.sent_upto > 0 and writer.name == self.database_writer,
                 published=self.stream.direction.signed(self.upto),
                 timeline=self.timeline,
             )
@@ -104,7 +104,7 @@ class StreamEpoch:
     def _retire_records(self) -> list[Retire]:
         signed, stream = self.stream.direction.signed, self.stream.name
         return [
-            Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.last))
+            Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.sent_upto))
             for writer in self.retiring
         ]
 
@@ -162,8 +162,8 @@ def begin(
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")
         known = [
-            WriterEpoch(name, epoch, last, state, frozenset({hashed, unnamed} if name == own else {hashed}))
-            for name, epoch, last, state, hashed in writers
+            WriterEpoch(name, epoch, sent_upto, state, frozenset({hashed, unnamed} if name == own else {hashed}))
+            for name, epoch, sent_upto, state, hashed in writers
         ]
         retiring = [writer for writer in known if writer.state == "retiring"]
         active = {writer.name: writer for writer in known if writer.state != "retiring"}

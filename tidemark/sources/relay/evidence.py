@@ -9,11 +9,10 @@ belong to a writer only if one of the running transactions held the writer's loc
 The state between two observations only saves queries. It is not evidence: a relay that starts without state makes the
 same decisions.
 
-A writer's chain (`WriterChains`) is cut at its own facts and at the *beats*: IDs that belong to no writer, with rows in
-the outbox (docs/design.md 4b calls them heartbeats with an ID). Each fact of the writer is an edge of one ID, which is
-sent as soon as the fact is committed. The range between two neighbouring cuts is sent as one announcement, once no ID
-in the range can belong to the writer. Then no other cut can come into the range, so every relay sends the same range,
-whenever it reads the database.
+A writer's chain (`WriterChains`) is cut at its own facts and at the *common cuts*: IDs that belong to no writer, with
+rows in the outbox. Each fact of the writer is an edge of one ID, which is sent as soon as the fact is committed. The
+range between two neighbouring cuts is sent as one announcement, once no ID in the range can belong to the writer. Then
+no other cut can come into the range, so every relay sends the same range, whenever it reads the database.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -237,11 +236,11 @@ class EmptyRange(NamedTuple):
 
 
 class _WriterChain:
-    """The chain of one writer. Kafka has everything up to the cut `last`. `sent` and `acknowledged` are the IDs of the
-    edges beyond."""
+    """The chain of one writer. Kafka has everything up to the cut `sent_upto`. `sent` and `acknowledged` are the IDs
+    of the edges beyond."""
 
-    def __init__(self, last: int) -> None:
-        self.last = last
+    def __init__(self, sent_upto: int) -> None:
+        self.sent_upto = sent_upto
         self.sent = NO_INTERVALS
         self.acknowledged = NO_INTERVALS
 
@@ -249,15 +248,15 @@ class _WriterChain:
 class WriterChains:
     """The chains of all writers of a stream.
 
-    `lasts`: by writer, the ID of the last cut of its chain. Kafka has everything of the writer up to that ID.
+    `sent_upto`: by writer, the ID of the last cut of its chain. Kafka has everything of the writer up to that ID.
     """
 
-    def __init__(self, lasts: Mapping[str, int]) -> None:
-        self._chains = {writer: _WriterChain(last) for writer, last in lasts.items()}
-        self._beats: list[int] = []
+    def __init__(self, sent_upto: Mapping[str, int]) -> None:
+        self._chains = {writer: _WriterChain(cut) for writer, cut in sent_upto.items()}
+        self._common_cuts: list[int] = []
         self._writers_with_gaps: set[str] = set()
-        self.last_beat = 0
-        """The ID of the highest beat."""
+        self.last_common_cut = 0
+        """The highest common cut."""
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -268,10 +267,10 @@ class WriterChains:
             self._chains[writer].sent = self._chains[writer].sent.union(ids)
             self._writers_with_gaps.add(writer)
 
-    def note_beat(self, id: int) -> None:
-        self._beats.append(id)
-        self._beats.sort()
-        self.last_beat = self._beats[-1]
+    def note_common_cut(self, id: int) -> None:
+        self._common_cuts.append(id)
+        self._common_cuts.sort()
+        self.last_common_cut = self._common_cuts[-1]
         self._writers_with_gaps.update(self._chains)
 
     def end_epoch(self, writer: str) -> None:
@@ -279,10 +278,10 @@ class WriterChains:
         self._chains.pop(writer, None)
         self._writers_with_gaps.discard(writer)
 
-    def needs_beat(self, head: int) -> bool:
-        """Whether IDs lie beyond the last beat, up to `head`, and a chain ends below `head`."""
-        return head > self.last_beat and any(
-            chain.sent.contiguous_end(chain.last) < head for chain in self._chains.values()
+    def needs_common_cut(self, head: int) -> bool:
+        """Whether IDs lie beyond the last common cut, up to `head`, and a chain ends below `head`."""
+        return head > self.last_common_cut and any(
+            chain.sent.contiguous_end(chain.sent_upto) < head for chain in self._chains.values()
         )
 
     def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
@@ -303,10 +302,10 @@ class WriterChains:
         return ranges
 
     def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
-        top = max([chain.last, self.last_beat, *chain.sent.highs[-1:].tolist()])
+        top = max([chain.sent_upto, self.last_common_cut, *chain.sent.highs[-1:].tolist()])
         gaps = list[tuple[int, int]]()
-        for low, high in chain.sent.missing(chain.last, top):
-            cuts = [low, *(beat for beat in self._beats if low < beat < high), high]
+        for low, high in chain.sent.missing(chain.sent_upto, top):
+            cuts = [low, *(cut for cut in self._common_cuts if low < cut < high), high]
             gaps += pairwise(cuts)
         return gaps
 
@@ -321,14 +320,14 @@ class WriterChains:
 
     def note_floor(self, floor: int) -> None:
         """Note the new floor: Kafka has everything up to it."""
-        self._beats = [beat for beat in self._beats if beat > floor]
+        self._common_cuts = [cut for cut in self._common_cuts if cut > floor]
 
     def _floor_limit(self, chain: _WriterChain) -> int:
-        position = chain.acknowledged.contiguous_end(chain.last)
-        if chain.sent.contiguous_end(chain.last) > position:
+        position = chain.acknowledged.contiguous_end(chain.sent_upto)
+        if chain.sent.contiguous_end(chain.sent_upto) > position:
             return position
         above = chain.sent.above(position)
-        cuts = [*above.lows[:1].tolist(), *(beat - 1 for beat in self._beats if beat > position)]
+        cuts = [*above.lows[:1].tolist(), *(cut - 1 for cut in self._common_cuts if cut > position)]
         return min(cuts, default=2**63 - 1)
 
 

@@ -32,8 +32,8 @@ LOCK = 1414087749
 """The first half of the keys of a stream's advisory locks is this number plus the stream's number; the second half is
 the hash of the writer's name. The SQL functions contain this number too. The relay's own locks use the stream number 0,
 which no stream has."""
-BEAT = "*"
-"""The writer's name in the outbox rows of beats (see `sources.relay.evidence`)."""
+COMMON_CUT = "*"
+"""The writer's name in the outbox rows of common cuts (see `sources.relay.evidence`)."""
 ROWS_AT_ONCE = 5000
 """The largest number of rows that one query reads from the outbox."""
 
@@ -62,10 +62,10 @@ class AppendedFact:
 
     Attributes:
         id: a magnitude.
-        rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a beat are the names of
-            the writers whose epochs end at its ID.
+        rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a common cut are
+            the names of the writers whose epochs end at its ID.
         bytes: the approximate size of its records.
-        writer: the name of the writer; `BEAT` for a beat, and empty for the writer of the database.
+        writer: the name of the writer; `COMMON_CUT` for a common cut, and empty for the writer of the database.
     """
 
     id: int
@@ -75,12 +75,12 @@ class AppendedFact:
 
     @property
     def is_void(self) -> bool:
-        return not self.rows or self.writer == BEAT
+        return not self.rows or self.writer == COMMON_CUT
 
     @property
     def ended_writers(self) -> Sequence[str]:
         """The writers whose epochs end at this ID."""
-        return [row.decode() for row in self.rows] if self.writer == BEAT else ()
+        return [row.decode() for row in self.rows] if self.writer == COMMON_CUT else ()
 
     def without_rows(self) -> "AppendedFact":
         """A copy without its rows, to free memory. `is_void` is unchanged."""
@@ -199,22 +199,22 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bo
     return row is not None and row[1] == len(heads)
 
 
-def write_beat(connection: Connection, stream: AppendStream) -> bool:
-    """Write a beat: give out an ID that belongs to no writer, and cuts the chain of every writer.
+def write_common_cut(connection: Connection, stream: AppendStream) -> bool:
+    """Write a common cut: give out an ID that belongs to no writer, and cuts the chain of every writer.
 
     Does nothing if the ID has a row already. Then the sequence was set back since the last round, and the next round
     begins a new timeline or blocks the stream.
 
     Returns:
-        False if another session holds the lock of beats.
+        False if another session holds the lock of common cuts.
     """
     with suppress(errors.UniqueViolation):
         return fetch_value(connection, "select tidemark.append_beat(%s)", [stream.name]) is not None
     return True
 
 
-def describe_heartbeat_lock_holders(connection: Connection, stream: AppendStream) -> str:
-    """Describe the sessions that hold the stream's lock of beats exclusively, or wait for it."""
+def describe_common_cut_lock_holders(connection: Connection, stream: AppendStream) -> str:
+    """Describe the sessions that hold the stream's lock of common cuts exclusively, or wait for it."""
     rows = connection.execute(
         """
         select distinct coalesce(pid, 0) from pg_locks
@@ -222,7 +222,7 @@ def describe_heartbeat_lock_holders(connection: Connection, stream: AppendStream
             and objid = hashtext(%s)::oid
             and database = (select oid from pg_database where datname = current_database())
         """,
-        [LOCK + stream.number, BEAT],
+        [LOCK + stream.number, COMMON_CUT],
     ).fetchall()
     return describe_sessions(connection, [pid for (pid,) in rows]) or "a session that has ended"
 
@@ -233,9 +233,8 @@ def raise_floor(
     """Delete the rows up to `new`, which Kafka has, and raise the floor, in one transaction.
 
     Only the rows of `sent_ids` are deleted. A row with another ID was committed after its ID was declared void. The
-    row stays below the floor, where `sequences.misplaced_rows` finds it. In the chain of the database's own writer,
-    every ID without a named writer is a cut (`relay.evidence`). Writers whose epochs end at or below `new` become
-    `retiring`.
+    row stays below the floor, where `sequences.misplaced_rows` finds it. Writers whose epochs end at or below `new`
+    become `retiring`.
 
     Args:
         connection: must not be in a transaction.
@@ -265,14 +264,17 @@ def raise_floor(
             delete from tidemark.append_sent
             where number = (select number from raised) and upto >= %(old)s and upto < %(new)s
         ), ended as (
-            select name as writer, max(id) as id from gone, unnest(rows) as name where writer = %(beat)s group by 1
+            select name as writer, max(id) as id from gone, unnest(rows) as name
+            where writer = %(common_cut)s group by 1
         ), cut as (
             select writer, max(id) as id from gone where writer <> '' group by writer
             union all
+            -- A void is sent in the name of the database's own writer, so each void cuts its chain. Its last cut is the
+            -- highest ID up to `new` that is no fact of a named writer.
             select writer, %(new)s - above.count from raised, (
                 select count(*) from (
                     select id, row_number() over (order by id desc) as place from gone
-                    where writer not in ('', %(beat)s, (select writer from raised))
+                    where writer not in ('', %(common_cut)s, (select writer from raised))
                 ) as named where id = %(new)s + 1 - place
             ) as above where %(new)s - above.count > %(old)s
         ), moved as (
@@ -281,7 +283,7 @@ def raise_floor(
                 state = case when cuts.ended is null then kept.state else 'retiring' end
             from (
                 select known.writer, max(cut.id) as id, max(ended.id) filter (where ended.id > abs(known.last)) as ended
-                from tidemark.append_writers known join cut on cut.writer in (known.writer, %(beat)s)
+                from tidemark.append_writers known join cut on cut.writer in (known.writer, %(common_cut)s)
                 left join ended on ended.writer = known.writer
                 where known.number = (select number from raised) group by 1
             ) as cuts
@@ -297,7 +299,7 @@ def raise_floor(
             "new": new,
             "signed": stream.direction.signed(new),
             "sign": stream.direction.signed(1),
-            "beat": BEAT,
+            "common_cut": COMMON_CUT,
             "lows": lows,
             "highs": highs,
         },

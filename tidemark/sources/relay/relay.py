@@ -79,10 +79,10 @@ _FLOOR_INTERVAL = 1.0
 """Seconds between two times that floors are raised, or metrics updated."""
 _FLOORS_AT_ONCE = 500
 """The largest number of streams whose floors are raised between two rounds, each in its own transaction."""
-_BEAT_INTERVAL = 1.0
-"""The shortest time between two beats of a stream, in seconds. `evidence` explains beats."""
+_COMMON_CUT_INTERVAL = 1.0
+"""The shortest time between two common cuts of a stream, in seconds. See `evidence`."""
 _CHAINS_PER_SECOND = 200
-"""The largest number of chains that beats cut in a second. With more chains there are fewer beats."""
+"""The largest number of chains that common cuts cut in a second. With more chains there are fewer common cuts."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
 REGRESSION_EVENT = (
@@ -114,7 +114,7 @@ class AppendRelay(RunLoop):
         self._metrics = metrics
         self._unknown_writers: dict[int, dict[str, int]] = {}
         self._blocked: dict[str, str] = {}
-        self._streams_without_beat: set[queries.AppendStream] = set()
+        self._streams_without_common_cut: set[queries.AppendStream] = set()
         self._unsent: deque[Decision] = deque()
         self._in_flight: list[InFlight] = []
 
@@ -172,7 +172,7 @@ class AppendRelay(RunLoop):
         return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
-        backoff, floors_raised_at, metrics_updated_at, last_beat = (
+        backoff, floors_raised_at, metrics_updated_at, last_common_cut = (
             Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2),
             time.monotonic(),
             0.0,
@@ -193,10 +193,10 @@ class AppendRelay(RunLoop):
             if now - floors_raised_at >= _FLOOR_INTERVAL:
                 _run_steps(decider.raise_floors(_FLOORS_AT_ONCE))
                 floors_raised_at = time.monotonic()
-            if now - last_beat >= max(_BEAT_INTERVAL, decider.chain_count / _CHAINS_PER_SECOND):
-                _run_steps(decider.beat())
-                self._report_without_beat(connection, decider)
-                last_beat = now
+            if now - last_common_cut >= max(_COMMON_CUT_INTERVAL, decider.chain_count / _CHAINS_PER_SECOND):
+                _run_steps(decider.cut_chains())
+                self._report_without_common_cut(connection, decider)
+                last_common_cut = now
             if self._grow_producer():
                 break
             if now - metrics_updated_at >= _FLOOR_INTERVAL:
@@ -222,15 +222,15 @@ class AppendRelay(RunLoop):
             self._metrics.blocked.labels(stream).set(stream in blocked)
         self._blocked = blocked
 
-    def _report_without_beat(self, connection: Connection, decider: Decider) -> None:
-        """Log a stream once if another session blocks its beats."""
-        for stream in decider.streams_without_beat - self._streams_without_beat:
+    def _report_without_common_cut(self, connection: Connection, decider: Decider) -> None:
+        """Log a stream once if another session blocks its common cuts."""
+        for stream in decider.streams_without_common_cut - self._streams_without_common_cut:
             log.warning(
-                "The linear position of a stream waits: a session holds the lock of its heartbeats",
-                stream=stream.name, holder=queries.describe_heartbeat_lock_holders(connection, stream),
+                "Cannot move the positions of idle writers: a session holds the lock of the stream's common cuts",
+                stream=stream.name, holder=queries.describe_common_cut_lock_holders(connection, stream),
                 do="end that session",
             )  # fmt: skip
-        self._streams_without_beat = {*decider.streams_without_beat}
+        self._streams_without_common_cut = {*decider.streams_without_common_cut}
 
     def _free_bytes(self) -> int:
         return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size for in_flight in self._in_flight)

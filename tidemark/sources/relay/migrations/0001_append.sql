@@ -89,7 +89,7 @@ create table tidemark.append_writers (
 );
 comment on table tidemark.append_writers is 'The known writers of each stream: the database''s own, and the named ones';
 comment on column tidemark.append_writers.last is
-    'The last cut of the writer''s chain: the ID of a JOIN, a fact, a void, a beat or the end of its epoch. Kafka has everything of the writer up to this ID';
+    'The last cut of the writer''s chain: the ID of a JOIN, a fact, a void, a common cut or the end of its epoch. Kafka has everything of the writer up to this ID';
 comment on column tidemark.append_writers.state is
     'joining: until Kafka has acknowledged the JOIN. retiring: from when the floor has reached the end of the epoch, until Kafka has
 acknowledged the RETIRE. A retired writer that appends again joins in a higher epoch';
@@ -106,14 +106,14 @@ create table tidemark.append_outbox (
 -- Every row is deleted soon. So the number of dead rows must start autovacuum, not their share of the few live rows.
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0,
       autovacuum_analyze_threshold = 50000);
-comment on table tidemark.append_outbox is 'Appended facts, reserved IDs and beats above the floor';
+comment on table tidemark.append_outbox is 'Appended facts, reserved IDs and common cuts above the floor';
 comment on column tidemark.append_outbox.rows is
-    'The rows of the fact as JSON; of a beat, the names of the writers whose epochs end at its ID';
+    'The rows of the fact as JSON; of a common cut, the names of the writers whose epochs end at its ID';
 comment on column tidemark.append_outbox.bytes is 'The approximate size of its records';
 comment on column tidemark.append_outbox.reserved_by is
     'The transaction that has reserved the ID and not completed it; otherwise NULL';
 comment on column tidemark.append_outbox.writer is
-    'The name of the writer; empty for the database''s own; * for a beat, an ID at which the chain of every writer is cut';
+    'The name of the writer; empty for the database''s own; * for a common cut, an ID at which the chain of every writer is cut';
 
 -- Helpers of the functions below, which set the search path and row_security = off. With this setting, a statement
 -- fails if row level security would hide rows. The functions rely on that, because a missing row is evidence.
