@@ -11,7 +11,7 @@ from tests.streaming.builders import contents
 from tests.waiting import eventually
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.ingest.consumer import ObjectConsumer, ObjectMessages
+from tidemark.streaming.ingest.consumer import PythonConsumer, PythonMessages
 from tidemark.streaming.ingest.native_consumer import NativeConsumer, NativeMessages
 from tidemark.streaming.ingest.ranges import EndOffsets
 from tidemark.streaming.ingest.record_batch import RecordBatch
@@ -69,11 +69,11 @@ def values(part: RecordBatch) -> list[bytes]:
 class Seen:
     """How many messages a consumer has handed over."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, consumer: type[NativeConsumer | ObjectConsumer]) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, consumer: type[NativeConsumer | PythonConsumer]) -> None:
         self.count, consume = 0, consumer.consume
 
         @contextmanager
-        def counted(*arguments: Any) -> Iterator[NativeMessages | ObjectMessages]:
+        def counted(*arguments: Any) -> Iterator[NativeMessages | PythonMessages]:
             with consume(*arguments) as messages:
                 self.count += len(messages.codes)
                 yield messages

@@ -66,7 +66,7 @@ def fact(id: int, prev: int, writer: str = "w", stream: str = "events", epoch: i
     return records.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=records.row({"x": 1}))
 
 
-# -- random logs: few incarnations and few IDs, so that edges repeat, touch and overlap
+# -- random logs: few writer epochs and few IDs, so that edges repeat, touch and overlap
 
 
 @st.composite
@@ -369,7 +369,7 @@ def test_offsets_too_far_apart_for_a_run_divide_it() -> None:
     assert {offset for *_, offset in found.rows} == {102, 2**33 + 7}
 
 
-def test_many_incarnations_keep_their_chains() -> None:
+def test_many_writer_epochs_keep_their_chains() -> None:
     """More groups than 16 bits can number are still grouped right."""
     log = [message(fact(id, id - 1, f"w{writer}"), 0) for writer in range(40_000) for id in (1, 2)]
     log = [

@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
 from tidemark.streaming.ingest import field_scan, kernels
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.record_batch import Edges, Incarnations, MissingIncarnation, RecordBatch
+from tidemark.streaming.ingest.record_batch import Edges, MissingWriterEpoch, RecordBatch, WriterEpochs
 from tidemark.streaming.wire.records import ROW, Topic, read
 
 ODD = [*(value or b"" for value, _ in BAD.values()), *GOOD.values()]
@@ -28,26 +28,26 @@ def fetched(records: Sequence[Record]) -> RecordBatch:
 
 
 def decoded(records: Sequence[Record], few: int) -> tuple[list[tuple[Any, ...]], dict[Any, Any], list[Any], list[Any]]:
-    """The edges with the names of their incarnations, what was rejected, the markers, and what is held back."""
+    """The edges with the names of their writer epochs, what was rejected, the markers, and what is held back."""
     decoder = Decoder(Topic.FACTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "MIN_COMPILED_BYTES", few)
         decoder.add(fetched(records))
-    incarnations, ranks = decoder.incarnations.ranked()
+    writer_epochs, ranks = decoder.writer_epochs.ranked()
     edges = decoder.edges()
-    rows = zip(*(column.tolist() for column in edges._replace(incarnations=ranks[edges.incarnations])), strict=True)
+    rows = zip(*(column.tolist() for column in edges._replace(writer_epochs=ranks[edges.writer_epochs])), strict=True)
     named = [
-        (incarnations[rank], kind, [] if kind == ROW else edge, offset, time)
+        (writer_epochs[rank], kind, [] if kind == ROW else edge, offset, time)
         for rank, kind, *edge, offset, time in rows
     ]
     return named, dict(decoder.rejected), decoder.markers, decoder.possible_facts
 
 
-def scanned(records: Sequence[Record]) -> tuple[Edges, Incarnations, list[int]]:
+def scanned(records: Sequence[Record]) -> tuple[Edges, WriterEpochs, list[int]]:
     """What compiled code takes, and the places of those that it leaves."""
     decoder = Decoder(Topic.FACTS)
     left = decoder._scan(fetched(records))
-    return decoder.edges(), decoder.incarnations, [*left]
+    return decoder.edges(), decoder.writer_epochs, [*left]
 
 
 # -- text that is nearly a record
@@ -206,21 +206,21 @@ def written(count: int = 500) -> Iterator[Record]:
 
 
 def test_nothing_is_left_of_what_programs_write() -> None:
-    edges, incarnations, left = scanned([*written()])
+    edges, writer_epochs, left = scanned([*written()])
     assert left == []
-    assert (edges.size, len(incarnations.ranked()[0])) == (500 // 4 * 6, 7 * 3 * 2)
+    assert (edges.size, len(writer_epochs.ranked()[0])) == (500 // 4 * 6, 7 * 3 * 2)
 
 
-def test_any_number_of_incarnations_find_room() -> None:
+def test_any_number_of_writer_epochs_find_room() -> None:
     """More than the first table holds, with names longer than its room, legal and not, and each met again."""
     streams = [*(f"s{at}" for at in range(3000)), *(f"{'é' * 100}{at}" for at in range(200)), "a b", "", "x" * 256]
     records: list[Record] = [
         (stream.encode(), raw({**VOID, "stream": stream, "epoch": at % 3}).replace(b"\\u00e9", "é".encode()))
         for at, stream in enumerate(streams)
     ]
-    edges, incarnations, left = scanned([*records, *records])
-    every, ranks = incarnations.ranked()
-    names = [every[rank][0] for rank in ranks[edges.incarnations].tolist()]
+    edges, writer_epochs, left = scanned([*records, *records])
+    every, ranks = writer_epochs.ranked()
+    names = [every[rank][0] for rank in ranks[edges.writer_epochs].tolist()]
     assert names == streams[:-3] * 2
     assert left == [at + of for of in (0, len(streams)) for at in range(3200, 3203)]
 
@@ -231,27 +231,27 @@ def test_a_table_that_is_warmed_says_what_it_said_before() -> None:
     part = fetched([(stream.encode(), raw({**VOID, "stream": stream})) for stream in streams])
     decoder = Decoder(Topic.FACTS)
     assert decoder._scan(part) == decoder._scan(part) == []
-    every, ranks = decoder.incarnations.ranked()
-    numbers = decoder.edges().incarnations  # by their offsets, which both parts share
+    every, ranks = decoder.writer_epochs.ranked()
+    numbers = decoder.edges().writer_epochs  # by their offsets, which both parts share
     assert [every[rank][0] for rank in ranks[numbers].tolist()] == [name for name in streams for _ in range(2)]
 
 
-def test_incarnations_that_share_a_hash_are_told_apart() -> None:
+def test_writer_epochs_that_share_a_hash_are_told_apart() -> None:
     """Those that are like the wanted one but for a name or the epoch stand where a scan looks first, with its hash."""
-    known, records = Incarnations(), fetched([(b"events", raw(VOID))])
+    known, records = WriterEpochs(), fetched([(b"events", raw(VOID))])
     full = known.table._replace(names=np.empty(0, np.uint8))
     met = field_scan.scan(records, 0, full, Edges.allocate(100), 0, np.empty(1, np.int64), 0).missing
     for stream, writer, epoch in [("caches", "w1", 0), ("events", "w2", 0), ("events", "w1", 1), ("event", "sw1", 0)]:
         names = np.frombuffer((stream + writer).encode(), np.uint8)
-        known.add(MissingIncarnation(0, len(stream), len(stream), len(names), epoch, met.hash), names)
+        known.add(MissingWriterEpoch(0, len(stream), len(stream), len(names), epoch, met.hash), names)
     edges = Edges.allocate(100)
     assert field_scan.scan(records, 0, known.table, edges, 0, np.empty(1, np.int64), 0).edge_count == 1
-    assert known.table.all()[edges.incarnations[0]] == ("events", "w1", 0) == known.table.all()[-1]
+    assert known.table.all()[edges.writer_epochs[0]] == ("events", "w1", 0) == known.table.all()[-1]
 
 
 def test_every_bit_of_the_seed_counts_for_the_low_bits_of_a_hash() -> None:
     """Else who guesses some of its bits sends names that all share a hash, and a scan of them ends in hours."""
-    known, records = Incarnations(), fetched([(b"events", raw(VOID))])
+    known, records = WriterEpochs(), fetched([(b"events", raw(VOID))])
 
     def hashed(seed: int) -> int:
         table = known.table._replace(names=np.empty(0, np.uint8), seed=seed)
@@ -264,7 +264,7 @@ def test_every_bit_of_the_seed_counts_for_the_low_bits_of_a_hash() -> None:
 
 def test_names_that_differ_in_high_bits_share_no_hash_whatever_the_seed() -> None:
     """What is taken eight bytes at a time has high bits that a single multiplication leaves where they were."""
-    known = Incarnations()
+    known = WriterEpochs()
 
     def hashed(stream: str, seed: int) -> int:
         records = fetched([(stream.encode(), raw({**VOID, "stream": stream}))])
@@ -286,7 +286,7 @@ def test_room_follows_what_records_say_and_not_their_length() -> None:
     left = decoder._scan(fetched([*rows, *names, *writers]))
     assert left == [*range(40, 80)]
     assert decoder._scanned_edges.size < 2 * len(long)
-    assert len(decoder.incarnations.table.names) < len(long)
+    assert len(decoder.writer_epochs.table.names) < len(long)
 
 
 def test_names_are_taken_to_their_last_byte() -> None:

@@ -113,6 +113,6 @@ from tidemark.streaming.ingest.consumer import open_consumer
 print(type(open_consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": "g"}, id)).__name__)
 """
     words = printed(program)
-    assert words[-1] == "ObjectConsumer"
+    assert words[-1] == "PythonConsumer"
     assert "librdkafka cannot be called; a message takes about 2 µs of CPU instead of 0.3 µs" in " ".join(words)
     assert "has no symbol rd_kafka_conf_new" in " ".join(words)

@@ -33,7 +33,7 @@ def test_edges_stand_by_group_and_prev_and_else_as_they_came(pairs: list[tuple[i
     edges = made([group for group, _ in pairs], [prev for _, prev in pairs])
     found = arranged(edges, 4)
     assert found is not None
-    wanted = edges.take(np.lexsort((edges.prevs, edges.incarnations)))
+    wanted = edges.take(np.lexsort((edges.prevs, edges.writer_epochs)))
     assert [column.tolist() for column in found] == [column.tolist() for column in wanted]
 
 

@@ -14,7 +14,7 @@ from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.ingest import native_consumer, ranges
-from tidemark.streaming.ingest.consumer import ObjectConsumer
+from tidemark.streaming.ingest.consumer import PythonConsumer
 from tidemark.streaming.ingest.native_consumer import NativeConsumer
 from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader
 from tidemark.streaming.ingest.record_batch import PlannedRange
@@ -26,16 +26,16 @@ def log(connection: KafkaConnection, prefix: str) -> Log:
     return Log(connection, prefix)
 
 
-@pytest.fixture(params=[NativeConsumer, ObjectConsumer])
-def consumer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NativeConsumer | ObjectConsumer]:
+@pytest.fixture(params=[NativeConsumer, PythonConsumer])
+def consumer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NativeConsumer | PythonConsumer]:
     """The class that reads messages: both must give the same."""
-    chosen: type[NativeConsumer | ObjectConsumer] = request.param
+    chosen: type[NativeConsumer | PythonConsumer] = request.param
     monkeypatch.setattr(ranges, "open_consumer", chosen)
     return chosen
 
 
 @pytest.fixture
-def reader(log: Log, consumer: type[NativeConsumer | ObjectConsumer]) -> Iterator[RangeReader]:
+def reader(log: Log, consumer: type[NativeConsumer | PythonConsumer]) -> Iterator[RangeReader]:
     reader = RangeReader(log.connection.client_settings(), {Topic.FACTS: log.name}, patience=60)
     yield reader
     reader.close()
@@ -183,7 +183,7 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
 def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_behind_it(
     log: Log,
     reader: RangeReader,
-    consumer: type[NativeConsumer | ObjectConsumer],
+    consumer: type[NativeConsumer | PythonConsumer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pipeline that catches up reads ranges with far more behind them than in them, and none of that is gone
@@ -252,7 +252,7 @@ def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConn
 def test_what_lies_behind_ranges_is_not_gone_through_for_the_others(
     connection: KafkaConnection,
     prefix: str,
-    consumer: type[NativeConsumer | ObjectConsumer],
+    consumer: type[NativeConsumer | PythonConsumer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A range that is at its end is fetched no more, whichever comes first; and what comes again comes whole."""

@@ -17,7 +17,7 @@ The path of a record:
 Each step that handles single records has two implementations with equal results:
 
     step                   fast form                          slow form
-    consume a message      native_consumer (C, by ctypes)     consumer.ObjectConsumer (confluent-kafka)
+    consume a message      native_consumer (C, by ctypes)     consumer.PythonConsumer (confluent-kafka)
     copy its bytes         kernels.gather                     ctypes.string_at
     decode a record        field_scan.scan, with kernels      wire.records.read
     sort edges             kernels.sort_edges                 numpy

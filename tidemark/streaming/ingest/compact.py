@@ -2,7 +2,7 @@
 
 A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. At
 the end of a range, its edges are linked and packed: a record of 140 bytes becomes about 13 bytes (docs/design.md 5).
-Python loops run over runs, markers and incarnations; only the decoder and numpy loop over records. The same records
+Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
 JOIN, RETIRE and OPEN records cut the records of their stream into *segments*, and no run crosses a cut
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_loader import get_module, load_kernels
-from tidemark.streaming.ingest.record_batch import Edges, Incarnation, PlannedRange, RecordBatch
+from tidemark.streaming.ingest.record_batch import Edges, PlannedRange, RecordBatch, WriterEpoch
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import RejectedRecords, shard_of
 from tidemark.streaming.wire.records import ROW, Topic
@@ -47,16 +47,16 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
     """Sort edges and link them into chains.
 
     Args:
-        edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `incarnations` group numbers.
+        edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `writer_epochs` group numbers.
         max_edges: the largest number of edges of a chain. Ignored if edges overlap or repeat.
 
     Returns:
         The edges chain by chain, and the index of each chain's first edge.
     """
     ordered = _sort_by_group(edges)
-    is_same_group = ordered.incarnations[1:] == ordered.incarnations[:-1]
+    is_same_group = ordered.writer_epochs[1:] == ordered.writer_epochs[:-1]
     if np.any(is_same_group & (ordered.prevs[1:] < ordered.ids[:-1])):
-        order, firsts = _link_overlapping(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
+        order, firsts = _link_overlapping(edges.writer_epochs, edges.prevs, edges.ids, np.arange(len(edges.ids)))
         return edges.take(order), firsts
     return ordered, _split_chains(
         _firsts(is_same_group & (ordered.prevs[1:] == ordered.ids[:-1])), len(edges.ids), max_edges
@@ -75,7 +75,7 @@ def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
 
 def _sort_by_group(edges: Edges) -> Edges:
     """Sort edges by group and `prev`."""
-    count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
+    count, groups = len(edges.ids), int(edges.writer_epochs.max()) + 1
     if (
         count > MAX_NUMPY_EDGES
         and groups < _MAX_GROUPS_PER_EDGE * count
@@ -84,7 +84,7 @@ def _sort_by_group(edges: Edges) -> Edges:
         sorted_edges = Edges.allocate(count)
         if kernels.sort_edges(edges, sorted_edges, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
             return sorted_edges
-    return edges.take(_lexsort(edges.incarnations, edges.prevs))
+    return edges.take(_lexsort(edges.writer_epochs, edges.prevs))
 
 
 def _lexsort(groups: Ids, prevs: Ids) -> Order:
@@ -256,17 +256,17 @@ def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool
     markers = [Marker.of(*marker) for marker in sorted(decoder.markers, key=itemgetter(1))]
     if decoder.size:
         edges = decoder.edges()
-        incarnations, ranks = decoder.incarnations.ranked()
-        shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
-        order = sorted(range(len(incarnations)), key=lambda at: shard[incarnations[at][0]])
-        incarnations = [incarnations[at] for at in order]
-        edges = edges._replace(incarnations=np.argsort(order)[ranks][edges.incarnations])
-        segments = _segments(edges, incarnations, markers)
+        writer_epochs, ranks = decoder.writer_epochs.ranked()
+        shard = {stream: shard_of(stream, shards) for stream, _, _ in writer_epochs}
+        order = sorted(range(len(writer_epochs)), key=lambda at: shard[writer_epochs[at][0]])
+        writer_epochs = [writer_epochs[at] for at in order]
+        edges = edges._replace(writer_epochs=np.argsort(order)[ranks][edges.writer_epochs])
+        segments = _segments(edges, writer_epochs, markers)
         is_row = edges.kinds == ROW
-        runs = _link_runs(edges.select(~is_row), segments[~is_row], incarnations)
+        runs = _link_runs(edges.select(~is_row), segments[~is_row], writer_epochs)
         for number, part in runs.divide(np.array([shard[stream] for stream in runs.streams]), MAX_EDGES):
             put(number, part)
-        for rows in _batch_rows(edges.select(is_row), segments[is_row], incarnations):
+        for rows in _batch_rows(edges.select(is_row), segments[is_row], writer_epochs):
             packet_of(shard[rows.stream]).rows.append(rows)
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
@@ -282,7 +282,7 @@ def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool
 
 
 def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> list[PossibleFacts]:
-    """Merge the possible facts of an incarnation between two markers of its stream."""
+    """Merge the possible facts of a writer epoch between two markers of its stream."""
     marker_offsets: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marker_offsets[marker.stream].append(marker.offset)
@@ -301,12 +301,12 @@ def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> 
     return [*merged.values()]
 
 
-def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
+def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Marker]) -> Ids:
     """For each edge the number of cuts before it. A cut is a JOIN, RETIRE or OPEN of its stream, or a multiple of 2**32
     offsets after the first edge.
     """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
-    numbers = {stream: number for number, (stream, _, _) in enumerate(incarnations)}
+    numbers = {stream: number for number, (stream, _, _) in enumerate(writer_epochs)}
     cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP is on the other topic
     if not cutting:
         return blocks
@@ -314,44 +314,44 @@ def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marke
     room = len(edges.ids) + 1
     indexes = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
     cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + indexes)
-    begins = np.array([numbers[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
+    begins = np.array([numbers[stream] for stream, _, _ in writer_epochs])[edges.writer_epochs] * room
     cuts_before: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
     return blocks + cuts_before
 
 
-def _batch_rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
+def _batch_rows(rows: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) -> Iterator[BatchRows]:
     if not len(rows.ids):
         return
-    groups = rows.incarnations * (segments.max() + 1) + segments
+    groups = rows.writer_epochs * (segments.max() + 1) + segments
     order = np.argsort(groups, kind="stable")
     offsets, groups = rows.offsets[order], groups[order]
     firsts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
     for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(offsets)], strict=True):
-        stream, writer, epoch = incarnations[rows.incarnations[order[first]]]
+        stream, writer, epoch = writer_epochs[rows.writer_epochs[order[first]]]
         low, high = int(offsets[first]), int(offsets[stop - 1])
         yield BatchRows(stream, writer, epoch, (offsets[first:stop] - low).astype("<u4").tobytes(), low, high)
 
 
-def _link_runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
-    """Link edges into runs, in the order of their incarnations."""
+def _link_runs(edges: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) -> RunColumns:
+    """Link edges into runs, in the order of their writer epochs."""
     if not len(edges.ids):
         return RunColumns.of([])
-    segment_count = int(segments.max()) + 1  # for each incarnation and direction
-    groups = (edges.incarnations * 2 + (edges.ids < 0)) * segment_count + segments
-    edges = edges._replace(incarnations=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
+    segment_count = int(segments.max()) + 1  # for each writer epoch and direction
+    groups = (edges.writer_epochs * 2 + (edges.ids < 0)) * segment_count + segments
+    edges = edges._replace(writer_epochs=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
     chains, firsts = link(edges, MAX_EDGES)
-    numbers, backward = np.divmod(chains.incarnations[firsts] // segment_count, 2)
-    run_incarnations = [incarnations[number] for number in numbers.tolist()]
+    numbers, backward = np.divmod(chains.writer_epochs[firsts] // segment_count, 2)
+    run_writer_epochs = [writer_epochs[number] for number in numbers.tolist()]
     rows = np.empty(len(firsts), RUN_DTYPE)
-    rows["epoch"] = [epoch for _, _, epoch in run_incarnations]
+    rows["epoch"] = [epoch for _, _, epoch in run_writer_epochs]
     rows["direction"], rows["start"] = 1 - 2 * backward, chains.prevs[firsts]
     rows["stop"] = np.append(firsts[1:], len(chains.ids))
     for column, first, last in ((chains.offsets, "first_offset", "last_offset"), (chains.times, "oldest", "newest")):
         rows[first], rows[last] = np.minimum.reduceat(column, firsts), np.maximum.reduceat(column, firsts)
     offsets = chains.offsets - np.repeat(rows["first_offset"], np.diff(firsts, append=len(chains.ids)))
     return RunColumns(
-        [stream for stream, _, _ in run_incarnations],
-        [writer for _, writer, _ in run_incarnations],
+        [stream for stream, _, _ in run_writer_epochs],
+        [writer for _, writer, _ in run_writer_epochs],
         rows,
         chains.ids,
         chains.kinds,

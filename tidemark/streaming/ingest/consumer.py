@@ -1,4 +1,4 @@
-"""The consumer of Kafka messages: `NativeConsumer`, or `ObjectConsumer` if librdkafka's symbols cannot be found.
+"""The consumer of Kafka messages: `NativeConsumer`, or `PythonConsumer` if librdkafka's symbols cannot be found.
 
 Both classes have the same methods. All methods may raise `KafkaException`. Use a consumer from one thread only.
 """
@@ -29,7 +29,7 @@ CONSUMER_WARNING = f"{SLOW_DECODING}: librdkafka cannot be called; a message tak
 
 def open_consumer(
     config: Mapping[str, str], on_error: Callable[[KafkaError], None]
-) -> "NativeConsumer | ObjectConsumer":
+) -> "NativeConsumer | PythonConsumer":
     """Open a consumer, and log a warning if it is the slow one.
 
     Args:
@@ -42,10 +42,10 @@ def open_consumer(
     if _native_error is None:
         return NativeConsumer(config, on_error)
     log.warning(CONSUMER_WARNING, cause=str(_native_error))
-    return ObjectConsumer(config, on_error)
+    return PythonConsumer(config, on_error)
 
 
-class ObjectConsumer:
+class PythonConsumer:
     """confluent-kafka's consumer, with the methods of `NativeConsumer`."""
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
@@ -68,18 +68,22 @@ class ObjectConsumer:
         self._consumer.unassign()
 
     @contextmanager
-    def consume(self, max_messages: int, timeout: float) -> Iterator["ObjectMessages"]:
+    def consume(self, max_messages: int, timeout: float) -> Iterator["PythonMessages"]:
         """Wait up to `timeout` seconds for `max_messages` messages."""
         self._check_open()
-        yield ObjectMessages(self._consumer.consume(max_messages, timeout))
+        yield PythonMessages(self._consumer.consume(max_messages, timeout))
 
     def _check_open(self) -> None:
         if not self.close.alive:
             raise RuntimeError("the consumer is closed")
 
 
-class ObjectMessages:
-    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record."""
+class PythonMessages:
+    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record.
+
+    Each message is an object of confluent-kafka, and its fields are read one by one. `NativeMessages` reads the fields
+    of all messages from librdkafka's memory at once.
+    """
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.ingest.jit_loader import get_module, load_field_scan
-from tidemark.streaming.ingest.record_batch import Edges, Incarnations, RecordBatch
+from tidemark.streaming.ingest.record_batch import Edges, RecordBatch, WriterEpochs
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
@@ -129,7 +129,7 @@ class Decoder:
     def __init__(self, topic: Topic, not_storable: Collection[int] = ()) -> None:
         self.topic = topic
         self._not_storable = frozenset(not_storable)
-        self.incarnations = Incarnations()
+        self.writer_epochs = WriterEpochs()
         self.markers: list[tuple[records.Marker | records.Open, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
         self.possible_facts: list[PossibleFacts] = []
@@ -169,15 +169,15 @@ class Decoder:
         scan = get_module(load_field_scan, batch.size * RECORD_SECONDS + len(batch.values) * BYTE_SECONDS)
         if scan is None:
             return range(batch.size)
-        self.incarnations.prefetch(batch.size)
+        self.writer_epochs.prefetch(batch.size)
         undecided = np.empty(batch.size, np.int64)
-        status, first, count = scan.NEW_INCARNATION, 0, 0
+        status, first, count = scan.NEW_WRITER_EPOCH, 0, 0
         while status != scan.DONE:
             status, first, self._scanned_count, count, missing = scan.scan(
-                batch, first, self.incarnations.table, self._scanned_edges, self._scanned_count, undecided, count
+                batch, first, self.writer_epochs.table, self._scanned_edges, self._scanned_count, undecided, count
             )
-            if status == scan.NEW_INCARNATION:
-                self.incarnations.add(missing, batch.values)
+            if status == scan.NEW_WRITER_EPOCH:
+                self.writer_epochs.add(missing, batch.values)
             elif status == scan.FULL:
                 self._scanned_edges = self._scanned_edges.with_room(self._scanned_count, len(batch.value(first)) + 1)
         indexes: list[int] = undecided[:count].tolist()
@@ -202,7 +202,7 @@ class Decoder:
         if isinstance(record, records.Marker | records.Open):
             self.markers.append((record, offset, time))
             return
-        number = self.incarnations.number(record.stream, record.writer, record.epoch)
+        number = self.writer_epochs.number(record.stream, record.writer, record.epoch)
         match record:
             case records.Rdata(id="batch"):
                 edges = [(ROW, 0, 0)]

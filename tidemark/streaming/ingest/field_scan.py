@@ -32,10 +32,10 @@ from tidemark.streaming.ingest.kernels import (
 from tidemark.streaming.ingest.record_batch import (
     Bytes,
     Edges,
-    Incarnations,
-    IncarnationTable,
-    MissingIncarnation,
+    MissingWriterEpoch,
     RecordBatch,
+    WriterEpochs,
+    WriterEpochTable,
 )
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.records import ANY_WRITER, MAX_NAME_LENGTH, ROW, Kind
@@ -284,14 +284,14 @@ def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 
 
 @compiled(inline=True)
-def hash_of(table: IncarnationTable, data: Bytes, record: Fields) -> int:
+def hash_of(table: WriterEpochTable, data: Bytes, record: Fields) -> int:
     """The hash of both names and the epoch."""
     hashed = _mix_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
     return _mix(_mix_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
 
 @compiled(inline=True)
-def _matches(table: IncarnationTable, number: int, data: Bytes, record: Fields) -> bool:
+def _matches(table: WriterEpochTable, number: int, data: Bytes, record: Fields) -> bool:
     stream, writer, end = table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2]
     known: bool = table.bounds[number, 3] == record.epoch
     return (
@@ -312,8 +312,8 @@ def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
 
 
 @compiled()
-def _add(table: IncarnationTable, data: Bytes, record: Fields, hashed: int, slot: int) -> int:
-    """Add an incarnation. Returns its number, -1 if there is no room or if a name is not certain to be legal."""
+def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot: int) -> int:
+    """Add a writer epoch. Returns its number, -1 if there is no room or if a name is not certain to be legal."""
     number: int = table.counts[0]
     begin: int = table.counts[1]
     middle = begin + record.stream_end - record.stream
@@ -336,8 +336,8 @@ def _add(table: IncarnationTable, data: Bytes, record: Fields, hashed: int, slot
 
 
 @compiled(inline=True)
-def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int) -> int:
-    """The number of a known or new incarnation; -1 if `Incarnations.add` must add it."""
+def number_of(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int) -> int:
+    """The number of a known or new writer epoch; -1 if `WriterEpochs.add` must add it."""
     mask = len(table.slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while True:
@@ -351,29 +351,29 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
 _MAX_NAME_BYTES: Final = 4 * MAX_NAME_LENGTH  # in UTF-8; bounds the memory of the table
-_NO_INCARNATION: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
+_NO_WRITER_EPOCH: Final = MissingWriterEpoch(0, 0, 0, 0, 0, 0)
 _REQUIRED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why a scan ended (`DONE`, `FULL` or `NEW_INCARNATION`), and the index of the next record to scan.
+    """Why a scan ended (`DONE`, `FULL` or `NEW_WRITER_EPOCH`), and the index of the next record to scan.
 
     `edge_count` and `undecided` are the new values of the arguments `edge_count` and `undecided_count` of `scan`.
-    `missing` is the incarnation to add, for `NEW_INCARNATION` only.
+    `missing` is the writer epoch to add, for `NEW_WRITER_EPOCH` only.
     """
 
     status: int
     next_record: int
     edge_count: int
     undecided: int
-    missing: MissingIncarnation
+    missing: MissingWriterEpoch
 
 
 DONE: Final = 0
 FULL: Final = 1
 """The columns have no room for the edges that the next record may have."""
-NEW_INCARNATION: Final = 2
-"""`Incarnations.add` must add the incarnation of the next record."""
+NEW_WRITER_EPOCH: Final = 2
+"""`WriterEpochs.add` must add the writer epoch of the next record."""
 
 
 @compiled(inline=True)
@@ -453,7 +453,7 @@ def _put_run(record: Fields, edges: Edges, count: int) -> int:
 def scan(
     batch: RecordBatch,
     first: int,
-    table: IncarnationTable,
+    table: WriterEpochTable,
     edges: Edges,
     edge_count: int,
     undecided: Ids,
@@ -464,7 +464,7 @@ def scan(
     Args:
         batch: the records.
         first: the index of the first record.
-        table: numbers of incarnations; new ones are added.
+        table: numbers of writer epochs; new ones are added.
         edges: receives the edges, from `edge_count` on.
         edge_count: rows of `edges` in use.
         undecided: receives the indexes of records that `records.read` must decode, from `undecided_count` on.
@@ -475,7 +475,7 @@ def scan(
         begin, end = batch.value_bounds[at], batch.value_bounds[at + 1]
         # An ID takes at least two bytes of JSON, and so does a row.
         if edge_count + (end - begin) // 2 + 1 > len(edges.ids):
-            return ScanResult(FULL, at, edge_count, undecided_count, _NO_INCARNATION)
+            return ScanResult(FULL, at, edge_count, undecided_count, _NO_WRITER_EPOCH)
         record = scan_fields(data, begin, end, edges, edge_count)
         key, key_end = batch.key_bounds[at], batch.key_bounds[at + 1]
         legal = False
@@ -485,24 +485,24 @@ def scan(
             hashed = hash_of(table, data, record)
             number = number_of(table, data, record, hashed)
             if number < 0:
-                missing = MissingIncarnation(
+                missing = MissingWriterEpoch(
                     record.stream, record.stream_end, record.writer, record.writer_end, record.epoch, hashed
                 )
-                return ScanResult(NEW_INCARNATION, at, edge_count, undecided_count, missing)
+                return ScanResult(NEW_WRITER_EPOCH, at, edge_count, undecided_count, missing)
             legal = table.legal[number]
         if not legal:
             undecided[undecided_count] = at
             undecided_count += 1
             continue
         stop = _put_run(record, edges, edge_count) if record.kind == RUN else _put_edge(record, edges, edge_count)
-        edges.incarnations[edge_count:stop] = number
+        edges.writer_epochs[edge_count:stop] = number
         edges.offsets[edge_count:stop] = batch.offsets[at]
         edges.times[edge_count:stop] = batch.times[at]
         edge_count = stop
-    return ScanResult(DONE, len(batch.offsets), edge_count, undecided_count, _NO_INCARNATION)
+    return ScanResult(DONE, len(batch.offsets), edge_count, undecided_count, _NO_WRITER_EPOCH)
 
 
 def compile_all() -> None:
     """Compile `scan` and all functions that it calls, or load them from the cache."""
     zero = np.zeros(1, np.int64)
-    scan(RecordBatch.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.allocate(1), 0, zero, 0)
+    scan(RecordBatch.of([b""], [b""], zero, zero), 0, WriterEpochs().table, Edges.allocate(1), 0, zero, 0)

@@ -28,7 +28,7 @@ two.
 
 @compiled(inline=True)
 def _copy_edge(target: Edges, index: int, source: Edges, source_index: int) -> None:
-    target.incarnations[index] = source.incarnations[source_index]
+    target.writer_epochs[index] = source.writer_epochs[source_index]
     target.prevs[index] = source.prevs[source_index]
     target.ids[index] = source.ids[source_index]
     target.kinds[index] = source.kinds[source_index]
@@ -42,7 +42,7 @@ def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> 
     """Sort edges by group, then by `prev`. The sort is stable.
 
     Args:
-        edges: the edges. `incarnations` are group numbers.
+        edges: the edges. `writer_epochs` are group numbers.
         sorted_edges: receives the sorted edges.
         begins: zeros, two more than there are groups; overwritten.
         spare: room for one edge; overwritten.
@@ -52,20 +52,20 @@ def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> 
     """
     count = len(edges.ids)
     for at in range(count):
-        begins[edges.incarnations[at] + 2] += 1
+        begins[edges.writer_epochs[at] + 2] += 1
     for group in range(2, len(begins)):
         begins[group] += begins[group - 1]
     for at in range(count):
-        group = edges.incarnations[at] + 1
+        group = edges.writer_epochs[at] + 1
         _copy_edge(sorted_edges, begins[group], edges, at)
         begins[group] += 1
     steps = MAX_STEPS * count
     for at in range(1, count):
-        group, prev, index = sorted_edges.incarnations[at], sorted_edges.prevs[at], at
-        if sorted_edges.incarnations[at - 1] != group or sorted_edges.prevs[at - 1] <= prev:
+        group, prev, index = sorted_edges.writer_epochs[at], sorted_edges.prevs[at], at
+        if sorted_edges.writer_epochs[at - 1] != group or sorted_edges.prevs[at - 1] <= prev:
             continue
         _copy_edge(spare, 0, sorted_edges, at)
-        while index > 0 and sorted_edges.incarnations[index - 1] == group and sorted_edges.prevs[index - 1] > prev:
+        while index > 0 and sorted_edges.writer_epochs[index - 1] == group and sorted_edges.prevs[index - 1] > prev:
             _copy_edge(sorted_edges, index, sorted_edges, index - 1)
             index -= 1
         _copy_edge(sorted_edges, index, spare, 0)

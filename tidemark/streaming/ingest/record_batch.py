@@ -1,4 +1,4 @@
-"""The columns of a task: records from Kafka's client, their decoded edges, and the numbers of incarnations (stream,
+"""The columns of a task: records from Kafka's client, their decoded edges, and the numbers of writer epochs (stream,
 writer, epoch).
 """
 
@@ -62,11 +62,11 @@ class RecordBatch(NamedTuple):
 class Edges(NamedTuple):
     """Edges and batch rows as columns, one row for each.
 
-    `incarnations` are numbers from `Incarnations`. `kinds` are codes of `Kind`, or `ROW` for a batch row, whose `prevs`
-    and `ids` are meaningless. `prevs` and `ids` are signed. The edges of a RUN share an offset.
+    `writer_epochs` are numbers from `WriterEpochs`. `kinds` are codes of `Kind`, or `ROW` for a batch row, whose
+    `prevs` and `ids` are meaningless. `prevs` and `ids` are signed. The edges of a RUN share an offset.
     """
 
-    incarnations: Ids
+    writer_epochs: Ids
     kinds: npt.NDArray[np.uint8]
     prevs: Ids
     ids: Ids
@@ -80,8 +80,8 @@ class Edges(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int, int, int]]) -> "Edges":
-        incarnations, kinds, *others = np.array(rows, np.int64).reshape(-1, 6).T
-        return cls(incarnations, kinds.astype(np.uint8), *others)
+        writer_epochs, kinds, *others = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(writer_epochs, kinds.astype(np.uint8), *others)
 
     @property
     def size(self) -> int:
@@ -120,25 +120,26 @@ def _join(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
     return read_only(np.frombuffer(data or b"", np.uint8)), np.frombuffer(bounds, np.int64)[: len(parts) + 1]
 
 
-Incarnation = tuple[str, str, int]
+WriterEpoch = tuple[str, str, int]
+"""A stream, a writer and its epoch."""
 
 _SEED = secrets.randbits(62)
 _CACHE_LINE_BYTES = 64  # of the processor's cache
-_MIN_PREFETCH = 500  # incarnations; a smaller table needs no prefetch
+_MIN_PREFETCH = 500  # writer epochs; a smaller table needs no prefetch
 
 
-class IncarnationTable(NamedTuple):
-    """A hash table of incarnations. Compiled code reads it and adds incarnations to it.
+class WriterEpochTable(NamedTuple):
+    """A hash table of writer epochs. Compiled code reads it and adds writer epochs to it.
 
     Attributes:
         seed: the start value of all hashes. Secret, so that no sender can choose names with equal hashes.
-        counts: the number of incarnations, and the total length of their names in bytes.
+        counts: the number of writer epochs, and the total length of their names in bytes.
         names: the names of all streams and writers in one array.
-        bounds: for each incarnation the start of the stream's name, the start of the writer's name, the end of the
+        bounds: for each writer epoch the start of the stream's name, the start of the writer's name, the end of the
             writer's name, and the epoch.
-        hashes: the hash of each incarnation.
-        legal: whether both names of each incarnation are legal.
-        slots: the numbers of the incarnations by hash; -1 if a slot is free.
+        hashes: the hash of each writer epoch.
+        legal: whether both names of each writer epoch are legal.
+        slots: the numbers of the writer epochs by hash; -1 if a slot is free.
     """
 
     seed: int
@@ -149,7 +150,7 @@ class IncarnationTable(NamedTuple):
     legal: Mask
     slots: Ids
 
-    def all(self) -> list[Incarnation]:
+    def all(self) -> list[WriterEpoch]:
         count, names = int(self.counts[0]), self.names[: self.counts[1]].tobytes()
         return [
             (names[stream:writer].decode(), names[writer:end].decode(), epoch)
@@ -157,8 +158,8 @@ class IncarnationTable(NamedTuple):
         ]
 
 
-class MissingIncarnation(NamedTuple):
-    """An incarnation that is not in the table: the bounds of its names in the values, its epoch and its hash."""
+class MissingWriterEpoch(NamedTuple):
+    """A writer epoch that is not in the table: the bounds of its names in the values, its epoch and its hash."""
 
     stream: int
     stream_end: int
@@ -168,17 +169,17 @@ class MissingIncarnation(NamedTuple):
     hash: int
 
 
-class Incarnations:
-    """Gives each incarnation a number.
+class WriterEpochs:
+    """Gives each writer epoch a number.
 
-    Incarnations that compiled code finds are in `table` and have the numbers 0, 1, ... All others have -1, -2, ... An
-    incarnation may have one number of each kind. The numbers depend on the order of arrival; the ranks of `ranked` do
+    Writer epochs that compiled code finds are in `table` and have the numbers 0, 1, ... All others have -1, -2, ... A
+    writer epoch may have one number of each kind. The numbers depend on the order of arrival; the ranks of `ranked` do
     not.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[Incarnation, int] = {}
-        self.table = IncarnationTable(
+        self._numbers: dict[WriterEpoch, int] = {}
+        self.table = WriterEpochTable(
             _SEED,
             np.zeros(2, np.int64),
             np.empty(4096, np.uint8),
@@ -189,14 +190,14 @@ class Incarnations:
         )
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
-        """The number of an incarnation, new or known."""
+        """The number of a writer epoch, new or known."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
-    def add(self, missing: MissingIncarnation, values: Bytes) -> None:
-        """Add an incarnation that compiled code could not add: the table is full, or a name is not certain to be legal.
+    def add(self, missing: MissingWriterEpoch, values: Bytes) -> None:
+        """Add a writer epoch that compiled code could not add: the table is full, or a name is not certain to be legal.
 
         Args:
-            missing: the incarnation.
+            missing: the writer epoch.
             values: the array of bytes that contains its names.
         """
         stream, writer = (
@@ -226,9 +227,9 @@ class Incarnations:
                 array[:: _CACHE_LINE_BYTES // array.itemsize].sum()
             table.names[:length:_CACHE_LINE_BYTES].sum()
 
-    def _make_room(self, incarnations: int, names: int) -> None:
+    def _make_room(self, writer_epochs: int, names: int) -> None:
         table = self.table
-        if incarnations > len(table.hashes):
+        if writer_epochs > len(table.hashes):
             slots = np.full(8 * len(table.slots), -1, np.int64)
             for number, hashed in enumerate(table.hashes.tolist()):
                 _insert(slots, hashed, number)
@@ -237,14 +238,14 @@ class Incarnations:
         while names > len(self.table.names):
             self.table = self.table._replace(names=_enlarge(self.table.names))
 
-    def ranked(self) -> tuple[list[Incarnation], Ids]:
-        """All incarnations, sorted, and for each number the rank of its incarnation. The same records give the same
+    def ranked(self) -> tuple[list[WriterEpoch], Ids]:
+        """All writer epochs, sorted, and for each number the rank of its writer epoch. The same records give the same
         ranks.
         """
-        incarnations = [*self.table.all(), *reversed(self._numbers)]
-        ordered = sorted({*incarnations})
-        rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
-        return ordered, np.array([rank[incarnation] for incarnation in incarnations], np.int64)
+        writer_epochs = [*self.table.all(), *reversed(self._numbers)]
+        ordered = sorted({*writer_epochs})
+        rank = {writer_epoch: rank_ for rank_, writer_epoch in enumerate(ordered)}
+        return ordered, np.array([rank[writer_epoch] for writer_epoch in writer_epochs], np.int64)
 
 
 def _insert(slots: Ids, hashed: int, number: int) -> None:
