@@ -259,7 +259,7 @@ def test_current_is_a_range(service: ReadingService, pipeline: Pipeline, mode: s
     arguments = service.arguments(mode=mode, rows=1)
     with Positions(service.redis) as positions, Reader(positions, "s", **arguments) as reader:
         next(reader)
-        assert (reader.promised, reader.usable) == (Token(0), Token(4))
+        assert (reader.promised, reader.complete_token) == (Token(0), Token(4))
         next(reader)
         assert reader.promised.covers(Token(1) if mode == "linear" else Token(0))
         assert not reader.promised.covers(Token(2))
@@ -269,7 +269,7 @@ def test_current_is_a_range(service: ReadingService, pipeline: Pipeline, mode: s
         assert not reader.promised.covers(Token(4))
         reader._stopping.set()
         next(reader, None)
-        assert reader.promised == reader.usable == Token(4)
+        assert reader.promised == reader.complete_token == Token(4)
 
 
 def test_reader_that_catches_up_logs_its_progress(

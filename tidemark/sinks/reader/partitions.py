@@ -143,9 +143,10 @@ class PartitionedReadProgram:
         return self._current.number
 
     @property
-    def usable(self) -> Token:
+    def complete_token(self) -> Token:
         """The token up to which everything is complete, as far as the copy knows."""
-        return max((partition.program.usable for partition in self._partitions), key=lambda token: abs(token.linear))
+        tokens = (partition.program.complete_token for partition in self._partitions)
+        return max(tokens, key=lambda token: abs(token.linear))
 
     def steps(self) -> Steps:
         while True:

@@ -75,7 +75,7 @@ class ReadPlan:
         is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in remaining)
         return Place(linear, {**self.goal.positions, **writers}, self.goal.late, is_settled)
 
-    def with_null(self, checkpoint: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
+    def with_null_writer(self, checkpoint: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
         """Add the rows whose writer is NULL to the plan. Only the linear position covers them.
 
         `facts_upto`: the farthest ID that may have a fact, according to moves before this batch; None: unknown.
@@ -291,7 +291,7 @@ class _PlaceMoved(Exception):
 class ReadProgram:
     """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
 
-    `promised`: the token up to which the reader has read and committed. `usable`: the token up to which
+    `promised`: the token up to which the reader has read and committed. `complete_token`: the token up to which
     everything is complete, as far as the reader knows.
     """
 
@@ -310,7 +310,7 @@ class ReadProgram:
         self._handed_over_at = 0.0
         self._current_portion: Portion | None = None
         self._facts_upto: int | None = None  # the farthest ID that may have a fact of the table
-        self.promised = self.usable = ZERO
+        self.promised = self.complete_token = ZERO
 
     def steps(self) -> Steps:
         while True:
@@ -366,10 +366,10 @@ class ReadProgram:
         while True:
             events = yield from _next_events(driver)
             assert follower.place is not None
-            self.usable = _token(follower.place)
+            self.complete_token = _token(follower.place)
             if events:
                 yield from self._read_events(follower, events)
-            is_new, self.promised = self.promised != self.usable, self.usable
+            is_new, self.promised = self.promised != self.complete_token, self.complete_token
             if is_new:
                 self._report()
             if self._checkpoint.version and time.monotonic() - queried_at >= OPERATOR_QUERY_EVERY:
@@ -402,7 +402,7 @@ class ReadProgram:
         read_plan = plan(self._checkpoint, events, goal)
         if self._config.mode == "vector":
             ends = [span.id for span in read_plan.ranges]
-            read_plan = read_plan.with_null(self._checkpoint, self._facts_upto)
+            read_plan = read_plan.with_null_writer(self._checkpoint, self._facts_upto)
             before = _token(goal).farthest() if self._facts_upto is None else self._facts_upto
             self._facts_upto = max(before, *ends, key=abs) if ends else before
         if read_plan.late_lost and self._checkpoint.version:
@@ -553,7 +553,7 @@ class ReadProgram:
             self._config.reader,
             self._config.stream,
             self.promised,
-            max(0, abs(self.usable.linear) - abs(self.promised.linear)),
+            max(0, abs(self.complete_token.linear) - abs(self.promised.linear)),
             0 if portion is None else len(portion.rows),
             portion is not None and portion.late is not None,
             0.0 if portion is None else time.monotonic() - self._handed_over_at,

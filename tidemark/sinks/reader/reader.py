@@ -164,9 +164,9 @@ class Reader(Iterator[ReadBatch[Any]]):
         return self._program.promised
 
     @property
-    def usable(self) -> Token:
+    def complete_token(self) -> Token:
         """The token up to which everything is complete, as far as this reader knows. It may use these facts already."""
-        return self._program.usable
+        return self._program.complete_token
 
     def __next__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
