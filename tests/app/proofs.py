@@ -89,7 +89,7 @@ def verified(site: Site) -> None:
     with Audit(site.dsn) as audit, Redis(RedisConfig(site.redis_url)) as redis:
         report = verify.compare_copies(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
         verify.add_history(audit, report)
-    assert report.alike, verify.to_text(report)
+    assert report.is_equal, verify.to_text(report)
 
 
 def _all_read(site: Site) -> bool:

@@ -30,7 +30,7 @@ def collector() -> Iterator[Collector]:
 
 def publish(trace: Trace, number: int = 7) -> None:
     with trace("first", number) as told:
-        told.published(DONE)
+        told.record_publish(DONE)
 
 
 def test_a_batch_is_a_trace_of_its_own(collector: Collector) -> None:
@@ -77,7 +77,7 @@ def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
     monkeypatch.setattr("tidemark.app.pipeline.tracing._stages", lambda _: iter(stages))
     shards = [ShardEffects(number, 0, [], [], [], computation_start=computed_from + number) for number in (0, 9)]
     with tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
-        spans.computed(Mock(), shards)
+        spans.record_compute(Mock(), shards)
     (found,) = collector.traces()
     for name, times in (("read", read), ("state", state)):
         assert (found[name].start_time_unix_nano // 1_000_000, found[name].end_time_unix_nano // 1_000_000) == times
@@ -118,7 +118,7 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
     program = (
         "import sys, tidemark.app.pipeline.supervisor\n"
         "from tidemark.app.pipeline.batches import tracing\n"
-        "with tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.published(None)\n"
+        "with tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.record_publish(None)\n"
         "sys.exit(any(it.startswith('opentelemetry.exporter') for it in sys.modules))"
     )
     assert subprocess.call([sys.executable, "-c", program]) == 0

@@ -221,7 +221,7 @@ class DeadLetterReplayOutput(msgspec.Struct):
 
 
 class VerifyOutput(msgspec.Struct):
-    alike: bool
+    is_equal: bool
     streams: int
     copies: list[str]
     advances: Annotated[int | None, Meta(description="Advances that were read; null without --history.")]

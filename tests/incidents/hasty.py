@@ -39,5 +39,5 @@ def _shortened(duration: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     replaced = "MaintenanceConfig"
-    setattr(supervisor, replaced, partial(MaintenanceConfig, compare=60 / FASTER))
+    setattr(supervisor, replaced, partial(MaintenanceConfig, compare_seconds=60 / FASTER))
     main()

@@ -487,7 +487,7 @@ def test_a_third_sink_is_one_line(store: Postgres, shown: Redis, keys: Any, leas
     ]
     publisher = Publisher(store, sinks, DeadLetters(DEAD_LETTERS), lease, NEVER)
     in_sqlite, in_redis = InSqlite(store, path), InRedis(store, shown, keys)
-    with Maintenance(sinks, store, lease, MaintenanceConfig(poll=0.05)):
+    with Maintenance(sinks, store, lease, MaintenanceConfig(poll_seconds=0.05)):
         published = [publisher.publish("query", number, effects(number)) for number in (1, 2)]
         assert set(published[-1].seconds) == {"postgres", "redis", "sqlite", "dead_letters"}
         assert in_sqlite.positions() == in_redis.positions() == {"s": (20, {"w": 20}), "back": (-10, {"w": -10})}

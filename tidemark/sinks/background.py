@@ -70,14 +70,14 @@ class MaintenanceConfig:
     """Seconds between two runs of each task.
 
     Attributes:
-        poll: checks whether a sink has lost data.
-        compare: comparisons of all streams with Postgres.
-        tidy: runs of retention.
+        poll_seconds: checks whether a sink has lost data.
+        compare_seconds: comparisons of all streams with Postgres.
+        retention_seconds: runs of retention.
     """
 
-    poll: float = 1.0
-    compare: float = 60.0
-    tidy: float = 3600.0
+    poll_seconds: float = 1.0
+    compare_seconds: float = 60.0
+    retention_seconds: float = 3600.0
 
 
 class Maintenance(LeasedThread):
@@ -115,7 +115,7 @@ class Maintenance(LeasedThread):
         self._try("the faults of the sinks", self._store_faults)
         self._try("the history in Postgres", self._tidy)
         self._try("the clocks", self._compare_clocks)
-        return self._config.poll
+        return self._config.poll_seconds
 
     def _try(self, task: str, step: Callable[[], None]) -> None:
         try:
@@ -142,7 +142,7 @@ class Maintenance(LeasedThread):
             sink.refill()
             ended = time.monotonic()
             pause = 0.0 if sink.faults() else PAUSE_FACTOR * (ended - began)  # a refill also retries faulty streams
-            self._next_comparison[sink.name] = ended + max(self._config.compare, pause)
+            self._next_comparison[sink.name] = ended + max(self._config.compare_seconds, pause)
 
     def _store_faults(self) -> None:
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
@@ -166,7 +166,7 @@ class Maintenance(LeasedThread):
         if time.monotonic() < self._next_clock_check:
             return
         difference = self._postgres.clock.difference()
-        self._next_clock_check = time.monotonic() + self._config.compare
+        self._next_clock_check = time.monotonic() + self._config.compare_seconds
         self._on_clock_difference(difference)
         was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > MAX_CLOCK_DIFFERENCE
         if self._is_clock_wrong and not was:
@@ -181,11 +181,11 @@ class Maintenance(LeasedThread):
     def _tidy(self) -> None:
         if time.monotonic() >= self._next_tidy:
             # Set before the run, so that a failed run is not retried at once: its waits for locks may block batches.
-            self._next_tidy = time.monotonic() + min(self._config.tidy, TIDY_RETRY_PAUSE)
-            now = self._postgres.clock.now(datetime.now(UTC))
+            self._next_tidy = time.monotonic() + min(self._config.retention_seconds, TIDY_RETRY_PAUSE)
+            now = self._postgres.clock.retention_limit(datetime.now(UTC))
             if self._postgres.tidy(now):
                 self._postgres.clock.note_complete_run(now)
-                self._next_tidy = time.monotonic() + self._config.tidy
+                self._next_tidy = time.monotonic() + self._config.retention_seconds
 
 
 class BatchWaitMonitor(LeasedThread):

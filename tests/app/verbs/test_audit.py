@@ -23,7 +23,7 @@ OTHER = OperatorOverride("w", 1, "SKIP", 5, 9, "bob", "also lost")
 
 def noted(acts: OverrideLog, *forced: OperatorOverride, first: int = 0) -> list[LoggedOverride]:
     """All sent before any is read."""
-    found = [acts.note("s", it) for it in forced]
+    found = [acts.log("s", it) for it in forced]
     for offset, it in enumerate(found, first):
         acts.note_sent(it, "control", 0, offset)
     return found
@@ -78,7 +78,7 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
     with session_of(dsn, "test") as session:
         acts = OverrideLog(session)
         (done,) = noted(acts, SKIP)
-        acts.note("s", OperatorOverride("w", 1, "RETIRE", 0, 9, "ann", "gone"))
+        acts.log("s", OperatorOverride("w", 1, "RETIRE", 0, 9, "ann", "gone"))
         applied(pipeline, SKIP, OperatorOverride("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
         acts.note_outcome(done, "applied")
     runner = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn})

@@ -47,7 +47,7 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     file.write_text("\n".join([*reversed(lines), *lines]))
     assert run(recording, "replay", str(file)).output == expected
     told = json.loads(run(recording, "replay", str(file), "--json").output)
-    assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
+    assert (told["equal"], told["parted"], told["records"]) == ([STREAM], [], 17)
     assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
     none = run(recording, "tail", "none")
     assert (none.stdout, "none of the last 10 records of each partition is of stream none" in none.stderr) == ("", True)

@@ -42,7 +42,7 @@ def told(audit: Audit, redis: Redis, *more: Copy) -> list[str]:
     copies: Sequence[Copy] = [RedisKeys(redis), RedisTokens(redis), *more]
     report = verify.compare_copies(audit, copies, 0.0)
     verify.add_history(audit, report)
-    assert report.alike == (verify.to_text(report).count("\n") == 0)
+    assert report.is_equal == (verify.to_text(report).count("\n") == 0)
     return verify.to_text(report).splitlines()
 
 
@@ -195,8 +195,8 @@ class Catching:
 @pytest.mark.usefixtures("fed")
 def test_a_copy_that_catches_up_in_time_is_no_difference(audit: Audit, shown: Redis) -> None:
     """What was published a moment ago is on its way; without patience it is told."""
-    assert verify.compare_copies(audit, [Catching(shown)], 60.0).alike
-    assert not verify.compare_copies(audit, [Catching(shown)], 0.0).alike
+    assert verify.compare_copies(audit, [Catching(shown)], 60.0).is_equal
+    assert not verify.compare_copies(audit, [Catching(shown)], 0.0).is_equal
 
 
 @pytest.mark.usefixtures("fed")

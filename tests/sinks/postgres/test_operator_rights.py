@@ -35,7 +35,7 @@ def logins(dsn: str, sql: psycopg.Connection) -> Iterator[dict[str, PostgresSess
 @pytest.fixture
 def noted(logins: dict[str, PostgresSession]) -> LoggedOverride:
     """An override of eve's that was sent."""
-    act = OverrideLog(logins["eve"]).note("s", SKIP)
+    act = OverrideLog(logins["eve"]).log("s", SKIP)
     OverrideLog(logins["eve"]).note_sent(act, "control", 0, 7)
     return act
 
@@ -91,7 +91,7 @@ def test_override_of_another_login_has_no_replay_and_no_late_completion_added(
 ) -> None:
     """An operator attaches what an override is about to an override of the same login and kind alone, and once."""
     overrides = {
-        kind: OverrideLog(logins["eve"]).note("s", OperatorOverride("w", 1, kind, 5, 6, "eve", "mended")).number
+        kind: OverrideLog(logins["eve"]).log("s", OperatorOverride("w", 1, kind, 5, 6, "eve", "mended")).number
         for kind in ("REPLAY", "RESOLVE", "SKIP")
     }
     replay, resolved = "select tidemark.note_replay(%s, 'facts', 2, %s)", "select tidemark.note_resolved(%s, %s)"

@@ -55,7 +55,7 @@ def test_clock_of_the_host_drops_no_history(
     done = "select from tidemark.retention_clock"
     with (
         capture_logs() as logs,
-        Maintenance([], kept, lease, MaintenanceConfig(poll=0.05), told.append),
+        Maintenance([], kept, lease, MaintenanceConfig(poll_seconds=0.05), told.append),
     ):
         eventually(lambda: sql.execute(done.encode()).fetchone() is not None and told)
     assert days(sql) == [*range(7 if ahead >= 0 else 9, -1, -1)]
@@ -68,13 +68,13 @@ def test_clock_of_the_server_drops_a_day_at_a_run(kept: Postgres, sql: psycopg.C
     host = datetime.now(UTC)
     kept.clock.note_complete_run(host - 4 * DAY)
     for run in range(5):
-        now = kept.clock.now(host)
+        now = kept.clock.retention_limit(host)
         assert abs(now - (host - max(3 - run, 0) * DAY)) < timedelta(minutes=5)
         kept.tidy(now)
         kept.clock.note_complete_run(now)
         assert days(sql)[0] == min(9, 7 + max(3 - run, 0))
     kept.clock.note_complete_run(host - 20 * DAY)
-    assert kept.clock.now(host) < host - 18 * DAY
+    assert kept.clock.retention_limit(host) < host - 18 * DAY
 
 
 def test_first_run_goes_by_the_last_batch(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
@@ -82,5 +82,5 @@ def test_first_run_goes_by_the_last_batch(dsn: str, sql: psycopg.Connection, lea
     with Postgres(PostgresConfig(dsn)) as store:
         store.apply(batch(1, stream("s", advance("w", 0, 1)), token=lease.token))
         sql.execute("update tidemark.applied_batches set applied_at = now() - interval '9 days'")
-        now = store.clock.now(datetime.now(UTC))
+        now = store.clock.retention_limit(datetime.now(UTC))
     assert abs(datetime.now(UTC) - 8 * DAY - now) < timedelta(minutes=5)

@@ -328,7 +328,7 @@ def test_late_completions_after_a_restore_are_told(pipeline: Pipeline, shown: Re
 
 @pytest.fixture
 def watch(pipeline: Pipeline, dsn: str, shown: Redis, lease: Lease) -> Iterator[Maintenance]:
-    terms = MaintenanceConfig(poll=0.1, compare=60, tidy=60)
+    terms = MaintenanceConfig(poll_seconds=0.1, compare_seconds=60, retention_seconds=60)
     with (
         Postgres(PostgresConfig(dsn, Retention(history=10_000))) as store,  # the batches are of some day in the past
         Maintenance([pipeline.mirror], store, lease, terms) as watch,
@@ -431,7 +431,7 @@ def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_se
 
 def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: Lease, sql: Any) -> None:
     """The partition of the next day is there before the day begins."""
-    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll_seconds=0.05)):
         query = "select 1 from pg_class where relname = 'packed_advances_' || to_char({}, 'YYYYMMDD')"
         tomorrow = query.format("(now() at time zone 'UTC')::date + 1")
         eventually(lambda: sql.execute(tomorrow).fetchone() is not None)
@@ -439,7 +439,7 @@ def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: 
 
 def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Lease) -> None:
     """Rule 6: a watch whose lease was lost touches Redis no more."""
-    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll_seconds=0.05)):
         lease.note_lost(lease.token + 1)
         eventually(lambda: all(thread.name != "maintenance" for thread in threading.enumerate()))
 
@@ -468,7 +468,8 @@ def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
     }
     steps = zip(moves(*range(1, 50)), moves(*range(1, 50), name="}x"), strict=True)
     pipeline.publish(*next(steps))
-    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.02, compare=0.02)):
+    intervals = MaintenanceConfig(poll_seconds=0.02, compare_seconds=0.02)
+    with Maintenance([pipeline.mirror], pipeline.store, lease, intervals):
         for what, spoil in [*spoils.items(), *garbage.items(), *bytes_.items()]:
             with keys.pipeline() as at_once:  # else the mirror may mend it in between
                 at_once.delete(key("}x", what))

@@ -28,15 +28,15 @@ class ReplayStart:
     """The batch at which a comparison starts, if older records or older history are missing.
 
     Attributes:
-        skipped: number of batches that are not compared.
-        after: the last of these batches.
+        uncompared_batches: number of batches that are not compared.
+        last_skipped_batch: the last of these batches.
         replayed: the state of the stream after that batch.
         highest: the highest position in that state.
         joining: by writer that joins later, its position in that state.
     """
 
-    skipped: int
-    after: StoredBatch
+    uncompared_batches: int
+    last_skipped_batch: StoredBatch
     replayed: Replayed
     highest: int
     joining: Mapping[str, int]
@@ -80,16 +80,17 @@ def find_start(
 
 
 def _start_after(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
+    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, uncompared: int
 ) -> ReplayStart:
-    """Make the state after the first `skipped` batches: a JOIN of each writer, and a RETIRE of each retired writer."""
-    after, first_records = past.batches[skipped - 1], dict[str, Record]()
+    """Make the state after the first `uncompared` batches: a JOIN of each writer, and a RETIRE of each retired
+    writer."""
+    after, first_records = past.batches[uncompared - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := read_fact_record(message)) is not None]
     for record in parsed:
         first_records.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
-    for writer in _writers_at(past, skipped):
+    for writer in _writers_at(past, uncompared):
         if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
@@ -112,15 +113,15 @@ def _start_after(
     ]
     now = Replayed(stream, bounds).apply(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
     highest = max((join.id for join in joined), key=abs, default=0)
-    return ReplayStart(skipped, after, now.without_counts(), highest, joining)
+    return ReplayStart(uncompared, after, now.without_counts(), highest, joining)
 
 
-def _writers_at(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
-    """The writers of the stream after the first `skipped` batches."""
+def _writers_at(past: StreamBatches, uncompared: int) -> Iterator[SeedWriter]:
+    """The writers of the stream after the first `uncompared` batches."""
     before, later = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
-    for batch in past.batches[:skipped]:
+    for batch in past.batches[:uncompared]:
         before |= {move.writer: move for move in batch.advances}
-    for batch in past.batches[skipped:]:
+    for batch in past.batches[uncompared:]:
         for move in batch.advances:
             later.setdefault(move.writer, (move.epoch, move.prev))
     for writer, position in past.positions.items():

@@ -66,10 +66,10 @@ RETRY_DIVISOR = 4  # if a batch is too large, the rest of its range is read in b
 class BatchTrace(Protocol):
     """Receives the progress of an attempt at a batch. The methods are called in this order, until the attempt fails."""
 
-    def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
+    def record_compute(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         """Called when Spark has read the records and advanced the states."""
 
-    def published(self, published: PublishResult) -> None:
+    def record_publish(self, result: PublishResult) -> None:
         """Called when all sinks have stored the batch, and its dead letters are sent."""
 
 
@@ -78,10 +78,10 @@ Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
 
 
 class _NoTrace:
-    def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
+    def record_compute(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         pass
 
-    def published(self, published: PublishResult) -> None:
+    def record_publish(self, result: PublishResult) -> None:
         pass
 
 
@@ -197,7 +197,7 @@ class BatchHandler:
             encoded = collect(batch)
             self._await_published()
             effects = decode_effects(encoded)
-            trace.computed(batch, effects)
+            trace.record_compute(batch, effects)
             self._require_known_partitions(effects)
             collected = _ComputedBatch(number, began, effects, trace)
             read = self._collector.new_offsets(effects)
@@ -238,7 +238,7 @@ class BatchHandler:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)
         except ContentRefused as error:
             raise self._isolate(batch.number, batch.effects, error) from error
-        batch.trace.published(published)
+        batch.trace.record_publish(published)
         self._collector.update(batch.effects)
         seconds = time.monotonic() - batch.began
         metrics.count_batch(batch.effects, published, seconds)

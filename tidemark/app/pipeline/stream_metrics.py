@@ -222,7 +222,7 @@ log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR_BOUND = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
-MAXIMA = ("age", "behind_seconds")  # aggregated by the maximum; all other gauges by the sum
+MAX_AGGREGATED = ("age", "behind_seconds")  # aggregated by the maximum; all other gauges by the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no stream has these names: a name contains no space
 NO_STATES = ShardedStates(1, {})
 
@@ -504,7 +504,7 @@ class StreamCollector(Collector):
         quiet. All values of a quiet stream are 0, except the linear position and the highest ID.
         """
         rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
-        values = {key: (max if key in MAXIMA else sum)(row[key] for row in rows) for key in rows[0]}
+        values = {key: (max if key in MAX_AGGREGATED else sum)(row[key] for row in rows) for key in rows[0]}
         values["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
         values["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
         return values

@@ -121,7 +121,7 @@ class _BatchSpans:
         self._tracer = tracer
         self._root = root
 
-    def computed(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
+    def record_compute(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
         stages = [*_stages(batch.sparkSession)]
         if len(stages) == 1:
             stages = _split(stages[0], effects)
@@ -137,12 +137,12 @@ class _BatchSpans:
             }
         )
 
-    def published(self, published: "PublishResult") -> None:
+    def record_publish(self, result: "PublishResult") -> None:
         """Record the steps of publishing, which ran in sequence. The last step has just ended."""
-        began = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
-        for name, seconds in published.seconds.items():
+        began = time.time_ns() - int(sum(result.seconds.values()) * 1e9)
+        for name, seconds in result.seconds.items():
             began = self._span(name, began, began + int(seconds * 1e9))
-        self._root.set_attribute("tidemark.repeated", published.is_repeat)
+        self._root.set_attribute("tidemark.repeated", result.is_repeat)
 
     def _span(self, name: str, began: int, ended: int) -> int:
         """Record a child span. Times are nanoseconds since 1970. Returns `ended`."""

@@ -364,7 +364,7 @@ class SentOverride:
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
     """Note the override of a trial in the audit table, and send its record."""
     require_topic(connection, topic)
-    noted = override_log.note(trial.record.stream, trial.override)
+    noted = override_log.log(trial.record.stream, trial.override)
     return send_noted(override_log, noted, connection, topic, Topic.CONTROL, records.encode(trial.record))
 
 

@@ -87,7 +87,7 @@ class Readers:
         span = (stored.linear, action.goal) if action.goal else (0, 0)
         kind = f"READER {action.kind}"
         override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
-        noted = self.overrides.note(stored.stream, override)
+        noted = self.overrides.log(stored.stream, override)
         try:
             action.run()
         except BaseException:

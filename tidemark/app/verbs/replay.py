@@ -84,7 +84,7 @@ class ReplayReport:
     Attributes:
         records: number of records that were applied.
         batches: number of batches that were compared.
-        alike: streams that are equal, at least in the part that was compared.
+        equal: streams that are equal, at least in the part that was compared.
         parted: the first difference of each stream that differs.
         parts: by stream of which only a part was compared, that part.
         unknown: by stream that could not be compared, the reason.
@@ -93,7 +93,7 @@ class ReplayReport:
 
     records: int = 0
     batches: int = 0
-    alike: list[str] = field(default_factory=list)
+    equal: list[str] = field(default_factory=list)
     parted: list[Divergence] = field(default_factory=list)
     parts: dict[str, ComparedPart] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
@@ -200,27 +200,26 @@ def _compare(
         facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
         start = find_start(past, stream, facts, bounds, is_truncated=begins > 0)
         missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
-        if start is None or start.skipped == len(past.batches):
+        if start is None or start.uncompared_batches == len(past.batches):
             result.unknown[stream] = f"{missing}, and some ID was open after every later batch"
             return
         comparison = compare_stream(past, stream, messages, roles, bounds, ends, start, show)
         if comparison.divergence is not None and comparison.divergence.record is None:
-            result.unknown[stream] = (
-                f"{missing}, and the records do not continue from {batch_name(comparison.last or start.after)}"
-            )
+            last = batch_name(comparison.last or start.last_skipped_batch)
+            result.unknown[stream] = f"{missing}, and the records do not continue from {last}"
             return
     assert comparison is not None
-    batches = len(past.batches) - (start.skipped if start else 0)
+    batches = len(past.batches) - (start.uncompared_batches if start else 0)
     if comparison.divergence is not None:
         result.batches += batches
         result.parted.append(comparison.divergence)
         return
     result.batches += comparison.batches
-    result.alike.append(stream)
+    result.equal.append(stream)
     left = batches - comparison.batches
     if start is not None or left:
         result.parts[stream] = ComparedPart(
-            start.after if start else None,
+            start.last_skipped_batch if start else None,
             begins,
             start.highest if start is not None and comparison.has_linear else None,
             comparison.last if left else None,
@@ -261,8 +260,8 @@ def compare_stream(
     now, stored = Replayed(stream, bounds), dict[str, Evidence]()
     batches, last, at = past.batches, None, 0
     if start is not None:
-        now, batches = start.replayed, batches[start.skipped :]
-        overrides = [override for override in overrides if override[1] > start.after.time]
+        now, batches = start.replayed, batches[start.uncompared_batches :]
+        overrides = [override for override in overrides if override[1] > start.last_skipped_batch.time]
     for number, batch in enumerate(batches):
         for move in batch.advances:
             stored[move.writer] = stored.get(move.writer, NO_EVIDENCE) + move.evidence
@@ -418,9 +417,9 @@ def to_text(report: ReplayReport) -> str:
     if report.absent:
         names = ", ".join(report.absent[:MAX_SHOWN]) + (", ..." if len(report.absent) > MAX_SHOWN else "")
         lines.append(f"without a record: {count(len(report.absent), 'stream')}: {names}")
-    total = len(report.alike) + len(report.parted) + len(report.unknown)
+    total = len(report.equal) + len(report.parted) + len(report.unknown)
     lines.append(
-        f"{count(report.records, 'record')} reproduce the stored history of {len(report.alike)} of"
+        f"{count(report.records, 'record')} reproduce the stored history of {len(report.equal)} of"
         f" {count(total, 'stream')} ({count(report.batches, 'batch')})"
     )
     return sanitize(lines)
@@ -506,5 +505,5 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
         click.echo(to_json(result))
     else:
         echo(to_text(result))
-    if result.parted or result.unknown or not result.alike:
+    if result.parted or result.unknown or not result.equal:
         context.exit(1 if result.parted else 3)

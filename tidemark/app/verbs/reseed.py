@@ -71,7 +71,7 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         with _lease_held(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
             reseed = _preview(settings, postgres)
             override_log = OverrideLog(session)
-            noted = override_log.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
+            noted = override_log.log(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
             if reseed.before is not None:
                 postgres.remember_setup(RememberedSetup(settings.shards, {}))
             override_log.note_outcome(noted, "applied")

@@ -410,7 +410,7 @@ def _first_lines(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
 
 def _record_lines(trace: IdTrace) -> Iterator[str]:
     for record, _ in zip(trace.records, range(MAX_SHOWN), strict=False):
-        yield _record(record) + (", not read by a batch yet" if record.offset >= trace.unread else "")
+        yield _record_line(record) + (", not read by a batch yet" if record.offset >= trace.unread else "")
         yield f"    {record.text[:MAX_SHOWN_CHARS]}" + (
             "..." if record.cut or len(record.text) > MAX_SHOWN_CHARS else ""
         )
@@ -429,7 +429,7 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
         yield f"offsets {unread} may contain the record: raise --records"
 
 
-def _record(traced: TracedRecord) -> str:
+def _record_line(traced: TracedRecord) -> str:
     record = "record" if traced.kind is None else f"{traced.kind} of {traced.writer or ''} (epoch {traced.epoch})"
     origin = f"{traced.topic}/{traced.partition} {traced.offset}"
     return f"{timestamp(traced.time)} {record} at {origin}: {_STATEMENTS[traced.says]}"

@@ -226,7 +226,7 @@ class VerifyReport:
     history: list[HistoryFault] = field(default_factory=list)
 
     @property
-    def alike(self) -> bool:
+    def is_equal(self) -> bool:
         return not self.differences and not self.history
 
 
@@ -438,7 +438,7 @@ def _remedy(copy: str, verdict: str) -> str:
 
 def to_json(report: VerifyReport) -> str:
     fields = {
-        "alike": report.alike,
+        "is_equal": report.is_equal,
         "streams": report.streams,
         "copies": report.copies,
         "advances": report.advances,
@@ -541,5 +541,5 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
         click.echo(to_json(report))
     else:
         echo(to_text(report))
-    if not report.alike:
+    if not report.is_equal:
         context.exit(1)

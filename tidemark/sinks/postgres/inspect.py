@@ -449,7 +449,7 @@ class LateCompletions:
 
     def _resolve(self, fact: LateFact, by: str, why: str) -> LateFact:
         override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
-        noted = self._override_log.note(fact.stream, override)
+        noted = self._override_log.log(fact.stream, override)
         self._override_log.note_outcome(noted, "applied")
         if not self._session.fetch_value("select tidemark.note_resolved(%s, %s)", (noted.number, fact.number)):
             raise BadRecord("resolved_before", f"late completion {fact.number} of {fact.stream} is resolved already")

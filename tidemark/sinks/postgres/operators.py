@@ -123,7 +123,7 @@ class OverrideLog:
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def note(self, stream: str, override: OperatorOverride) -> LoggedOverride:
+    def log(self, stream: str, override: OperatorOverride) -> LoggedOverride:
         """Log an override. Call this before sending the record, so that every sent record is logged."""
         noted = self._session.fetch_one(
             LoggedOverride,
@@ -195,7 +195,7 @@ class OverrideLog:
             BadRecord: the record was replayed before.
         """
         with self._session.use() as connection, connection.transaction():
-            noted = self.note(stream, override)
+            noted = self.log(stream, override)
             arguments = (noted.number, *origin)
             if not self._session.fetch_value("select tidemark.note_replay(%s, %s, %s, %s)", arguments):
                 raise BadRecord(

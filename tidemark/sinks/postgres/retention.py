@@ -224,7 +224,7 @@ class RetentionClock:
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def now(self, host: datetime) -> datetime:
+    def retention_limit(self, host: datetime) -> datetime:
         """The time up to which this run may drop history.
 
         The earliest of: the server's time, the time of the `host`, and one day after the last complete run.

@@ -306,7 +306,7 @@ class Postgres:
         Call this about every hour. Batches continue meanwhile.
 
         Args:
-            now: the result of `self.clock.now()`.
+            now: the result of `self.clock.retention_limit()`.
 
         Returns:
             False if a partition could not be dropped, because it is being read.

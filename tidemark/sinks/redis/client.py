@@ -262,13 +262,13 @@ class RedisAddress:
 class _Credentials(CredentialProvider):
     """The credentials that redis-py requests for every connection."""
 
-    def __init__(self, user: str, password: str, current: Secret) -> None:
+    def __init__(self, user: str, password: str, read_password: Secret) -> None:
         self._user = user
         self._password = password
-        self._current = current
+        self._read_password = read_password
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._current() or self._password
+        password = self._read_password() or self._password
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:

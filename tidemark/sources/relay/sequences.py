@@ -80,8 +80,8 @@ class SequenceState:
                 return self._problem(
                     stream, "this user may not read it", f"run: GRANT SELECT ON SEQUENCE {self.name} TO tidemark_relay"
                 )
-        do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.direction.signed(1)} CACHE 1 NO CYCLE"
-        return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", do)
+        remedy = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.direction.signed(1)} CACHE 1 NO CYCLE"
+        return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", remedy)
 
     def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
         """The problem of a sequence that has not given out the ID `highest` (a magnitude) of a row in the outbox."""
@@ -89,8 +89,8 @@ class SequenceState:
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
 
-    def _problem(self, stream: AppendStream, problem: str, do: str) -> UnsuitableSequence:
-        return UnsuitableSequence(f"{self.name} of stream {stream.name}", problem, do)
+    def _problem(self, stream: AppendStream, problem: str, remedy: str) -> UnsuitableSequence:
+        return UnsuitableSequence(f"{self.name} of stream {stream.name}", problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)

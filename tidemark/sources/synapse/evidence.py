@@ -81,7 +81,7 @@ class PublishedFacts:
         return True
 
 
-_ANCHOR_INTERVAL = 500
+_SAMPLE_ONE_IN = 500
 """One in this many older facts is kept (an anchor), chosen by its marks."""
 _SAMPLE_INTERVAL_MS = 3_600_000
 
@@ -121,7 +121,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
             name,
             [fact.id for fact in facts],
             [_packed(fact.marks) for fact in facts],
-            [bool(fact.marks) and min(fact.marks) % _ANCHOR_INTERVAL == 0 for fact in facts],
+            [bool(fact.marks) and min(fact.marks) % _SAMPLE_ONE_IN == 0 for fact in facts],
         ],
     )
 
