@@ -164,7 +164,7 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
     before = _tidemark("status", TIDEMARK_POSTGRES_DSN=database)
     assert before.returncode == 2
     assert "tidemark migrate" in before.stderr
-    assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout.startswith("applied 1")
+    assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout.startswith("applied migration")
     assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout == "the schema is up to date\n"
     assert "no streams yet" in _tidemark("status", TIDEMARK_POSTGRES_DSN=database).stdout
     checked = _tidemark("status", "--check", TIDEMARK_POSTGRES_DSN=database)

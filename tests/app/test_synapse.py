@@ -92,7 +92,7 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
         assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
         begun_by_a_bridge(dsn, "hs1.events", "event1")
         said = CliRunner().invoke(main, ["synapse", "retire", "evnet1"], env={"TIDEMARK_POSTGRES_DSN": dsn})
-        assert said.output.endswith("no stream has an active writer evnet1 beside others; active writers are event1\n")
+        assert said.output.endswith("no stream has evnet1 and another active writer; active writers are event1\n")
         assert bridges(looking) == {"hs1.events": BridgeStatus(False, None)}
         with psycopg.connect(dsn, autocommit=True) as speaking:
             take_turn(speaking, ["hs2.events"])

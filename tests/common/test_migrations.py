@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.output import applied_migrations
 from tidemark.common import migrations
 from tidemark.common.errors import PrerequisitePending, SchemaMismatch
 from tidemark.common.migrations import Migrations
@@ -222,7 +223,15 @@ def test_progress_of_the_migrations_that_are_missing(schema: Migrations, databas
     assert steps == []
 
 
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [([], "the schema is up to date"), ([7], "applied migration 7"), ([41, 42], "applied migrations 41, 42")],
+)
+def test_the_result_of_a_migration_names_its_numbers(versions: list[int], text: str) -> None:
+    assert applied_migrations(versions) == text
+
+
 def test_a_pipe_gets_no_bar(database: str) -> None:
     """`tidemark migrate` says what it has applied."""
     done = CliRunner(env={"TIDEMARK_POSTGRES_DSN": database, "TIDEMARK_LOG_LEVEL": "error"}).invoke(main, ["migrate"])
-    assert done.output == f"applied {', '.join(map(str, sink.SCHEMA.scripts))}\n"
+    assert done.output == f"{applied_migrations([*sink.SCHEMA.scripts])}\n"

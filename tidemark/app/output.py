@@ -95,6 +95,13 @@ def count(number: int, singular: str) -> str:
     return f"{number} {singular if number == 1 else plural(singular)}"
 
 
+def applied_migrations(versions: Sequence[int]) -> str:
+    """The result of a migration as text."""
+    if not versions:
+        return "the schema is up to date"
+    return f"applied {'migration' if len(versions) == 1 else 'migrations'} {', '.join(map(str, versions))}"
+
+
 def plural(noun: str) -> str:
     """The plural of a noun, such as `record`, `batch` or `entry`."""
     if noun.endswith("y") and noun[-2] not in "aeiou":

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from psycopg import errors
 
 from tidemark.app.logs import run_in_thread, shutdown_event
-from tidemark.app.output import progress
+from tidemark.app.output import applied_migrations, progress
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -171,7 +171,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
                     "dsn", f"the database has encoding {row and row[0]}; create a database WITH ENCODING 'UTF8'"
                 )
         applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
-        say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        say(applied_migrations(applied))
         installed = install(session, partial(progress, "installing", unit="script"))
         if installed:
             say("installed the functions of readers")

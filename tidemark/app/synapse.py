@@ -168,7 +168,7 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
             retired.append(Retirement(stream, id))
         if not streams:
             existing = f"active writers are {', '.join(known)}" if known else "no bridge has sent records of a writer"
-            say(f"no stream has an active writer {order.writer} beside others; {existing}")
+            say(f"no stream has {order.writer} and another active writer; {existing}")
     return retired
 
 

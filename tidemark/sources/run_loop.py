@@ -66,13 +66,15 @@ class OversizedRecords:
         self._bytes[stream, id] = size
         self._gauge.labels(stream).set(sum(1 for name, _ in self._bytes if name == stream))
         needed = size + producer.max_bytes - producer.max_value_bytes(stream)
-        do = f"raise max.message.bytes of the topic to at least {needed}"
+        remedy = f"raise max.message.bytes of the topic to at least {needed}"
         fact = "a fact" if id is None else f"fact {id}"
-        self.causes[stream] = f"{fact} is too large for the Kafka topic, which takes {producer.max_bytes} bytes: {do}"
+        self.causes[stream] = (
+            f"{fact} is too large for the Kafka topic, which takes {producer.max_bytes} bytes: {remedy}"
+        )
         log.error(
-            "A record is too large for the Kafka topic; its stream waits, other streams go on",
+            "A record is too large for the Kafka topic; its stream is blocked, other streams go on",
             stream=stream, writer=writer, id=id, bytes=needed, limit=producer.max_bytes,
-            do=do,
+            do=remedy,
         )  # fmt: skip
 
     def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
@@ -304,7 +306,7 @@ class RunLoop(ABC):
                     raise
                 problem = str(self._restore_of_database(error) or error)
                 if self._problem != problem:
-                    log.warning("Facts wait in the database", problem=problem)
+                    log.warning("Cannot send facts; they stay in the database; trying again", problem=problem)
                     self._problem_since = time.monotonic()
                 self._problem = problem
                 self._report_failure()

@@ -233,7 +233,7 @@ def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.
     with session_of(dsn, "test") as session:
         acts = OverrideLog(session)
         first = acts.note_replay(STREAM, replayed, ("facts", 2, 40))
-        with pytest.raises(BadRecord, match=f"override {first.number} has already sent this record again"):
+        with pytest.raises(BadRecord, match=f"this record was replayed before, as override {first.number}"):
             acts.note_replay(STREAM, replayed, ("facts", 2, 40))
         other = acts.note_replay(STREAM, replayed, ("facts", 2, 41))
         assert acts.replays() == {("facts", 2, 40): first.number, ("facts", 2, 41): other.number}

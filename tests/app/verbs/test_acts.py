@@ -97,7 +97,7 @@ def test_only_what_is_open_can_be_skipped(stored: bytes) -> None:
 def test_what_waits_and_what_would_be_lost_is_said_before(stored: bytes) -> None:
     """The IDs whose facts rest on the operator's word alone, who owes them, and when it was last heard of."""
     assert [*overrides.attempt(stored, skip(2, 4), 1000.0).warnings()] == [
-        "a: silent, last record 16 min ago; 1 committed ID waiting, 1 with facts",
+        "a: silent, last record 16 min ago; 1 complete ID pending, 1 with facts",
         "Tidemark cannot verify that IDs 3..4 of a are empty.",
         "If such a row is committed later, readers have already passed it: you must repair them by hand.",
     ]

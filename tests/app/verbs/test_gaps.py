@@ -78,9 +78,9 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     shard.feed(opened("a", "pid 7: insert"))
     lines = gaps.to_text(open_ranges.find_open_ranges(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
-        "events: a: IDs 1..2 open for 10 s; transaction open, last record 9 s ago; 3 committed IDs are waiting,"
+        "events: a: IDs 1..2 open for 10 s; transaction open, last record 9 s ago; 3 complete IDs are pending,"
         " 2 with facts",
-        "events: a: ID 4 open for 10 s; transaction open, last record 9 s ago; 2 committed IDs are waiting,"
+        "events: a: ID 4 open for 10 s; transaction open, last record 9 s ago; 2 complete IDs are pending,"
         " 1 with facts",
         "    open transaction: pid 7: insert",
         "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",

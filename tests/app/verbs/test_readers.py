@@ -16,6 +16,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.verbs.readers import _distance
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.streaming.core.effects import LateCompletion
@@ -114,6 +115,20 @@ def test_a_busy_copy_is_shown(readers: Callable[..., Result], service: ReadingSe
         refused = readers("reset", "copier", "s", *SIGNED)
     assert (refused.exit_code, "working on one batch" in refused.output) == (2, True)
     assert service.place().linear == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (3, 3, "the linear position does not change; facts read beyond it are read again"),
+        (3, 4, "1 ID is skipped"),
+        (3, 5, "2 IDs are skipped"),
+        (-3, -2, "1 ID is read again"),
+        (31, 0, "31 IDs are read again"),
+    ],
+)
+def test_the_distance_of_a_seek_is_in_words(before: int, after: int, text: str) -> None:
+    assert _distance(before, after) == text
 
 
 @pytest.mark.parametrize(("token", "again"), [("m1", [2, 3, 4, 5]), ("now", []), ("beginning", [1, 2, 3, 4, 5])])

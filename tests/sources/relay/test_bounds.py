@@ -109,7 +109,7 @@ def test_joins_that_kafka_has_are_kept(
     joined = Counter(it.stream for it in judge.verdict().records if isinstance(it, Join))
     assert joined.keys() == {*STREAMS, "orders"}
     assert sorted(joined.values()) == [1] * 7 + [2]
-    assert any(it["event"] == "Facts wait in the database" for it in logs)
+    assert any(it["event"] == "Cannot send facts; they stay in the database; trying again" for it in logs)
 
 
 def _floors(sql: psycopg.Connection) -> dict[int, int]:

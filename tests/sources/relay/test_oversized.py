@@ -68,7 +68,7 @@ def test_too_large(
         named = [
             it
             for it in logs
-            if it["event"] == "A record is too large for the Kafka topic; its stream waits, other streams go on"
+            if it["event"] == "A record is too large for the Kafka topic; its stream is blocked, other streams go on"
         ]
         assert [(it["stream"], it["id"], it["limit"]) for it in named] == [
             ("orders", 2, 200_000),
@@ -83,7 +83,7 @@ def test_too_large(
     assert judge.verdict().position("orders", "shop") == 4
     assert judge.verdict().rejected == {}
     assert relay.metric("tidemark_relay_oversized_facts", stream="orders") == 0
-    assert not any(it["event"] == "Facts wait in the database" for it in logs)
+    assert not any(it["event"] == "Cannot send facts; they stay in the database; trying again" for it in logs)
 
 
 def test_small_facts_share_no_batch_that_the_topic_refuses(

@@ -69,7 +69,9 @@ def test_a_relay_that_starts_while_the_database_is_away_waits(run: Run, monkeypa
     monkeypatch.setattr(run_loop, "FAILURE_REPORTED_AFTER", 0.0)
     with capture_logs() as logs:
         waiting = run(dsn=f"postgresql://postgres@{LOOPBACK}:{free_port()}/orders")
-        eventually(lambda: any(it["event"] == "Facts wait in the database" for it in logs))
+        eventually(
+            lambda: any(it["event"] == "Cannot send facts; they stay in the database; trying again" for it in logs)
+        )
         time.sleep(1)
         waiting.stop()
     assert waiting.failure is None
@@ -96,7 +98,7 @@ def test_pauses_grow_though_each_attempt_gets_a_little_further(
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     assert all(pause >= run_loop.FIRST_PAUSE * 2**at for at, pause in enumerate(pauses))
     events = [it["event"] for it in logs]
-    assert events.count("Facts wait in the database") == 1
+    assert events.count("Cannot send facts; they stay in the database; trying again") == 1
     assert events.count("Facts are sent again") == 1
     assert judge.verdict().announced == {"orders": {1}}
 

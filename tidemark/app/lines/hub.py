@@ -220,7 +220,10 @@ class Hub:
                         self._add_records(await loop.run_in_executor(thread, tail.read, POLL_SECONDS))
                 except (Unavailable, Stop) as error:
                     if problem is None:
-                        log.warning("Cannot read rows from Kafka; clients must fetch them", problem=str(error))
+                        log.warning(
+                            "Cannot read rows from Kafka: clients get positions without rows and must read the table",
+                            problem=str(error),
+                        )
                     problem = error
                     self._rows.clear()
                     await asyncio.sleep(RETRY_SECONDS)

@@ -327,7 +327,7 @@ def dead_letters_replay(
                 f" settle the gap first (`tidemark gaps {letter.stream}`)"
             )
         if (number := override_log.replays().get(letter.origin)) is not None:
-            raise CommandFailed(f"override {number} has already sent this record again")
+            raise CommandFailed(f"this record was replayed before, as override {number}")
         if dry_run:
             if as_json:
                 click.echo(as_object({"would": [*trial.lines()], "outcome": None}))

@@ -48,7 +48,7 @@ def _line(gap: OpenRange, now: float) -> str:
     waiting = ""
     if gap.waiting:
         facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
-        waiting = f"; {count(gap.waiting, 'committed ID')} {'is' if gap.waiting == 1 else 'are'} waiting{facts}"
+        waiting = f"; {count(gap.waiting, 'complete ID')} {'is' if gap.waiting == 1 else 'are'} pending{facts}"
     return f"{gap.stream}: {writer}: {state}; {_verdict(gap, now)}{waiting}"
 
 

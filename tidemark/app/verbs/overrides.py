@@ -174,7 +174,7 @@ class Trial:
         """What is blocked, and what is lost if the override is a mistake. Shown before the confirmation."""
         for blocker in self._blockers():
             waits = (
-                f"; {count(blocker.waiting, 'committed ID')} waiting, {blocker.facts} with facts"
+                f"; {count(blocker.waiting, 'complete ID')} pending, {blocker.facts} with facts"
                 if blocker.waiting
                 else ""
             )

@@ -330,9 +330,10 @@ def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
 
 def _distance(before: int, after: int) -> str:
     if before == after:
-        return "the facts beyond this position are read again"
-    ids = count(abs(abs(after) - abs(before)), "ID")
-    return f"{ids} are skipped" if beyond(after, before) else f"{ids} are read again"
+        return "the linear position does not change; facts read beyond it are read again"
+    number = abs(abs(after) - abs(before))
+    ids = f"{count(number, 'ID')} {'is' if number == 1 else 'are'}"
+    return f"{ids} skipped" if beyond(after, before) else f"{ids} read again"
 
 
 def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:

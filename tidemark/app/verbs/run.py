@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from tidemark.app.commands import Amount, OurCommand, json_option, loaded, wait_for_servers
-from tidemark.app.output import as_object, count, progress
+from tidemark.app.output import applied_migrations, as_object, count, progress
 
 
 @click.command("config", cls=OurCommand)
@@ -39,7 +39,7 @@ def migrate(*, wait: float, as_json: bool) -> None:
     if as_json:
         click.echo(as_object({"applied": applied}))
     else:
-        click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        click.echo(applied_migrations(applied))
 
 
 @click.command("topics", cls=OurCommand)

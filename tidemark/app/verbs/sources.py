@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from tidemark.app.commands import CommandGroup, json_option, loaded, wait_for_retirement, wait_for_servers
-from tidemark.app.output import as_object, plain
+from tidemark.app.output import applied_migrations, as_object, plain
 
 if TYPE_CHECKING:
     from tidemark.sources.transactions import OpenTransaction
@@ -198,7 +198,7 @@ def synapse_migrate(*, wait: float, as_json: bool) -> None:
     if as_json:
         click.echo(as_object({"applied": applied}))
     else:
-        click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        click.echo(applied_migrations(applied))
 
 
 @synapse.command("retire")

@@ -199,7 +199,7 @@ class OverrideLog:
             arguments = (noted.number, *origin)
             if not self._session.fetch_value("select tidemark.note_replay(%s, %s, %s, %s)", arguments):
                 raise BadRecord(
-                    "replayed_before", f"override {self.replays()[origin]} has already sent this record again"
+                    "replayed_before", f"this record was replayed before, as override {self.replays()[origin]}"
                 )
         return noted
 

@@ -234,7 +234,7 @@ class PartitionedReadProgram:
         if [*map(id, own)] != [*map(id, self._own_partitions)]:
             self._own_partitions = own
             log.info(
-                "Partitions of this copy",
+                "This process now reads these partitions of the reader",
                 reader=self._config.reader,
                 stream=self._config.stream,
                 copies=len(copies),

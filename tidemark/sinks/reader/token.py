@@ -155,7 +155,7 @@ ZERO = Token(0)
 
 def _unescape(text: str, name: str) -> str:
     if _INVALID_ESCAPE.search(name):
-        raise BadToken(text, f"in {name!r} a percent sign does not begin %25 or %7E")
+        raise BadToken(text, f"{name!r} has a % that is not part of %25 or %7E")
     return name.replace("%7E", "~").replace("%25", "%")
 
 

@@ -291,7 +291,9 @@ class LocalPositions:
                 if isinstance(error, SchemaMismatch) and (error.found != 0 or not has_schema):
                     raise
                 if self._problem != str(error):
-                    log.warning("Positions for readers of this database wait", problem=str(error))
+                    log.warning(
+                        "Cannot update the positions for readers of this database; trying again", problem=str(error)
+                    )
                 self._problem = str(error)
                 self._session.close()
                 self._halt.wait(backoff.next())

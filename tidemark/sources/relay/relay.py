@@ -125,7 +125,10 @@ class AppendRelay(RunLoop):
         """Join the streams and send their facts, until `halt` is set. Joins again when streams or epochs change."""
         set_lock_timeout(connection)
         if not self._has_worked and (seconds := dead_client_timeout(connection)) > DEAD_CLIENT_WARNING_SECONDS:
-            log.warning("A client host that dies can block a stream for a long time", seconds=seconds, set=_SETTINGS)
+            log.warning(
+                f"Postgres detects a dead client host only after {seconds} s, and until then its transaction blocks the"
+                f" stream; lower {_SETTINGS}"
+            )
         self._has_worked = True
         self._connect_producer()
         while not self._halt.is_set():

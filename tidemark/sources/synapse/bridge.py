@@ -359,7 +359,7 @@ class SynapseBridge(RunLoop):
             for publisher in self._publishers.values():
                 if not publisher.has_begun:
                     log.info(
-                        "A stream of Synapse waits for the first position of a worker",
+                        "No worker has announced a position of this stream of Synapse yet",
                         stream=publisher.bridged.name,
                         silent=publisher.silent,
                     )
