@@ -277,7 +277,8 @@ class PositionFollower:
         )
 
     def _move(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
-        """The move of a stream to its published positions; None if it has not moved since the last call."""
+        """Note the published positions of a stream. Returns its move to them; None if it has not moved since the last
+        call."""
         assert keys.linear is not None
         published = (keys.linear, keys.positions, keys.late)
         if self._published.get(stream) == published:

@@ -176,7 +176,7 @@ class SourceReports:
     def due_records(
         self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
     ) -> Iterator[Open]:
-        """The OPEN records to send now.
+        """Make the OPEN records to send now, and note them as sent.
 
         Args:
             transactions: the open transactions that block streams, the oldest first.

@@ -269,7 +269,7 @@ class Channel:
                     await self._client.publish(self._channel_name, line)
                 problem = None
             except (Unavailable, Stop) as error:
-                self._is_echo(line)
+                self._take_echo(line)
                 if problem is None:
                     log.warning(
                         "Relayed commands do not reach other sidecars", channel=self._channel_name, problem=str(error)
@@ -284,7 +284,7 @@ class Channel:
 
     def _receive(self, message: Mapping[str, Any]) -> None:
         line: str = message["data"]
-        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # sent by the leader or by this process
+        if line.startswith(("RDATA ", "POSITION ")) or self._take_echo(line):  # sent by the leader or by this process
             return
         try:
             command = parse(line.encode())
@@ -297,8 +297,8 @@ class Channel:
             case RelayedCommand():
                 self._server.relay(command)
 
-    def _is_echo(self, line: str) -> bool:
-        """Whether this process published the line. Each call consumes one publication."""
+    def _take_echo(self, line: str) -> bool:
+        """Forget one publication of the line by this process. Returns whether there was one."""
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
         if count > 1:

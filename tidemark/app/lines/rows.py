@@ -431,8 +431,10 @@ class AnnouncedPositions:
             self._positions.pop(writer, None)
 
     def reannounce(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """A POSITION for every writer, at the farther of its position here and its announced position. The POSITION
-        makes subscribers at a lower position fetch.
+        """Move each writer to the farther of its position here and its announced position.
+
+        Returns:
+            A POSITION for every writer. It makes subscribers at a lower position fetch.
         """
         restated = []
         for position in positions:
@@ -443,8 +445,10 @@ class AnnouncedPositions:
         return restated
 
     def commands_for(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """The commands that move subscribers from the last announced position to this announcement. Empty if the last
-        announced position is beyond it.
+        """Move the last announced position to this announcement.
+
+        Returns:
+            The commands that move subscribers there. Empty if the last announced position is beyond it.
         """
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)

@@ -130,7 +130,8 @@ class EventsClient:
                 yield b": still here\n\n"
 
     async def _missed_texts(self, stream: str, place: Place) -> AsyncIterator[bytes]:
-        """The moves of the stream after `place`, which the client missed while it was disconnected."""
+        """Yield the moves of the stream after `place`, which the client missed while it was disconnected. Moves the
+        client's place."""
         self._places[stream] = place
         page: MissedPage | None = None
         replay_reader = self._read_side.replay_reader
@@ -159,7 +160,8 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_texts_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """The moves of all streams since the mark. No texts, and no changed places, if the moves are not available."""
+        """Yield the moves of all streams since the mark, and move the client's places. Does nothing if the moves are
+        not available."""
         while True:
             try:
                 # Read positions before moves, so that the moves reach or pass these positions.
@@ -233,7 +235,8 @@ class EventsClient:
         return encoded[0]
 
     def _event_id_line(self, last: Item | None) -> bytes:
-        """The line with the event ID. Empty if the ID is too long; then the client gets marks as event IDs."""
+        """Encode the line with the event ID. Empty if the ID is too long: from then on, the client gets marks as event
+        IDs."""
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.encode_once(encode_batch_id)
         else:

@@ -232,7 +232,8 @@ class _Waiter:
         return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
     def _is_abandoned(self, connection: Connection, token: int) -> bool:
-        """Whether the owner of `token` has been without a session for the grace period."""
+        """Check whether the owner of `token` has a session, and note since when it has none. Returns whether it has
+        been without a session for the grace period."""
         if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # released at the end of the statement
             self._no_session_since = None
             return False

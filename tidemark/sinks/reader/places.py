@@ -251,7 +251,7 @@ class ReaderPlaces:
 
     @contextmanager
     def _locked(self, stored: StoredPlace) -> Iterator[Connection]:
-        """A transaction that holds the lock of the place."""
+        """Run the block in a transaction that holds the lock of the place."""
         with self._session.use() as connection, connection.transaction():
             connection.execute("set local lock_timeout = '5s'")
             try:

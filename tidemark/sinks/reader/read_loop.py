@@ -465,8 +465,8 @@ class ReadProgram:
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
-        """Whether the late facts include the rows whose writer is NULL. Raises `LateNeedsWriter` if there are more such
-        rows than late facts.
+        """Query whether the late facts include the rows whose writer is NULL. Raises `LateNeedsWriter` if there are
+        more such rows than late facts.
         """
         span = Range(late.writer, late.prev, late.id)
         (counts,) = yield from rows(RunSql("source", self._config.table.count_of_writer(span)))
@@ -491,8 +491,8 @@ class ReadProgram:
     def _find_withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """The ID up to which the span was checked, and the IDs whose earlier facts no longer exist, as in
-        `absent_ranges`: all IDs without rows of other writers, which have their own late completions."""
+        """Query the IDs whose earlier facts no longer exist. Returns the ID up to which the span was checked, and the
+        IDs as in `absent_ranges`: all IDs without rows of other writers, which have their own late completions."""
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
         with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
@@ -580,7 +580,7 @@ def _lowest_token(place: Place) -> Token:
 
 
 def _next_events(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
-    """All events until the follower would wait."""
+    """Run the follower until it would wait. Returns its events."""
     events: list[Event] = []
     while True:
         step = driver.step()

@@ -207,7 +207,8 @@ class Driver(Generic[R]):
         self._step: Request | R | None = None
 
     def step(self) -> Request | R | None:
-        """The current request or value; None: the program has ended. Errors of the program are raised and end it."""
+        """Return the current request or value, and run the program to the next one if there is none. None: the program
+        has ended. Errors of the program are raised and end it."""
         if self._step is None:
             self._step = next(self._program, None)
         return self._step
@@ -249,7 +250,7 @@ class AsyncStep:
         self._task: asyncio.Task[Any] | None = None
 
     async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
-        """The result of `begin`, or of a step that still runs. Raises `ReaderInUse`."""
+        """Start `begin`, unless a step still runs, and wait for the result. Raises `ReaderInUse`."""
         if self._is_in_use:
             raise ReaderInUse(*self._reader_and_stream, "task")
         self._is_in_use, self._caller = True, asyncio.current_task()
@@ -285,7 +286,7 @@ class Step:
         self._lock = threading.Lock()
 
     def result(self, begin: Callable[[], R]) -> R:
-        """The result of `begin`. Raises `ReaderInUse`."""
+        """Run `begin` and return its result. Raises `ReaderInUse`."""
         if not self._lock.acquire(blocking=False):
             raise ReaderInUse(*self._reader_and_stream, "thread")
         self._caller = threading.current_thread()

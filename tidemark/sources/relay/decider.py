@@ -231,8 +231,8 @@ class Decider:
         return decisions
 
     def _head(self, state: _StreamState, snapshot: StreamSnapshot | None) -> int:
-        """The highest ID that may be decided. Sets the `problem` of the stream. Sets `is_outdated` if the stream has
-        changed, or if its rows or its sequence went back."""
+        """Read the highest ID that may be decided. Sets the `problem` of the stream. Sets `is_outdated` if the stream
+        has changed, or if its rows or its sequence went back."""
         known = state.evidence.head
         if snapshot is None:
             return known  # the stream was dropped

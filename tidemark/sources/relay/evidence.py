@@ -285,7 +285,8 @@ class WriterChains:
         )
 
     def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
-        """The unsent ranges between neighbouring cuts in which the writer has no undecided ID. They count as sent now.
+        """Announce the unsent ranges between neighbouring cuts in which the writer has no undecided ID: return the
+        ranges, and count them as sent.
 
         `undecided_ids` returns the undecided IDs that may belong to a writer.
         """

@@ -242,7 +242,7 @@ class AppendRelay(RunLoop):
         self._in_flight.append(encode.send(self._producer, self._without_oversized(decision), self._max_run_facts))
 
     def _without_oversized(self, decision: Decision) -> Decision:
-        """The decision without the facts that have a record too large for the topic.
+        """Remove the facts that have a record too large for the topic, and report them. Returns the other facts.
 
         No record of such a fact is sent: Kafka would accept the smaller records, and the last one, which has the ID,
         would make the fact look complete.

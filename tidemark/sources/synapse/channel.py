@@ -74,7 +74,7 @@ class SynapseChannel:
         self._thread.join(10)
 
     def take(self) -> list[ChannelMessage]:
-        """The messages since the last call, in order. If the thread has ended by an error, raises the error."""
+        """Take the messages since the last call, in order. If the thread has ended by an error, raises the error."""
         if self._failure is not None:
             raise self._failure
         with self._lock:

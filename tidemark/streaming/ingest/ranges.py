@@ -117,7 +117,8 @@ class RangeReader:
             )
 
     def _poll(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
-        """The next records of the ranges, and whether messages beyond the ranges arrived. Advances `positions`."""
+        """Poll Kafka, and advance `positions`. Returns the next records of the ranges, and whether messages beyond the
+        ranges arrived."""
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
         with self._consumer.consume(min(self._max_messages, remaining), _POLL_SECONDS) as messages:

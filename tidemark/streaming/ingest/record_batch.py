@@ -190,7 +190,7 @@ class WriterEpochs:
         )
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
-        """The number of a writer epoch, new or known."""
+        """Return the number of a writer epoch. A new one gets a number."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingWriterEpoch, values: Bytes) -> None:
