@@ -70,6 +70,12 @@ def test_other_text_is_refused(text: str) -> None:
         Token.parse(text)
 
 
+def test_the_error_of_a_wrong_escape_names_the_writer() -> None:
+    """Only `%25` and `%7E` are escapes of a token."""
+    with pytest.raises(BadToken, match="'x%1' has a % that is not part of %25 or %7E"):
+        Token.parse("m7~x%1.9")
+
+
 def test_entries_at_or_below_the_line_say_nothing() -> None:
     """`m7~first.7~second.3` is `m7`."""
     assert Token.parse("m7~first.7~second.3") == Token(7)
