@@ -66,7 +66,7 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3). `kind` on Kafka is the name; columns, runs and markers have the number.
 
-    RDATA, VOID and POSITION are edges. JOIN, RETIRE and SKIP are markers. The number 3 is `ROW`.
+    RDATA, VOID and POSITION are edges. JOIN, RETIRE, SKIP and OPEN are markers. The number 3 is `ROW`.
     """
 
     RDATA = 0
