@@ -15,7 +15,7 @@ from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import blockers
 from tidemark.streaming.core.store import States, group_by_stream
-from tidemark.streaming.core.writer_table import PackedTable, StoredWriter, Straggler, Writers
+from tidemark.streaming.core.writer_table import BlockingWriter, PackedTable, StoredWriter, Writers
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import NO_EVIDENCE, Bounds
 from tidemark.streaming.wire.runs import UNBOUNDED, RunColumns
@@ -87,8 +87,8 @@ def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, befo
     assert len(writers) == len(plain)
     assert writers.floor() == min(active.values(), default=None)
     assert writers.highest_settled() == max((it.chain.highest_settled for it in plain.values()), default=0)
-    standing = sorted(Straggler.of(name, plain[name]) for name in active if active[name] <= line)
-    assert writers.stragglers(line, 2) == (standing[:2], len(standing))
+    standing = sorted(BlockingWriter.of(name, plain[name]) for name in active if active[name] <= line)
+    assert writers.blocking_writers(line, 2) == (standing[:2], len(standing))
     passed = sorted((it.retired_at, name) for name, it in plain.items() if it.retired_at and it.position <= line)
     expected = [name for at, (since, name) in enumerate(passed) if at < len(passed) - 2 or since <= before]
     assert writers.find_expired(line, 2, before, ()) == expected

@@ -22,7 +22,7 @@ from tidemark.streaming.values.limits import Evidence, RejectedRecords
 
 if TYPE_CHECKING:
     from tidemark.streaming.core.stream import StreamState
-    from tidemark.streaming.core.writer_table import Straggler
+    from tidemark.streaming.core.writer_table import BlockingWriter
 
 BlockReason = Literal["transaction", "gap", "silent", "unknown"]
 
@@ -34,7 +34,7 @@ BRIEF_WAIT = 10.0
 
 
 class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer that blocks the linear position.
+    """A writer that blocks the linear position, and why, as it is published.
 
     Attributes:
         reason: `transaction`: the writer reported an open transaction. `gap`: it completed IDs above open ones.
@@ -82,7 +82,7 @@ def linear_lag(stream: "StreamState") -> LinearLag | None:
     if ids <= 0 and not stream.unjoined:
         return None
     unknown = sorted((writer.since, name, epoch, writer.last_seen) for (name, epoch), writer in stream.unjoined.items())
-    lowest, count = stream.writers.stragglers(stream.linear.position, BLOCKERS_MAX)
+    lowest, count = stream.writers.blocking_writers(stream.linear.position, BLOCKERS_MAX)
     heads = stream.linear.heads
     sinces = (
         [heads[0][1]]
@@ -97,7 +97,7 @@ def linear_lag(stream: "StreamState") -> LinearLag | None:
     return LinearLag(ids, since, blockers[:BLOCKERS_MAX], len(unknown) + count)
 
 
-def _blocker(stream: "StreamState", writer: "Straggler", since: int | None) -> LinearBlocker:
+def _blocker(stream: "StreamState", writer: "BlockingWriter", since: int | None) -> LinearBlocker:
     reason: BlockReason = "gap" if writer.open_since else "silent"
     if writer.name in stream.transactions:
         reason = "transaction"

@@ -172,8 +172,9 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return _rows.decode(self.row).decode()
 
 
-class Straggler(NamedTuple):
-    """An active writer that blocks the linear position. Sorts by the position of its chain.
+class BlockingWriter(NamedTuple):
+    """An active writer that blocks the linear position, as the tables of writers find it. Sorts by the position of its
+    chain.
 
     Attributes:
         open_since: time (ms) at which its oldest gap opened; 0 without a gap.
@@ -187,7 +188,7 @@ class Straggler(NamedTuple):
     last_seen: int
 
     @classmethod
-    def of(cls, name: str, writer: WriterState) -> "Straggler":
+    def of(cls, name: str, writer: WriterState) -> "BlockingWriter":
         open_since = min((since for _, _, since in writer.chain.gaps()), default=0)
         return cls(writer.chain.position, name, writer.epoch, open_since, writer.last_seen)
 
@@ -388,24 +389,24 @@ class Writers(MutableMapping[str, WriterState]):
         decoded = (writer.chain.highest_settled for writer in self.decoded.values())
         return max([self._active.highest_position(), self._retired.highest_position(), *waiting, *decoded])
 
-    def stragglers(self, linear: int, limit: int) -> tuple[list[Straggler], int]:
+    def blocking_writers(self, linear: int, limit: int) -> tuple[list[BlockingWriter], int]:
         """Active writers whose chains have not passed `linear`.
 
         Returns:
             Up to `limit` of them, the lowest first, and their total number.
         """
-        stragglers, more = self._active.stragglers(linear, limit)
-        stragglers += [
-            Straggler.of(name, writer)
+        blocking_writers, more = self._active.blocking_writers(linear, limit)
+        blocking_writers += [
+            BlockingWriter.of(name, writer)
             for name, writer in self.decoded.items()
             if writer.retired_at is None and writer.chain.position <= linear
         ]
-        stragglers += [
-            Straggler(writer.position, writer.name, writer.epoch, writer.since, writer.last_seen)
+        blocking_writers += [
+            BlockingWriter(writer.position, writer.name, writer.epoch, writer.since, writer.last_seen)
             for writer in self.waiting.values()
             if writer.position <= linear
         ]
-        return sorted(stragglers)[:limit], len(stragglers) + more
+        return sorted(blocking_writers)[:limit], len(blocking_writers) + more
 
     def find_beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
         """All writers that have settled an ID beyond `id`, and possibly other writers."""
@@ -538,7 +539,7 @@ class _PackedWriters:
         """The highest position of a chain."""
         return int(self._column("chain").max()) if len(self) else 0
 
-    def stragglers(self, linear: int, limit: int) -> tuple[list[Straggler], int]:
+    def blocking_writers(self, linear: int, limit: int) -> tuple[list[BlockingWriter], int]:
         """Writers whose chains have not passed `linear`.
 
         Returns:
@@ -552,7 +553,7 @@ class _PackedWriters:
             highest = np.partition(positions, limit - 1)[limit - 1]
             below = rows[positions < highest]
             rows = np.concatenate((below, rows[positions == highest][: limit - len(below)]))
-        return [Straggler.of(self.name(row), self._table.writer(row)) for row in rows.tolist()], more
+        return [BlockingWriter.of(self.name(row), self._table.writer(row)) for row in rows.tolist()], more
 
     def names_beyond(self, id: int) -> list[str]:
         """Names of writers whose chains are beyond `id`."""
