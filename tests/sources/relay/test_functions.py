@@ -195,7 +195,14 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
     ("call", "error", "says"),
     [
         ("append('order', '1')", errors.UndefinedObject, r"'order' does not exist(.|\n)*create_stream\('order'\)"),
-        ("append(null, '1')", errors.UndefinedObject, "stream NULL does not exist"),
+        ("append('Sales 2', '1')", errors.InvalidParameterValue, "invalid stream name: 'Sales 2'"),
+        ("append_many('', '{1}')", errors.InvalidParameterValue, "invalid stream name: ''"),
+        ("reserve('or\u200bders')", errors.InvalidParameterValue, "invalid stream name"),
+        ("complete('Sales 2', 1)", errors.InvalidParameterValue, "invalid stream name: 'Sales 2'"),
+        ("drop_stream('Sales 2')", errors.InvalidParameterValue, "invalid stream name: 'Sales 2'"),
+        ("retire_writer('w', 'Sales 2')", errors.InvalidParameterValue, "invalid stream name: 'Sales 2'"),
+        ("retire_writer('two words', 'orders')", errors.InvalidParameterValue, "invalid writer name: 'two words'"),
+        ("append(null, '1')", errors.InvalidParameterValue, "invalid stream name: NULL"),
         ("append('orders', null)", errors.NullValueNotAllowed, "a row is NULL"),
         ("append('orders', variadic null)", errors.NullValueNotAllowed, "the rows are NULL"),
         ("append_many('orders', null)", errors.NullValueNotAllowed, "the rows are NULL"),
@@ -204,7 +211,7 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         ("append_many('orders', array[array[to_jsonb(repeat('x', 600))]])", errors.ArraySubscriptError, "arrays"),
         ("append_fact('*', 'orders', '{1}')", errors.InvalidParameterValue, "invalid writer name"),
         ("append_fact(null, 'orders', '{1}')", errors.InvalidParameterValue, "invalid writer name"),
-        ("append_fact('', null, '{1}')", errors.UndefinedObject, "stream NULL does not exist"),
+        ("append_fact('', null, '{1}')", errors.InvalidParameterValue, "invalid stream name: NULL"),
         ("append_fact('', 'orders', null)", errors.NullValueNotAllowed, "the rows are NULL"),
         ("append('orders', '{\"total\": NaN}')", errors.InvalidTextRepresentation, "NaN"),
         ("append('orders', repeat('[', 300)::text || repeat(']', 300))", errors.UndefinedFunction, "does not exist"),
@@ -221,8 +228,12 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
             errors.ProgramLimitExceeded,
             "a fact of stream 'orders' has 18180000 bytes in 90000 rows",
         ),
-        ("create_stream('two words')", errors.CheckViolation, "append_streams_stream_check"),
-        ("create_stream('')", errors.CheckViolation, "append_streams_stream_check"),
+        (
+            "create_stream('two words')",
+            errors.InvalidParameterValue,
+            r"invalid stream name: 'two words'\nHINT:  A name has 1 to 255 characters, and no white space, control",
+        ),
+        ("create_stream('')", errors.InvalidParameterValue, "invalid stream name: ''"),
         ("create_stream('orders', 'backward')", errors.DuplicateObject, "other direction"),
         ("create_stream('new', 'sideways')", errors.InvalidParameterValue, "forward"),
         ("create_stream('new', after => -4)", errors.InvalidParameterValue, "forward"),
@@ -244,8 +255,15 @@ def test_a_stream_may_have_every_name_that_a_record_may_have(sql: psycopg.Connec
     rule = str(one(sql, check)).removeprefix("CHECK ")
     found = sql.execute(f"select stream from unnest(%s::text[]) as given (stream) where {rule}".encode(), [every])
     assert {name for (name,) in found.fetchall()} == {name for name in every if is_name(name)}
+    sql.execute(
+        "create function pg_temp.taken(_name text) returns boolean language plpgsql as"
+        " $$ begin perform tidemark.check_stream_name(_name); return true;"
+        " exception when others then return false; end $$"
+    )
+    found = sql.execute("select stream from unnest(%s::text[]) as given (stream) where pg_temp.taken(stream)", [every])
+    assert {name for (name,) in found.fetchall()} == {name for name in every if is_name(name)}
     assert one(sql, "select tidemark.create_stream(repeat('x', 255))::text") == ""
-    with pytest.raises(errors.CheckViolation):
+    with pytest.raises(errors.InvalidParameterValue, match="invalid stream name"):
         sql.execute("select tidemark.create_stream(repeat('x', 256))")
 
 

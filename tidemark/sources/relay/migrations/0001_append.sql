@@ -178,10 +178,25 @@ begin
     if _writer is null or char_length(_writer) > 255 or _writer = '*'
         or _writer ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
         or tidemark.has_invisible(_writer) then
-        raise exception using errcode = 'invalid_parameter_value', message = format('invalid writer name: %L', _writer),
+        raise exception using errcode = 'invalid_parameter_value', message = format('invalid writer name: %L', left(_writer, 256)),
             hint = 'A name has 1 to 255 characters, no white space, control or invisible characters, and is not *.';
     end if;
     return _writer;
+end
+$$;
+
+-- Refuses a name that no stream can have, by the rules of append_streams.stream.
+create function tidemark.check_stream_name(_stream text) returns void
+language plpgsql immutable
+as $$
+begin
+    if _stream is null or _stream = '' or char_length(_stream) > 255
+        or _stream ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
+        or tidemark.has_invisible(_stream) then
+        raise exception using errcode = 'invalid_parameter_value',
+            message = format('invalid stream name: %L', left(_stream, 256)),
+            hint = 'A name has 1 to 255 characters, and no white space, control or invisible characters.';
+    end if;
 end
 $$;
 
@@ -193,6 +208,7 @@ declare
 begin
     select * into _of from tidemark.append_streams as known where known.stream = _stream and known.ids is not null;
     if not found then
+        perform tidemark.check_stream_name(_stream);
         raise exception using errcode = 'undefined_object',
             message = format('stream %L does not exist', _stream),
             hint = format('Create it once, as the owner of the schema: select tidemark.create_stream(%L)', _stream);
@@ -379,6 +395,7 @@ declare
     _sequence text;
     _known tidemark.append_streams;
 begin
+    perform tidemark.check_stream_name(create_stream.stream);
     if _sign is null or create_stream.after is null or create_stream.after * _sign < 0 then
         raise exception using errcode = 'invalid_parameter_value',
             message = 'the direction must be forward, with `after` at least 0, or backward, with `after` at most 0';
@@ -545,6 +562,7 @@ begin
     select * into _known from tidemark.append_writers as known
     where known.number = _of.number and known.writer = retire_writer.writer and known.state in ('joining', 'joined');
     if not found then
+        perform tidemark.append_writer(retire_writer.writer);
         raise exception using errcode = 'undefined_object',
             message = format('stream %L has no writer %L', retire_writer.stream, retire_writer.writer),
             hint = 'The writer has retired, has never appended, or the relay has not read its first fact yet.';
@@ -582,7 +600,7 @@ comment on function tidemark.retire_writer is
 
 revoke all on function
     tidemark.wait_for_lock(integer, integer, text, text), tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
-    tidemark.has_invisible(text), tidemark.append_writer(text), tidemark.append_stream(text),
+    tidemark.has_invisible(text), tidemark.append_writer(text), tidemark.check_stream_name(text), tidemark.append_stream(text),
     tidemark.append_checked(jsonb[]), tidemark.fact_bytes(text, text[]),
     tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
     tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text),
