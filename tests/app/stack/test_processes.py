@@ -1,11 +1,18 @@
+from collections.abc import Mapping
+from pathlib import Path
+
 import psycopg
 import pytest
 import redis
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
+from psycopg.conninfo import conninfo_to_dict
 
+from tests.waiting import eventually
+from tidemark.app import relay
+from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.processes import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, PaymentsProcess, RedisServer
 
 
 def test_postgres_keeps_what_was_committed_before_a_kill(postgres: PostgresServer, database: str) -> None:
@@ -46,3 +53,32 @@ def test_kafka_keeps_topics_through_a_kill_and_creates_none_by_accident(kafka: K
     producer.produce(f"{prefix}.typo", b"{}")
     assert producer.flush(60) == 0
     assert f"{prefix}.typo" not in admin.list_topics(timeout=60).topics
+
+
+def test_one_payment_of_the_demo_stays_open_for_many_seconds(
+    database: str, java: str, jdbc: Path, tmp_path: Path
+) -> None:
+    """`tidemark status` names its session. The other sessions go on, and the payment is committed in the end."""
+    relay.migrate(database, ["payments"], "forward", say=lambda _: None)
+    address = conninfo_to_dict(database)
+    names = {"PGHOST": "host", "PGPORT": "port", "PGUSER": "user", "PGPASSWORD": "password", "PGDATABASE": "dbname"}
+    variables: Mapping[str, str] = {name: str(address[key]) for name, key in names.items()}
+    open_ones = (
+        "select count(*) from pg_stat_activity where datname = current_database() and state = 'idle in transaction'"
+        " and application_name = 'slow-payment' and now() - xact_start > '14 s'"
+    )
+    payments = PaymentsProcess(Home(tmp_path), variables, java=java, jars=jdbc)
+    with psycopg.connect(database, autocommit=True) as connection:
+
+        def count(query: str) -> int:
+            row = connection.execute(query.encode()).fetchone()
+            assert row is not None
+            return int(row[0])
+
+        payments.start()
+        try:
+            eventually(lambda: count(open_ones) == 1, 60.0)
+            assert count("select count(*) from tidemark.append_outbox") > 3
+            eventually(lambda: count(open_ones) == 0, 60.0)
+        finally:
+            payments.stop()
