@@ -74,6 +74,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
     assert not terminal.home.stack_env.exists()
 
     with terminal.up("--demo") as process:
+        assert b"no streams yet" not in terminal.run("status").stdout
         with terminal.redis() as client:
             assert client.get(LINEAR) == "1"
             terminal.run("produce", stdin=FACT.replace(b'"id":1', b'"id":2'))
@@ -81,6 +82,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
             # The demo asks Redis before it plays: it plays from here on.
             eventually(lambda: set(client.scan_iter("tidemark:{*}:linear")) - {LINEAR}, VISIBLE_SECONDS)
             eventually(lambda: int(client.get("tidemark:{payments}:linear") or 0) > 1, VISIBLE_SECONDS)
+            eventually(lambda: b"session named slow-payment" in terminal.run("status").stdout, VISIBLE_SECONDS)
         os.kill(int(terminal.home.pid("redis").read_text()), signal.SIGKILL)
         eventually(lambda: terminal.said("redis is back"), READY_SECONDS)
         process.kill()
@@ -91,6 +93,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert terminal.said(f"ended kafka (pid {kafka}), which an earlier stack left running")
         assert terminal.said("ended simulate")
         assert terminal.said("ended payments")
+        assert terminal.said("streams of an earlier `tidemark up --demo`")
 
 
 def test_taken_port_is_told_in_one_line(terminal: Terminal) -> None:

@@ -20,7 +20,7 @@ from http.client import HTTPException
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
@@ -517,15 +517,17 @@ chat_caches: cache entries that readers must drop, such as the members of a room
 payments: another service, in Java, which appends its facts with SQL.
 """
 """Banner text on the live page of the demo."""
+CHAT_PREFIX: Final = "chat_"
+"""The beginning of the names of the chat server's streams."""
 
 
 class DemoProcess(_TidemarkProcess):
-    """The simulated chat server. The names of its streams begin with `chat_`. It has no port."""
+    """The simulated chat server. The names of its streams begin with `CHAT_PREFIX`. It has no port."""
 
     name: ClassVar[str] = "simulate"
 
     def command(self) -> Sequence[str]:
-        return [*super().command(), "--workload", "rooms", "--prefix", "chat_", "--rate", "5"]
+        return [*super().command(), "--workload", "rooms", "--prefix", CHAT_PREFIX, "--rate", "5"]
 
     def answers(self) -> bool:
         return self.running

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -29,6 +29,11 @@ from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, S
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
+
+
+NO_STREAMS: Final = (
+    "no streams yet: a stream appears within seconds after a writer sends its first record; then run this again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +333,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     if as_json:
         click.echo(to_json(statuses, time.time(), pipeline))
     else:
-        echo(to_table(statuses, time.time()) if statuses else "no streams yet: nothing was read from Kafka")
+        echo(to_table(statuses, time.time()) if statuses else NO_STREAMS)
         echo(
             "\n".join([*pipeline.lines(datetime.now(UTC)), *(f"problem: {problem}" for problem in pipeline.problems())])
         )

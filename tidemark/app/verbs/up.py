@@ -24,7 +24,7 @@ from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.processes import DEMO_BANNER, ServerProcess, StartFailed, redis_program
+from tidemark.app.stack.processes import CHAT_PREFIX, DEMO_BANNER, ServerProcess, StartFailed, redis_program
 from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
@@ -35,10 +35,14 @@ from tidemark.common.environment import (
     remove_foreign_variables,
     temporary_home,
 )
-from tidemark.common.errors import BadSetting, Unavailable
+from tidemark.common.errors import BadSetting, TidemarkError, Unavailable
 from tidemark.sinks.postgres.database import migrate
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 T = TypeVar("T")
+
+FIRST_POSITION_SECONDS = 30.0
+"""The longest wait for the demo's first position."""
 
 
 def run(settings: Settings, *, demo: bool) -> None:
@@ -64,6 +68,10 @@ def run(settings: Settings, *, demo: bool) -> None:
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
             fetch_jars(home.jars, java, lambda text: _say(f"downloading {text}"), jars, inherited)
         with _running(stack, demo=demo) as running:
+            if demo:
+                _await_first_position(stack)
+            elif warning := _earlier_demo(stack):
+                _say(warning)
             _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
             with _create_class_archive(java):
@@ -140,6 +148,36 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
             if server.running:
                 _say(f"ending {server.name}")
             server.stop()
+
+
+def _await_first_position(stack: LocalStack) -> None:
+    """Wait until the demo's first position is stored, so that `tidemark status` shows its streams. If there is none
+    after `FIRST_POSITION_SECONDS`, go on: the pipeline may be slow on a busy machine."""
+    if _stored_streams(stack):
+        return
+    _say("waiting for the first position of the demo")
+    deadline = time.monotonic() + FIRST_POSITION_SECONDS
+    while time.monotonic() < deadline and not _stored_streams(stack):
+        time.sleep(0.5)
+
+
+def _stored_streams(stack: LocalStack) -> list[str]:
+    """The names of the streams that have positions; empty if Postgres does not answer."""
+    with suppress(TidemarkError), Postgres(PostgresConfig(stack.postgres.dsn())) as postgres:
+        return sorted(postgres.states())
+    return []
+
+
+def _earlier_demo(stack: LocalStack) -> str | None:
+    """A warning about streams of an earlier demo; None without such streams. Without the demo, the relay of these
+    streams does not run, so their open IDs stay open."""
+    streams = [stream for stream in _stored_streams(stack) if stream.startswith(CHAT_PREFIX)]
+    if not streams:
+        return None
+    return (
+        f"{', '.join(streams)}: streams of an earlier `tidemark up --demo`. They may stay blocked, because the demo"
+        f" does not run. To start empty, stop the stack and run: rm -r {shlex.quote(str(stack.home.root / 'data'))}"
+    )
 
 
 def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T:
