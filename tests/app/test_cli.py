@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.terminals import shown_on_a_terminal
 from tidemark.app import cli
 from tidemark.app.cli import VERBS, main
-from tidemark.app.commands import confirmed
+from tidemark.app.commands import confirmed, no_stream
 from tidemark.app.stack.home import AlreadyRunning, NeedsNamedUser
 from tidemark.app.stack.postgres import NeedsOrdinaryUser, PostgresServer
 from tidemark.app.stack.processes import StartFailed, free_port
@@ -251,6 +251,38 @@ def test_the_shell_completes_verbs_and_options() -> None:
     assert _completed("readers", "s") == ["seek", "show"]
     assert {"--json", "--check", "--help"} <= {*_completed("status", "-")}
     assert _completed("relay", "migrate", "--direction", "b") == ["backward"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("statsu", "No such command 'statsu'. Did you mean 'status'?"),
+        ("retier orders", "No such command 'retier'. Did you mean 'retire' or 'readers'?"),
+        ("readers lst", "No such command 'lst'. Did you mean 'list'?"),
+        ("xyzzy", "No such command 'xyzzy'."),
+        (
+            "explain sales 77",
+            "unexpected argument '77': `tidemark explain` takes times, with --at or --between. For one ID, run:"
+            " tidemark trace STREAM ID",
+        ),
+    ],
+)
+def test_wrong_usage_names_what_was_perhaps_meant(words: str, error: str) -> None:
+    """Verbs, verbs of a group, and the verb for one ID."""
+    done = CliRunner().invoke(main, words.split())
+    assert (done.exit_code, done.output.splitlines()[-1]) == (2, f"Error: {error}")
+
+
+def test_a_mistyped_option_gets_a_suggestion() -> None:
+    done = CliRunner().invoke(main, ["status", "--jsn"])
+    assert (done.exit_code, "--json" in done.output) == (2, True)
+
+
+def test_a_mistyped_stream_gets_a_suggestion() -> None:
+    assert no_stream("sale", ["orders", "sales"]) == (
+        "there is no stream sale; did you mean sales? `tidemark status` shows all streams"
+    )
+    assert no_stream("x", ["orders"]) == "there is no stream x; `tidemark status` shows all streams"
 
 
 def test_ctrl_c_ends_without_a_stack_trace() -> None:

@@ -6,7 +6,8 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
@@ -50,6 +51,17 @@ class CommandGroup(OurCommand, click.Group):
 
     command_class = OurCommand
     group_class = type
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command. If the name is unknown, the error suggests similar names."""
+        names = self.list_commands(ctx)
+        is_unknown = args[0] not in names and not args[0].startswith("-")
+        if is_unknown and not ctx.resilient_parsing and (similar := get_close_matches(args[0], names)):
+            suggestion = " or ".join(map(repr, similar))
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {suggestion}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:
         """Run the command without error handling."""
@@ -217,9 +229,11 @@ def _discard_output(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def no_stream(name: str) -> str:
-    """The error text for an unknown stream."""
-    return f"there is no stream {name}; `tidemark status` shows all streams"
+def no_stream(name: str, names: Iterable[str] = ()) -> str:
+    """The error text for an unknown stream. It suggests the most similar stream of `names`."""
+    similar = get_close_matches(name, names, n=1)
+    suggestion = f"; did you mean {similar[0]}?" if similar else ";"
+    return f"there is no stream {name}{suggestion} `tidemark status` shows all streams"
 
 
 def own_name() -> str:

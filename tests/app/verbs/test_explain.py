@@ -138,7 +138,9 @@ def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
     assert explain("--at", "10:00", "--between", "10:00", "11:00").exit_code == 2
     none = CliRunner().invoke(main, ["explain", "none"], env={"TIDEMARK_POSTGRES_DSN": dsn})
     assert none.exit_code == 1
-    assert "there is no stream none" in none.output
+    assert "there is no stream none; `tidemark status`" in none.output
+    mistyped = CliRunner().invoke(main, ["explain", "event"], env={"TIDEMARK_POSTGRES_DSN": dsn})
+    assert "there is no stream event; did you mean events? `tidemark status` shows all streams" in mistyped.output
 
 
 def test_of_what_is_still_to_come_nothing_is_told(explain: Explain, pipeline: Pipeline) -> None:

@@ -294,7 +294,7 @@ class Moment(click.ParamType[datetime]):
         return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-@click.command("explain", cls=OurCommand)
+@click.command("explain", cls=OurCommand, context_settings={"allow_extra_args": True})
 @click.argument("stream")
 @click.option("--at", type=Moment(), help="Explain this time. Default: now.")
 @click.option(
@@ -306,7 +306,9 @@ class Moment(click.ParamType[datetime]):
 )
 @click.option("--reader", help="First show what this reader of STREAM waits for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.pass_context
 def explain(
+    context: click.Context,
     stream: str,
     at: datetime | None,
     between: tuple[datetime, datetime] | None,
@@ -315,6 +317,11 @@ def explain(
     as_json: bool,
 ) -> None:
     """Show why STREAM was stuck at a given time, which writer blocked it, and what unblocked it."""
+    if context.args:
+        raise click.UsageError(
+            f"unexpected argument {context.args[0]!r}: `tidemark explain` takes times, with --at or --between. For one"
+            " ID, run: tidemark trace STREAM ID"
+        )
     if at is not None and between is not None:
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
@@ -325,7 +332,7 @@ def explain(
     with StreamInspection(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(no_stream(stream))
+            raise CommandFailed(no_stream(stream, past.stream_names()))
         if between is not None:
             since, until = min(between), min(max(between), now)
             begins = past.history_start(stream)

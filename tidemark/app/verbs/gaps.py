@@ -88,9 +88,9 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
+        if stream is not None and not stored:
+            raise CommandFailed(no_stream(stream, postgres.stream_names()))
         open_gaps = open_ranges.read_open_ranges(postgres, stored, time.time(), settings.policy_defaults)
-    if stream is not None and not stored:
-        raise CommandFailed(no_stream(stream))
     if as_json:
         click.echo(to_json(open_gaps))
     else:

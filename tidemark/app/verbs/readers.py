@@ -132,7 +132,7 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
         statuses = databases.statuses(None, stream)
         where = databases.store.where
         if stream is not None and not statuses and not databases.overrides.has_stream(stream):
-            raise CommandFailed(no_stream(stream))
+            raise CommandFailed(no_stream(stream, databases.overrides.stream_names()))
     if as_json:
         click.echo(as_object({"readers": statuses}))
     else:
@@ -175,7 +175,7 @@ def readers_seek(
         stored = databases.place(reader, stream)
         linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
-            raise CommandFailed(no_stream(stream))
+            raise CommandFailed(no_stream(stream, databases.overrides.stream_names()))
         goal = _goal(token, stored, linear)
         again = [
             (late.writer, late.prev, late.id)

@@ -486,8 +486,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
             f"{facts} is the control topic: give the facts topic; the control topic is always read too"
         )
     with BatchHistory.open(settings.postgres) as past:
-        if stream is not None and stream not in past.streams():
-            raise CommandFailed(no_stream(stream))
+        if stream is not None and stream not in (names := past.streams()):
+            raise CommandFailed(no_stream(stream, names))
         read = read_file(source or "-") if is_file else read_topics(settings, facts, records)
         messages = {}
         for message in read:

@@ -326,10 +326,11 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        statuses = of(postgres, postgres.states(), stream)
+        stored = postgres.states()
+        if stream is not None and stream not in stored:
+            raise CommandFailed(no_stream(stream, stored))
+        statuses = of(postgres, stored, stream)
         pipeline = health.configured_condition(settings, postgres)
-    if stream is not None and not statuses:
-        raise CommandFailed(no_stream(stream))
     if as_json:
         click.echo(to_json(statuses, time.time(), pipeline))
     else:
@@ -362,7 +363,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
-                    raise CommandFailed(no_stream(stream))
+                    raise CommandFailed(no_stream(stream, postgres.stream_names()))
                 if as_json:
                     click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
                 else:

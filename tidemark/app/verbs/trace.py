@@ -548,7 +548,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     with IdInspection(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(no_stream(stream))
+            raise CommandFailed(no_stream(stream, past.stream_names()))
         trace = from_postgres(past, stream, encoded, id)
         home = home_partition(encoded)
         with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:

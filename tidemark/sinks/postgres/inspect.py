@@ -148,6 +148,9 @@ class StreamInspection:
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
+    def stream_names(self) -> list[str]:
+        return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams")]
+
     def history_start(self, stream: str) -> datetime | None:
         """The time of the first stored move of a position; None if no move is stored."""
         time: datetime | None = self._session.fetch_value(

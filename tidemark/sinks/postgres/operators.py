@@ -221,6 +221,9 @@ class OverrideLog:
         row = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
         return row is not None
 
+    def stream_names(self) -> list[str]:
+        return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams")]
+
     def containing(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
         """Overrides whose range contains `id`, oldest first."""
         return self._session.fetch_all(
