@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import socket
 import subprocess
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -18,6 +19,7 @@ from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.stack.up import BROKER, JarList, fetch_jars
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
@@ -111,8 +113,32 @@ def test_kafka_is_asked_what_nobody_read(
     assert health.read_condition(store, connection, redis_url, 30.0).waiting == {(prefix, 0): -5}
     away = health.read_condition(store, KafkaConnection("127.0.0.1:1"), "redis://127.0.0.1:1", 0.5)
     assert away.waiting is None
-    assert "127.0.0.1:1" in str(away.kafka)
+    assert re.search(r"127\.0\.0\.1:1.* \(waited \d+ s\)$", str(away.kafka))
     assert "127.0.0.1:1" in str(away.redis)
+
+
+def test_a_kafka_that_is_slow_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Kafka at whose address nothing listens is not."""
+    asked: list[float] = []
+
+    class Slow:
+        def __init__(self, kafka: KafkaConnection, timeout: float) -> None:
+            asked.append(timeout)
+
+        def end_offsets(self, _: object) -> dict[tuple[str, int], int]:
+            if len(asked) == 1:
+                raise Unavailable("Kafka", "127.0.0.1:9092", "Timed out")
+            return {("facts", 0): 7}
+
+    monkeypatch.setattr(health, "Topics", Slow)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert health._end_offsets(KafkaConnection(f"127.0.0.1:{port}"), {"facts": 1}, 3.0) == {("facts", 0): 7}
+    assert asked == [3.0, 3.0]
+    asked.clear()
+    with pytest.raises(Unavailable):
+        health._end_offsets(KafkaConnection("127.0.0.1:1"), {"facts": 1}, 3.0)
+    assert asked == [3.0]
 
 
 def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(

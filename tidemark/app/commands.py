@@ -4,7 +4,6 @@ import errno
 import getpass
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -93,27 +92,16 @@ def without_stack(error: Unavailable | Refused) -> str | None:
     None unless the server's address is the default, or is from the `stack.env` of a local stack and nothing listens
     there.
     """
+    from tidemark.app.connections import accepts_connections
     from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
     origin = "" if name is None else origin_of(name)
-    listening = _listens(error.where)
+    listening = accepts_connections(error.where)
     if name is None or not (origin == "default" or (origin == str(stack_env()) and not listening)):
         return None
     problem = one_line(error) if listening else f"{error.what} does not answer at {error.where}"
     return f"{problem}: is `tidemark up` running? If not, start it or set {variable_of(name)}"
-
-
-def _listens(where: str) -> bool:
-    """Whether a process accepts connections at the first `host:port` in `where`. `where` may be a list, or end with a
-    path."""
-    from tidemark.app.connections import host_port
-
-    try:
-        socket.create_connection(host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class Amount(click.FloatRange):

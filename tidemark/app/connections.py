@@ -4,6 +4,7 @@
 """
 
 import re
+import socket
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -268,3 +269,13 @@ def require_both(settings: BaseModel, *pair: str) -> None:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+def accepts_connections(where: str) -> bool:
+    """Whether a process accepts connections at the first `host:port` in `where`. `where` may be a list, or end with a
+    path."""
+    try:
+        socket.create_connection(host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -6,14 +6,16 @@ If no pipeline runs, the positions in Postgres do not change. So `tidemark statu
 import shlex
 import socket
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from tidemark.app.connections import accepts_connections
 from tidemark.app.output import count, duration, one_line
-from tidemark.common.errors import TidemarkError
+from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
@@ -159,7 +161,7 @@ def read_condition(
         postgres: Tidemark's database.
         kafka: the connection to Kafka.
         redis: the address of Redis; None if Redis is known to answer.
-        timeout_seconds: the longest wait for Kafka, and for Redis.
+        timeout_seconds: the longest wait for an attempt with Kafka, and for Redis.
 
     Raises:
         Unavailable, Refused: Postgres did not answer, or refused the session.
@@ -169,12 +171,12 @@ def read_condition(
     if not topics:
         return PipelineCondition(condition, None, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
     committed = postgres.offsets()  # before the end offsets, so that the lag is not negative
+    began = time.monotonic()
     try:
-        ends = Topics(kafka, timeout_seconds).end_offsets(topics)
+        ends = _end_offsets(kafka, topics, timeout_seconds)
     except TidemarkError as problem:
-        return PipelineCondition(
-            condition, None, one_line(problem), _redis_error(redis, timeout_seconds), kafka.bootstrap
-        )
+        error = f"{one_line(problem)} (waited {duration(time.monotonic() - began)})"
+        return PipelineCondition(condition, None, error, _redis_error(redis, timeout_seconds), kafka.bootstrap)
     waiting = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in committed.items()
@@ -182,6 +184,19 @@ def read_condition(
         if (topic, partition) in ends
     }
     return PipelineCondition(condition, waiting, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
+
+
+def _end_offsets(
+    kafka: KafkaConnection, topics: Mapping[str, int], timeout_seconds: float
+) -> dict[tuple[str, int], int]:
+    """The end offsets of `topics` (name -> number of partitions). If Kafka accepts connections but does not answer in
+    time, as on a busy machine, try once more."""
+    try:
+        return Topics(kafka, timeout_seconds).end_offsets(topics)
+    except Unavailable:
+        if not accepts_connections(kafka.bootstrap):
+            raise
+    return Topics(kafka, timeout_seconds).end_offsets(topics)
 
 
 def _redis_error(redis: "RedisAddress | str | None", timeout_seconds: float) -> str | None:
