@@ -6,7 +6,6 @@ BIN := $(VENV)/bin
 # The first Python that is new enough; `make PYTHON=/path/to/python3.12 setup` names another.
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
-EXTRAS := local,dev
 # Tests start hundreds of Pythons: each would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -16,22 +15,45 @@ help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
 		/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.PHONY: setup
-setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark needs
+# A Python that the command names makes .venv again if .venv has another version.
+version_of = $(shell $(1) -c 'import sys; print(*sys.version_info[:3], sep=".")' 2>/dev/null)
+ifeq ($(origin PYTHON),command line)
+OTHER_PYTHON := $(if $(filter $(call version_of,"$(PYTHON)"),$(call version_of,$(BIN)/python)),,other-python)
+endif
+.PHONY: other-python
+comma := ,
+# Extras are separated by `+`. pip's output goes to a file, whose end is printed if pip fails.
+install = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[$(subst +,$(comma),$(1))]' \
+	>$(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log >&2; \
+	echo "make: pip could not install the packages: see above, and all of its output in $(VENV)/install.log" >&2; exit 2; }
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 or newer is needed: install it (Debian, Ubuntu: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
-	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV) || { echo "make: $(PYTHON) cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
+.PHONY: setup
+setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark and its tests need
+
+$(VENV)/.installed: $(VENV)/.local
+	@echo "installing what tests and documentation need into $(VENV)"
+	@$(call install,local+dev)
+	@touch $@
+
+# What users need. .venv is made again if its first installation did not end.
+$(VENV)/.local: pyproject.toml constraints.txt $(OTHER_PYTHON)
+	@if [ -n "$(OTHER_PYTHON)" ] || [ -e $(VENV)/.unfinished ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+			|| { echo "make: Python 3.11 or newer is needed: install it (Debian, Ubuntu: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }; \
+		"$(PYTHON)" -m venv --clear $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }; \
+		touch $(VENV)/.unfinished; \
+	fi
 	@echo "installing into $(VENV) (about 1 GB, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(call install,local)
+	@rm -f $(VENV)/.unfinished
 	@touch $@
 
 .PHONY: run
-run: setup ## Run the whole local stack with a demo: several writers whose facts complete out of order
+run: $(VENV)/.local ## Run the whole local stack with a demo: several writers whose facts complete out of order
 	@exec $(BIN)/tidemark up --demo
 
 .PHONY: up
-up: setup ## Run the whole local stack without the demo, for facts of your own
+up: $(VENV)/.local ## Run the whole local stack without the demo, for facts of your own
 	@exec $(BIN)/tidemark up
 
 ##@ Check
@@ -149,7 +171,7 @@ chart-docs: setup ## Write the chart's README and schema from its values
 .PHONY: chart-test
 chart-test: setup ## Check chart and Dockerfile with every tool there is; builds the tools first (Go, some minutes, once)
 	helm/tools/install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
+	@$(call install,local+dev+chart)
 	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_package.py tests/helm/check_image.py tests/helm/test_described.py tests/helm/test_alerts_fire.py
 
 .PHONY: chart-package
@@ -190,7 +212,7 @@ admission-test: setup ## Ask the API server of the current context what the char
 ##@ Measure
 .PHONY: bench
 bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/explanation/benchmarks.md (an hour and a quarter)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),bench]'
+	@$(call install,local+dev+bench)
 	$(BIN)/python -m tests.bench
 
 ##@ Tidy up
