@@ -1,8 +1,10 @@
 """The short form of an error, with which a program ends."""
 
 import asyncio
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -27,6 +29,29 @@ def test_program_ends_with_a_line_and_a_hint(
     assert ended.value.code == code
     assert f"{line}\n{hint}" == f"error: {error.short}"
     assert hint == f"Hint: {type(error).hint}"
+
+
+def test_ctrl_c_ends_the_program_without_a_message() -> None:
+    """With the code that shells report for SIGINT; also while `asyncio.run` runs."""
+    program = (
+        "import asyncio, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "from tidemark.errors import exit_on_error\n"
+        "with exit_on_error():\n"
+        "    print('begun', flush=True)\n"
+        "    asyncio.run(asyncio.sleep(60)) if sys.argv[1] == 'asyncio' else time.sleep(60)\n"
+    )
+    for kind in ("threads", "asyncio"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(0.2)  # asyncio.run handles signals
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 130
 
 
 def test_errors_of_others_pass() -> None:

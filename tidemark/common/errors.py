@@ -434,11 +434,11 @@ class Refused(Stop):
 def exit_on_error() -> Iterator[None]:
     """End the program with the short form of a Tidemark error instead of a traceback.
 
-    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Raises other errors, and an
-    exception group that contains another error, unchanged.
+    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Ctrl-C ends the program
+    without a message. Raises other errors, and an exception group that contains another error, unchanged.
 
     Raises:
-        SystemExit: with code 2 for a `Stop` and 1 for another Tidemark error, as the command line does.
+        SystemExit: with code 2 for a `Stop`, 1 for another Tidemark error and 130 for Ctrl-C.
     """
     try:
         yield
@@ -449,6 +449,8 @@ def exit_on_error() -> Iterator[None]:
         if ours is None or others is not None:
             raise
         code = _exit_code(_first_error(ours))
+    except KeyboardInterrupt:
+        code = 130  # 128 + SIGINT, as shells report it
     else:
         return
     raise SystemExit(code)  # outside of the handlers, so that the exception has no context to print
