@@ -281,4 +281,5 @@ def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datet
     if status.late:
         yield f"{status.late} late completions wait for the reader"
     if status.parked:
-        yield f"{status.parked} parked facts wait for a person: tidemark readers parked list {name} {stream}"
+        facts = "fact is" if status.parked == 1 else "facts are"
+        yield f"{status.parked} {facts} parked: tidemark readers parked list {name} {stream}"
