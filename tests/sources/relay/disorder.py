@@ -29,6 +29,10 @@ RELAY = "relay_of_world"
 FIT = "cache 1 no cycle increment by"
 
 
+ROOM = 2000
+"""IDs that a sequence has left."""
+
+
 class TokenCore(Core):
     """Takes each record alone, so that it is known what became of each: `published` in time, or `named` as late."""
 
@@ -124,7 +128,11 @@ class DisorderedWorld(World):
         """Of the sequence; nothing where a transaction is in its way."""
         if options.endswith("increment by"):
             options += f" {self._sign}"
-        self._alter(f"alter sequence {self.sequence} {options}")
+        last = self._admin.execute(f"select last_value from {self.sequence}".encode()).fetchone()
+        assert last is not None
+        # A sequence that cycles in the wrong direction goes to its end: at 2**63 a relay would send voids for ever.
+        end = f"{'maxvalue' if self._sign > 0 else 'minvalue'} {last[0] + self._sign * ROOM}"
+        self._alter(f"alter sequence {self.sequence} {options} {end}")
 
     def move(self, by: int) -> None:
         """`setval`, which waits for nobody."""
