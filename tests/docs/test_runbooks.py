@@ -157,8 +157,8 @@ def two_readers(given: Given) -> None:
     order = "INSERT INTO orders SELECT tidemark.append('orders', '{}'), 7"
     for _ in range(3):
         given.sql(order)
-    with reading(given, "mailer", 5003):
-        pass
+    with reading(given, "mailer", 5003):  # it prints an ID before it commits its place
+        eventually(lambda: "m5003" in given.shell.typed("tidemark readers list"), VISIBLE_SECONDS)
     given.sql(order)
     given.running.enter_context(reading(given, "books", 5004))
 
