@@ -323,6 +323,7 @@ _USE = DatabaseUse(
     refusals={
         "3F": f"run `{COMMAND}`",
         "42P01": f"run `{COMMAND}`",
+        "42803": f"run `{COMMAND}`",  # a restore has created a table, and not yet its primary key
         "42883": f"run `{COMMAND}`",
         "42501": "grant the user the role tidemark_relay",
         "22021": "move to a database WITH ENCODING 'UTF8'",
