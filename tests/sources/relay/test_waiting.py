@@ -163,12 +163,9 @@ def test_a_relay_waits_while_pg_restore_works(
                 count = gate.execute("select count(*) from tidemark.relay_schema_version").fetchone()
                 assert count == (0,)
                 # A relay whose rounds were before and after the moment without tables sees a database without streams.
-                seconds = 5.0 if is_in_place else 60.0
-                began = time.monotonic()
-                while not (noticed := has_noticed(logs)) and time.monotonic() - began < seconds:
-                    time.sleep(0.05)
-                assert noticed or is_in_place
-                eventually(lambda: not noticed or relay.metric("tidemark_relay_active") == 0)
+                until = time.monotonic() + 5.0
+                eventually(lambda: has_noticed(logs) or (is_in_place and time.monotonic() > until))
+                eventually(lambda: not has_noticed(logs) or relay.metric("tidemark_relay_active") == 0)
                 assert relay.failure is None
                 gate.execute("select pg_advisory_unlock(38)")
                 assert restores[-1].wait(60) == 0

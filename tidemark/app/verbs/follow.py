@@ -74,13 +74,10 @@ def _show_progress(settings: "Settings", stream: str, target: str | int, writer:
     if not shows_progress():
         yield
         return
-    from tidemark.sinks.reader import Positions, PositionSnapshot, Token
+    from tidemark.sinks.reader import Positions, PositionSnapshot
+    from tidemark.sinks.reader.wait import target_token
 
-    if isinstance(target, str):
-        goal = Token.parse(target)
-    else:
-        goal = Token(target) if writer is None else Token.of(0, {writer: target})
-    halt = threading.Event()
+    goal, halt = target_token(target, writer), threading.Event()
 
     def show() -> None:
         bar, advance, left = ExitStack(), None, 0

@@ -89,7 +89,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
         if stream is not None and not stored:
-            raise CommandFailed(no_stream(stream, postgres.stream_names()))
+            raise CommandFailed(no_stream(stream, postgres.streams()))
         open_gaps = open_ranges.read_open_ranges(postgres, stored, time.time(), settings.policy_defaults)
     if as_json:
         click.echo(to_json(open_gaps))

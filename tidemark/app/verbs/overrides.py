@@ -537,7 +537,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         postgres.check_readable()
         stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
-            raise CommandFailed(no_stream(fields["stream"], postgres.stream_names()))
+            raise CommandFailed(no_stream(fields["stream"], postgres.streams()))
         record = override_record(kind, stored, fields)
         trial = attempt(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:

@@ -363,7 +363,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
-                    raise CommandFailed(no_stream(stream, postgres.stream_names()))
+                    raise CommandFailed(no_stream(stream, postgres.streams()))
                 if as_json:
                     click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
                 else:

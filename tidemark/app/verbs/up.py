@@ -164,7 +164,7 @@ def _await_first_position(stack: LocalStack) -> None:
 def _stored_streams(stack: LocalStack) -> list[str]:
     """The names of the streams that have positions; empty if Postgres does not answer."""
     with suppress(TidemarkError), Postgres(PostgresConfig(stack.postgres.dsn())) as postgres:
-        return sorted(postgres.states())
+        return postgres.streams()
     return []
 
 

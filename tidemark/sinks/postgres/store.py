@@ -191,9 +191,6 @@ class Postgres:
         names = None if streams is None else list(streams)
         return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
 
-    def stream_names(self) -> list[str]:
-        return [name for (name,) in self._reads.fetch_tuples("select stream from tidemark.streams")]
-
     def replace_states(self, states: Mapping[str, EncodedState]) -> None:
         """Replace states outside a batch: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():

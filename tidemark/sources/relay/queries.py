@@ -329,7 +329,7 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # The relay sends records after its commit, so the commit must be durable, whatever the server's default is.
+        # The relay sends records after its commit, so the commit must be durable. The default of the server may differ.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
         # dead rows.
