@@ -74,8 +74,7 @@ def _show_progress(settings: "Settings", stream: str, target: str | int, writer:
     if not shows_progress():
         yield
         return
-    from tidemark.sinks.reader import Positions, PositionSnapshot
-    from tidemark.sinks.reader.wait import target_token
+    from tidemark.sinks.reader import Positions, PositionSnapshot, target_token
 
     goal, halt = target_token(target, writer), threading.Event()
 

@@ -48,6 +48,7 @@ from tidemark.sinks.reader.wait import MonotonicPositions as MonotonicPositions
 from tidemark.sinks.reader.wait import PositionSnapshot, Recovering
 from tidemark.sinks.reader.wait import PublishedPositions as PublishedPositions
 from tidemark.sinks.reader.wait import WaitConfig as WaitConfig
+from tidemark.sinks.reader.wait import target_token as target_token
 from tidemark.sinks.reader.wait import wait_for_token as wait_for_token
 from tidemark.streaming.values.limits import Evidence
 
