@@ -73,7 +73,8 @@ test: setup ## Run the tests, with real servers, in four processes with servers 
 
 .PHONY: test-slow
 test-slow: setup ## Run the tests that take half a minute or more each: kills at every step, simulations, installations
-	$(BIN)/pytest -m slow $(call HANGS,900,1200) -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -m "slow and not alone" $(call HANGS,900,1200) -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -m alone $(call HANGS,900,1200) -n 0
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)

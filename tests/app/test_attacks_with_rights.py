@@ -25,7 +25,7 @@ from tidemark.app.stack.processes import LOOPBACK, SidecarProcess, free_port
 from tidemark.common.environment import child_environment
 from tidemark.sources.relay.queries import COMMON_CUT, LOCK
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 SECONDS = 10.0
 PAUSE = 0.1  # seconds between two facts, and between two probes
