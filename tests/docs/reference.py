@@ -17,9 +17,9 @@ from tidemark.app.diagnosis.reader_lag import ReaderMetrics
 from tidemark.app.follow_positions import FollowMetrics
 from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
+from tidemark.app.sidecar.answers import Problem, reason_phrase
 from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, openapi_document
-from tidemark.app.sidecar.problems import Problem, reason_phrase
 from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
 

@@ -13,9 +13,9 @@ from tests.sinks.given import batch
 from tests.sinks.reader.conftest import brisk, service
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
-from tidemark.app.read_side import stream_history
+from tidemark.app.read_side import postgres_reader
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.lag_history import LagHistory
+from tidemark.sinks.postgres.history import LagHistory
 from tidemark.streaming.core.effects import ClosedGap, Gap, StreamEffects
 
 __all__ = ["brisk", "service"]
@@ -23,8 +23,8 @@ __all__ = ["brisk", "service"]
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_history, "CHART_CACHE_SECONDS", 0.0)
-    monkeypatch.setattr(stream_history, "READERS_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(postgres_reader, "CHART_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(postgres_reader, "READERS_CACHE_SECONDS", 0.0)
 
 
 def publish(pipeline: Pipeline, seconds_ago: float, *effects: StreamEffects, **more: Any) -> None:

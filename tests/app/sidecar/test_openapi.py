@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side import ReadSideConfig
+from tidemark.app.sidecar.answers import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import BEARER, PATH, openapi_document
-from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
 from tidemark.sinks.reader import Token
 

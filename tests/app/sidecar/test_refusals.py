@@ -18,9 +18,9 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.app.sidecar.test_admission import answer, connected, send_on
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.admission import AdmissionConfig
+from tidemark.app.sidecar.answers import Problem, reason_phrase
 from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.openapi import PATH
-from tidemark.app.sidecar.problems import Problem, reason_phrase
 from tidemark.app.sidecar.service import MetricsText
 
 PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})

@@ -16,7 +16,7 @@ from tidemark.app.simulation.services import (
     open_psycopg,
     open_sqlalchemy,
 )
-from tidemark.app.simulation.tables import make_facts, prepare_writing
+from tidemark.app.simulation.workload import make_facts, prepare_writing
 
 DRIVERS = [open_psycopg, open_sqlalchemy, open_asyncpg]
 

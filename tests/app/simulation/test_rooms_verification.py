@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import workload
 from tidemark.app.simulation.room_services import (
     ANSWERS_TABLE,
     REMOTE_TABLE,
@@ -77,13 +77,13 @@ class World:
 
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
-    dsn = tables.make_database(database, "rooms")
-    tables.prepare_writing(dsn)
-    tables.make_streams(dsn, simulated_streams(room_streams("")))
+    dsn = workload.make_database(database, "rooms")
+    workload.prepare_writing(dsn)
+    workload.make_streams(dsn, simulated_streams(room_streams("")))
     with session_of(dsn, "tests") as session:
         SCHEMA.migrate(session)
-    tables.make_tables(dsn, REMOTE_TABLE)
-    tables.make_tables(dsn, ANSWERS_TABLE)
+    workload.make_tables(dsn, REMOTE_TABLE)
+    workload.make_tables(dsn, ANSWERS_TABLE)
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield World(dsn, connection)
 

@@ -7,7 +7,7 @@ import psycopg
 import pytest
 
 from tidemark.app.settings import Settings
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.sql_readers import OperatorNeeded, SqlPlace, _take
@@ -59,11 +59,11 @@ class World:
 
 @pytest.fixture
 def world(database: str, tmp_path: Path) -> Iterator[World]:
-    dsn = tables.make_database(database)
-    tables.prepare_writing(dsn)
-    tables.make_facts(dsn, [STREAM])
-    tables.make_effects(dsn)
-    relay, readers = tables.make_logins(dsn, [STREAM])
+    dsn = workload.make_database(database)
+    workload.prepare_writing(dsn)
+    workload.make_facts(dsn, [STREAM])
+    workload.make_effects(dsn)
+    relay, readers = workload.make_logins(dsn, [STREAM])
     home = Home(tmp_path)
     home.log("simulate-relay").parent.mkdir(parents=True, exist_ok=True)
     with psycopg.connect(dsn, autocommit=True) as sql, StreamsVerification(dsn, dsn, [STREAM]) as verification:

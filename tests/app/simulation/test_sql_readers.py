@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from tests.sources.relay.position_world import SteppedKeeper
-from tidemark.app.simulation import sql_readers, tables
+from tidemark.app.simulation import sql_readers, workload
 from tidemark.app.simulation.script import SimulatedStream
 from tidemark.app.simulation.sql_readers import READERS, SqlPlace, SqlReaderRole, find_place, places_of, run_sql_reader
 
@@ -68,10 +68,10 @@ class World:
 
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
-    tables.prepare_writing(database)
-    tables.make_facts(database, STREAMS)
-    tables.make_effects(database)
-    _, readers = tables.make_logins(database, STREAMS)
+    workload.prepare_writing(database)
+    workload.make_facts(database, STREAMS)
+    workload.make_effects(database)
+    _, readers = workload.make_logins(database, STREAMS)
     with psycopg.connect(database, autocommit=True) as sql:
         world = World(database, readers, sql)
         yield world

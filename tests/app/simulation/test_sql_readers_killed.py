@@ -17,7 +17,7 @@ from tests.processes import forked
 from tests.sources.relay.position_world import SteppedKeeper
 from tests.waiting import eventually
 from tidemark.app.settings import Settings
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.sql_readers import READERS, SqlReaderRole, run_sql_reader
@@ -78,12 +78,12 @@ class World:
     def are_connected(self) -> bool:
         with psycopg.connect(self.dsn) as sql:
             query = "select count(*) from pg_stat_activity where usename = %s and datname = current_database()"
-            return sql.execute(query, [tables.LOGINS[1]]).fetchone() == (len(SQL_PROCESSES),)
+            return sql.execute(query, [workload.LOGINS[1]]).fetchone() == (len(SQL_PROCESSES),)
 
     def is_beyond_rows(self) -> bool:
         """Whether the sequences have passed all rows: until then a position waits for the IDs of rows beyond."""
         with psycopg.connect(self.dsn) as sql:
-            heads = tables.floors_and_heads(sql)
+            heads = workload.floors_and_heads(sql)
             query = "select coalesce(max(abs(stream_id)), 0) from demo.{}"
             rows = {stream.name: sql.execute(query.format(stream.name).encode()).fetchone() for stream in STREAMS}
             return all(row is not None and heads[name][1] >= row[0] for name, row in rows.items())
@@ -119,10 +119,10 @@ class World:
 
 @contextmanager
 def world(database: str, home: Home) -> Iterator[World]:
-    tables.prepare_writing(database)
-    tables.make_facts(database, STREAMS)
-    tables.make_effects(database)
-    _, readers = tables.make_logins(database, STREAMS)
+    workload.prepare_writing(database)
+    workload.make_facts(database, STREAMS)
+    workload.make_effects(database)
+    _, readers = workload.make_logins(database, STREAMS)
     home.log("simulate-relay").parent.mkdir(parents=True, exist_ok=True)
     with StreamsVerification(database, database, STREAMS) as verification:
         made = World(database, readers, home, verification)

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import WriterPlan
 from tidemark.app.simulation.sql_readers import places_of
 from tidemark.app.simulation.streams import READERS, StreamsCount, StreamsVerification
@@ -59,10 +59,10 @@ class World:
 
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
-    dsn = tables.make_database(database)
-    tables.prepare_writing(dsn)
-    tables.make_facts(dsn, [STREAM])
-    tables.make_effects(dsn)
+    dsn = workload.make_database(database)
+    workload.prepare_writing(dsn)
+    workload.make_facts(dsn, [STREAM])
+    workload.make_effects(dsn)
     with psycopg.connect(dsn, autocommit=True) as connection, StreamsVerification(dsn, dsn, [STREAM]) as verification:
         connection.execute(files("tidemark.sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)

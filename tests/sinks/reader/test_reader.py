@@ -23,7 +23,7 @@ from tidemark.common.errors import BadToken, ReaderInUse, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, ReadProgress, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.effects import EffectsTransaction
+from tidemark.sinks.reader.databases import EffectsTransaction
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from tidemark.sinks.redis import snapshot
+from tidemark.sinks.redis import publish
 from tidemark.sinks.redis.client import key
-from tidemark.sinks.redis.publish import Change, Redis
-from tidemark.sinks.redis.snapshot import RedisPositions
+from tidemark.sinks.redis.publish import Change, Redis, RedisPositions
 
 ODD = ("1", "2", "a/b", 'say "no"', "back\\slash", "{}", "[]", "null", "\u00e9\u4e16\U0001f30a", "\u2028", "~.%7E")
 
@@ -33,7 +32,7 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
 
 def test_a_call_ends_where_it_has_read_enough(shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams with very many writers do not hold Redis for all who wait for it; the others are asked for again."""
-    monkeypatch.setattr(snapshot, "_POSITIONS_PER_CALL", 3)
+    monkeypatch.setattr(publish, "_POSITIONS_PER_CALL", 3)
     crowds = {f"s{number}": {f"w{writer}": writer for writer in range(number % 6)} for number in range(12)}
     shown.publish(
         7,

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay.decider import Decision
-from tidemark.sources.relay.encode import MAX_RUN_BYTES, MAX_RUN_FACTS, encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.evidence import EmptyRange
 from tidemark.sources.relay.queries import COMMON_CUT, AppendedFact, AppendStream
+from tidemark.sources.relay.relay import MAX_RUN_BYTES, MAX_RUN_FACTS, encode_decision
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire.records import (

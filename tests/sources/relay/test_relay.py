@@ -30,8 +30,8 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.encode import MAX_RUN_FACTS
 from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, dead_client_timeout
+from tidemark.sources.relay.relay import MAX_RUN_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState

@@ -20,10 +20,9 @@ from tidemark.sinks.reader_database import install
 from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay import epochs
 from tidemark.sources.relay.decider import Decider, Decision
-from tidemark.sources.relay.encode import encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.queries import SCHEMA, session_of
-from tidemark.sources.relay.relay import OUTBOX
+from tidemark.sources.relay.relay import OUTBOX, encode_decision
 from tidemark.sources.transactions import server_history
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.codec import decode

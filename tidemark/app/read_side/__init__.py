@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.followers import Followers
-from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.postgres_reader import PostgresReader, StreamHistoryReader
 from tidemark.app.read_side.redis_reader import Notifications, RedisReader
 from tidemark.app.read_side.replay import ReplayReader
 from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
-from tidemark.app.read_side.stream_history import StreamHistoryReader
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig

@@ -1,24 +1,33 @@
-"""Reads Postgres on threads: positions that Redis does not have, the history, and details of streams."""
+"""Reads Postgres on threads: positions that Redis does not have, the history, and details of streams.
+
+`StreamHistoryReader` reads the past hour of a stream, and the status of readers, for the live page and the metrics. It
+has a thread of its own, so that reads of positions are not delayed. Answers are cached for a few
+seconds, so that many pages need few queries.
+"""
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import OpenRange
+from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus
 from tidemark.app.read_side.single_flight import CircuitBreaker
 from tidemark.app.versions import require_neighbour
-from tidemark.common.errors import Slow, StateTooNew, Unavailable
-from tidemark.sinks.postgres.history import ChangesSince, DurableMark
+from tidemark.common.errors import Refused, Slow, StateTooNew, Unavailable
+from tidemark.common.postgres_session import Dsn
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.history import ChangesSince, DurableMark, LagHistory, StreamHistoryChart
 from tidemark.sinks.postgres.positions import RequeueStatus
 from tidemark.sinks.postgres.status import Condition, LateCount, ReadStatus
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
+from tidemark.sinks.reader import History, MissedChanges, ReaderPlaces, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, LinearLag, blockers, summarize
 from tidemark.streaming.core.fast_path import CaughtUpStream, read_if_caught_up
@@ -252,3 +261,73 @@ def _stream_details(
         requeues=requeues,
         bridged=bridged,
     )
+
+
+CHART_SECONDS, CHART_STEPS = 3600, 120
+CHART_CACHE_SECONDS = 10.0
+READERS_CACHE_SECONDS = 5.0
+PAST_HOUR_TIMEOUT_SECONDS = 10.0
+MAX_CACHED_ANSWERS = 1000
+
+
+class StreamHistoryReader:
+    """Reads charts and the status of readers. For one event loop. Methods raise `Unavailable`, `Refused` and `Slow`."""
+
+    def __init__(self, postgres: Dsn, readers: Dsn | None) -> None:
+        self._session = session_of(postgres, "tidemark history")
+        self._history = LagHistory(self._session)
+        self._places = ReaderPlaces(postgres if readers is None else readers)
+        self._has_own_database = readers is not None
+        self._lag = ReaderLag(self._history)
+        self._thread = ThreadPoolExecutor(1, "stream history")
+        self._answers: dict[Hashable, tuple[float, Any]] = {}
+        self._breakers = {server: CircuitBreaker(server) for server in ("Postgres", "The database of the readers")}
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+        self._session.close()
+        self._places.close()
+
+    async def chart(self, stream: str) -> StreamHistoryChart:
+        """The past hour of the stream."""
+        return await self._read(
+            "Postgres",
+            stream,
+            CHART_CACHE_SECONDS,
+            lambda: self._history.chart(stream, datetime.now(UTC), CHART_SECONDS, CHART_STEPS),
+        )
+
+    async def readers(self) -> list[ReaderStatus]:
+        """The readers of all streams, by stream and name."""
+        return await self._read("The database of the readers", None, READERS_CACHE_SECONDS, self._read_readers)
+
+    def _read_readers(self) -> list[ReaderStatus]:
+        try:
+            stored = self._places.places()
+        except Refused:
+            if self._has_own_database:
+                raise
+            return []  # the user may not read the places, and no database of readers is configured
+        return self._lag.statuses(stored)
+
+    async def _read(self, server: str, key: Hashable, max_age_seconds: float, read: Callable[[], T]) -> T:
+        def read_once() -> T:
+            """Use the cache, because another request may have read while this request waited for the thread."""
+            if key in self._answers and time.monotonic() - self._answers[key][0] < max_age_seconds:
+                remembered: T = self._answers[key][1]
+                return remembered
+            fresh = read()
+            while len(self._answers) >= MAX_CACHED_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = time.monotonic(), fresh
+            return fresh
+
+        with self._breakers[server].guarding():
+            future = self._thread.submit(read_once)
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(future), PAST_HOUR_TIMEOUT_SECONDS)
+            except TimeoutError:
+                where = self._session.where if server == "Postgres" else self._places.where
+                raise Slow("Postgres", where, f"no answer within {PAST_HOUR_TIMEOUT_SECONDS:g} s; try again") from None
+            finally:
+                future.cancel()  # has no effect if the read has started

@@ -20,7 +20,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tidemark.app.serving.tls_listener import EVICTION_DIVISOR, FairQueue, NoFreeSlot, SlotPool, network_of
-from tidemark.app.sidecar.problems import Busy, reason_phrase, status_response
+from tidemark.app.sidecar.answers import Busy, reason_phrase, status_response
 
 _SLOW_ITERATION_SECONDS = 0.002
 _ITERATIONS_AFTER_SLOW_ONE = 8  # more than the steps of a small request: it ends before the next large request starts

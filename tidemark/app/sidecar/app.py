@@ -28,9 +28,7 @@ from tidemark.app.connections import host_name
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics, open_read_side
 from tidemark.app.serving.tls_listener import FileWatcher
 from tidemark.app.sidecar import events, openapi, operations, page
-from tidemark.app.sidecar.event_stream import EVENT_STREAM
-from tidemark.app.sidecar.openapi import Operation, OperationCall, parse_query
-from tidemark.app.sidecar.problems import (
+from tidemark.app.sidecar.answers import (
     NO_SNIFF_HEADER,
     NO_STORE_HEADER,
     BadRequest,
@@ -42,6 +40,8 @@ from tidemark.app.sidecar.problems import (
     handle_http_error,
     handle_problem,
 )
+from tidemark.app.sidecar.event_stream import EVENT_STREAM
+from tidemark.app.sidecar.openapi import Operation, OperationCall, parse_query
 from tidemark.app.sidecar.service import Limits, Service, open_service
 from tidemark.common.errors import BadSetting
 from tidemark.common.log import get_logger

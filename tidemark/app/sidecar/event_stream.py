@@ -21,8 +21,7 @@ from tidemark.app.read_side.replay import PAGE_EVENTS, MissedMoves, MissedPage
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.snapshots import Snapshots
 from tidemark.app.read_side.subscription import EventBatch, FollowerStarted
-from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_answer
-from tidemark.app.sidecar.problems import BadRequest, StoppingProblem
+from tidemark.app.sidecar.answers import BadRequest, LinearMoveAnswer, StoppingProblem, move_answer, stream_answer
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token

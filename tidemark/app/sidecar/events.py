@@ -32,6 +32,7 @@ from tidemark.app.read_side.subscription import (
     Watermark,
     complete_future,
 )
+from tidemark.app.sidecar.answers import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.event_stream import (
     EVENT_STREAM,
     SNAPSHOTS_PER_READ,
@@ -48,7 +49,6 @@ from tidemark.app.sidecar.event_stream import (
 )
 from tidemark.app.sidecar.openapi import Operation, OperationCall
 from tidemark.app.sidecar.operations import require_existing
-from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.watch import PipelineAnswer, Watch, WatchedStreamAnswer, Watcher
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.history import DurableMark

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemark.app.sidecar import answers
-from tidemark.app.sidecar.problems import MEDIA_TYPE, BadRequest, Problem, Unauthorized, urn
+from tidemark.app.sidecar.answers import MEDIA_TYPE, BadRequest, Problem, Unauthorized, urn
 from tidemark.app.sidecar.service import Service
 
 JSON = "application/json"

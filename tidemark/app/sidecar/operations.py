@@ -24,10 +24,18 @@ from tidemark.app.read_side.redis_reader import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar.answers import (
     AdvancesAnswer,
+    BadRequest,
+    Busy,
     GapsAnswer,
     HealthAnswer,
+    NotYet,
+    RecoveringProblem,
+    SlowProblem,
+    StoppingProblem,
     StreamAnswer,
     StreamsAnswer,
+    Unauthorized,
+    UnknownStream,
     etag,
     gaps_answer,
     move_answer,
@@ -35,20 +43,10 @@ from tidemark.app.sidecar.answers import (
 )
 from tidemark.app.sidecar.event_stream import decode_since, decode_token, encode_places
 from tidemark.app.sidecar.openapi import Operation, OperationCall, etag_response, json_response
-from tidemark.app.sidecar.problems import (
-    BadRequest,
-    Busy,
-    NotYet,
-    RecoveringProblem,
-    SlowProblem,
-    StoppingProblem,
-    Unauthorized,
-    UnknownStream,
-)
 from tidemark.app.sidecar.service import OpenRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
 from tidemark.common.errors import BadToken, NotReached, Slow, Stop, Unavailable
-from tidemark.sinks.postgres.lag_history import StreamHistoryChart
+from tidemark.sinks.postgres.history import StreamHistoryChart
 from tidemark.sinks.reader import (
     GRACE,
     TOKEN_PATTERN,

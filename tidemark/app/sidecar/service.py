@@ -14,8 +14,8 @@ from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.serving.tls_listener import FairQueue, NoFreeSlot, SlotPool, network_of
+from tidemark.app.sidecar.answers import Busy
 from tidemark.app.sidecar.event_stream import SnapshotTexts
-from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 from tidemark.common.errors import Slow, Stop, Unavailable
 from tidemark.common.tasks import cancel_until_done

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.app.simulation import tables as simulation_tables
+from tidemark.app.simulation import workload as simulation_tables
 from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.app.simulation.room_services import (
     ANSWERS_TABLE,

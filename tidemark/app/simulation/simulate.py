@@ -14,7 +14,6 @@ import psycopg
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import Settings
-from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import DATABASE_FAULTS, SOURCE_FAULTS, SimulatedStream, fault_schedule
@@ -27,6 +26,10 @@ from tidemark.app.simulation.workload import (
     Verification,
     Workload,
     format_table,
+    make_database,
+    make_logins,
+    missing_streams,
+    prepare_writing,
 )
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
@@ -34,7 +37,7 @@ from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.topics import Topics
 
 if TYPE_CHECKING:  # needs the extra of the local stack
-    from tidemark.app.simulation.servers import Servers, ServicesPostgres
+    from tidemark.app.simulation.fault_injector import Servers, ServicesPostgres
 
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
@@ -103,20 +106,20 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
     """Create the missing databases, streams and tables. `services` is the DSN of the services' Postgres server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    facts = tables.make_database(services, workload.database_suffix)
-    effects = tables.make_database(settings.postgres(), workload.database_suffix)
-    tables.prepare_writing(facts)
+    facts = make_database(services, workload.database_suffix)
+    effects = make_database(settings.postgres(), workload.database_suffix)
+    prepare_writing(facts)
     _require_unknown_streams(settings, facts, workload.streams)
     workload.make_tables(facts, effects)
     if not workload.plan.faults & SOURCE_FAULTS:
         return SimulationDatabases(Home(settings.home), facts, effects, facts, facts)
-    return SimulationDatabases(Home(settings.home), facts, effects, *tables.make_logins(facts, workload.streams))
+    return SimulationDatabases(Home(settings.home), facts, effects, *make_logins(facts, workload.streams))
 
 
 def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
     """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
-        for stream in tables.missing_streams(facts, streams):
+        for stream in missing_streams(facts, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), PositionSnapshot):
                 raise StreamTaken(stream.name)
@@ -139,7 +142,7 @@ def _start_services_postgres(settings: Settings, plan: SimulationPlan, stack: Ex
     """Start a Postgres that only the services use, if faults are injected into their database."""
     if not plan.faults & DATABASE_FAULTS:
         return None
-    from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - needs the extra of the local stack
+    from tidemark.app.simulation.fault_injector import ServicesPostgres  # noqa: PLC0415 - needs the extra of the local stack
 
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
 

@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from psycopg import sql
 
 from tidemark.app.settings import Settings
-from tidemark.app.simulation import sql_readers, tables
+from tidemark.app.simulation import sql_readers, workload
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
 from tidemark.app.simulation.sql_readers import SqlPlace
 from tidemark.app.simulation.streams import StreamsVerification, StreamsWorkload
@@ -427,7 +427,7 @@ def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str
 
 def _floor(connection: psycopg.Connection, stream: str) -> int:
     """The ID (a magnitude) up to which the stream's IDs are settled."""
-    return tables.floors_and_heads(connection)[stream][0]
+    return workload.floors_and_heads(connection)[stream][0]
 
 
 class _LogFile:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import sql
 
-from tidemark.app.simulation import sql_readers, tables
+from tidemark.app.simulation import sql_readers, workload
 from tidemark.app.simulation.script import DATABASE_FAULTS, SimulatedStream, Successor
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
 from tidemark.app.simulation.sql_readers import SqlPlace, SqlReaderRole
@@ -288,9 +288,9 @@ class StreamsVerification(Verification):
             server: DSN of the new server. No other process uses it yet.
             successor: the kind of the new server.
         """
-        dsn = tables.simulation_database(server)
+        dsn = workload.simulation_database(server)
         with closing(session_of(dsn, APPLICATION_NAME)) as session, session.use() as connection:
-            self.prepare_restored_tables(connection, tables.floors_and_heads(connection))
+            self.prepare_restored_tables(connection, workload.floors_and_heads(connection))
             for marks in self._verified_marks.values():
                 _delete_marks(connection, _EFFECTS_TABLE, [*marks])
 
@@ -321,7 +321,7 @@ class StreamsVerification(Verification):
             server: DSN of the new server. No other process uses it yet.
         """
         with (
-            closing(session_of(tables.simulation_database(server), APPLICATION_NAME)) as session,
+            closing(session_of(workload.simulation_database(server), APPLICATION_NAME)) as session,
             session.use() as connection,
         ):
             for marks in self._verified_marks.values():
@@ -492,9 +492,9 @@ class StreamsWorkload(Workload):
         return self.plan.writer_plan.stream_list()
 
     def make_tables(self, facts: str, effects: str) -> None:
-        tables.make_facts(facts, self.streams)
+        workload.make_facts(facts, self.streams)
         for dsn in (facts, effects):
-            tables.make_effects(dsn)
+            workload.make_effects(dsn)
 
     def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"

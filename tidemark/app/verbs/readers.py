@@ -29,8 +29,8 @@ from tidemark.common.errors import BadToken
 from tidemark.common.postgres_session import Dsn
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.history import LagHistory
 from tidemark.sinks.postgres.inspect import LateCompletions
-from tidemark.sinks.postgres.lag_history import LagHistory
 from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.reader import ZERO, ParkedFact, ReaderPlaces, StoredPlace, Token
 from tidemark.streaming.core.effects import OperatorOverride

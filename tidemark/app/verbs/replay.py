@@ -15,8 +15,7 @@ import click
 import msgspec
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.diagnosis.replay_start import ReplayStart, find_start
-from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream
+from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, ReplayStart, by_stream, find_start
 from tidemark.app.output import as_object, count, echo, plain, progress, sanitize
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line

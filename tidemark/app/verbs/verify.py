@@ -25,8 +25,7 @@ from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.status import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token
-from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sinks.redis.snapshot import RedisPositions
+from tidemark.sinks.redis.publish import Redis, RedisConfig, RedisPositions
 from tidemark.streaming.core import codec
 from tidemark.streaming.values.direction import beyond
 

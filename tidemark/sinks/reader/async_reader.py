@@ -16,8 +16,13 @@ from tidemark.common.errors import TransactionEnded, Unavailable
 from tidemark.common.postgres_session import SELECT_BACKEND_PID, SET_LOCK_TIMEOUT, AsyncSessionConnection, detect_pooler
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
-from tidemark.sinks.reader.databases import Databases, row_error
-from tidemark.sinks.reader.effects import BatchRolledBack, EffectsTransaction, async_transaction_factory
+from tidemark.sinks.reader.databases import (
+    BatchRolledBack,
+    Databases,
+    EffectsTransaction,
+    async_transaction_factory,
+    row_error,
+)
 from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.partitions import PartitionedReadProgram, make_partitioning

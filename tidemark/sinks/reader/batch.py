@@ -13,7 +13,7 @@ from tidemark.common.errors import Retry, Stop
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import explain_error, first_line
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.effects import EffectsTransaction, psycopg_error
+from tidemark.sinks.reader.databases import EffectsTransaction, psycopg_error
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.requests import Row
 

@@ -17,8 +17,13 @@ from psycopg.rows import TupleRow, dict_row
 from tidemark.common.errors import TransactionEnded, Unavailable
 from tidemark.common.postgres_session import SELECT_BACKEND_PID, SET_LOCK_TIMEOUT, SessionConnection, detect_pooler
 from tidemark.sinks.reader.batch import ReadBatch
-from tidemark.sinks.reader.databases import Databases, row_error
-from tidemark.sinks.reader.effects import BatchRolledBack, EffectsTransaction, transaction_factory
+from tidemark.sinks.reader.databases import (
+    BatchRolledBack,
+    Databases,
+    EffectsTransaction,
+    row_error,
+    transaction_factory,
+)
 from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.partitions import PartitionedReadProgram, make_partitioning

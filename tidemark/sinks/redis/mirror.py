@@ -14,8 +14,7 @@ from tidemark.sinks.port import Batch, CommitResult, Fence, RefillResult
 from tidemark.sinks.postgres.history import StoredAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.redis.client import key_prefix
-from tidemark.sinks.redis.publish import Change, Mode, Redis, change_of_history, changes_of_batch
-from tidemark.sinks.redis.snapshot import RedisPositions
+from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, change_of_history, changes_of_batch
 
 log = get_logger(__name__)
 
