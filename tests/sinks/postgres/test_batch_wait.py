@@ -229,6 +229,11 @@ def all_connections(dsn: str, refusal: str) -> Iterator[int]:
         yield len(sessions)
 
 
+def sessions_of(connection: psycopg.Connection[Any], user: str) -> int:
+    ((number,),) = connection.execute("select count(*) from pg_stat_activity where usename = %s", [user]).fetchall()
+    return number
+
+
 @pytest.mark.postgres
 def test_login_that_takes_all_connections_of_the_server_is_waited_out(tmp_path: Path) -> None:
     """A pipeline that is connected goes on. A batch that needs a new connection fails, and is written once the login
@@ -250,6 +255,7 @@ def test_login_that_takes_all_connections_of_the_server_is_waited_out(tmp_path: 
                     pass
                 with pytest.raises(Unavailable, match=r"remaining connection slots|too many clients"):
                     new_store.apply(batch(3, stream("s", advance("w", 2, 3)), token=lease.token))
+            eventually(lambda: sessions_of(dba, "stranger") == 0)  # a session ends after its client has closed it
             with committing(new_store, lease, 3):
                 pass
             dba.execute("alter role stranger connection limit 5")
