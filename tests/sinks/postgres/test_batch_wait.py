@@ -230,8 +230,8 @@ def all_connections(dsn: str, refusal: str) -> Iterator[int]:
 
 
 def sessions_of(connection: psycopg.Connection[Any], user: str) -> int:
-    ((number,),) = connection.execute("select count(*) from pg_stat_activity where usename = %s", [user]).fetchall()
-    return number
+    found = connection.execute("select count(*) from pg_stat_activity where usename = %s", [user]).fetchall()
+    return int(found[0][0])
 
 
 @pytest.mark.postgres
