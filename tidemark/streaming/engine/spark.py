@@ -87,6 +87,12 @@ LOCAL_SETTINGS = {
     # The daemon forks, so no library may start threads before.
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
     "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
+    # Spark hashes all rows and blocks of a shuffle, to notice a repeated task that gives other rows. A local master
+    # repeats no task. For RUN records this was 15 % of the JVM's CPU.
+    "spark.shuffle.checksum.enabled": "false",
+    "spark.sql.shuffle.orderIndependentChecksum.enabled": "false",
+    "spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch": "false",
+    "spark.sql.shuffle.orderIndependentChecksum.enableQueryLevelRollbackOnMismatch": "false",
 }
 
 

@@ -6,7 +6,7 @@ All edges of a run are in one *segment*: between two neighbouring JOIN, RETIRE o
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -54,33 +54,44 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The runs of a packet. `numbers` is an array of `RUN_DTYPE`. `ids`, `kinds` and `offsets` have the edges of all
-    runs, one run after the other.
+    """The encoded runs of a packet. The edges of all runs are one after the other.
+
+    The JVM copies packets several times, so the numbers of edges are narrow: a column has the narrowest of uint16,
+    uint32 and int64 (little-endian) that fits all its numbers. Its width follows from the number of edges.
+
+    Attributes:
+        streams: the stream of each run.
+        writers: the writer of each run.
+        numbers: an array of `RUN_DTYPE`.
+        steps: for each edge its ID minus the ID before it in the run, or minus `start` if the edge is the first.
+        kinds: the kind of each edge, as uint8.
+        offsets: for each edge its Kafka offset minus `first_offset`.
     """
 
     streams: list[str] = []
     writers: list[str] = []
     numbers: bytes = b""
-    ids: bytes = b""
+    steps: bytes = b""
     kinds: bytes = b""
     offsets: bytes = b""
 
     @classmethod
-    def of(cls, runs: Iterable[PackedRun]) -> Self:
+    def of(cls, runs: Iterable[PackedRun]) -> "PackedRuns":
         run_list = [*runs]
         stops = np.cumsum([len(run.kinds) for run in run_list], dtype=np.int64).tolist()
         rows = [
             (run.epoch, run.direction, run.start, stop, run.first_offset, run.last_offset, run.oldest, run.newest)
             for run, stop in zip(run_list, stops, strict=True)
         ]
-        return cls(
+        columns = RunColumns(
             [run.stream for run in run_list],
             [run.writer for run in run_list],
-            np.array(rows, RUN_DTYPE).tobytes(),
-            b"".join(run.ids for run in run_list),
-            b"".join(run.kinds for run in run_list),
-            b"".join(run.offsets for run in run_list),
+            np.array(rows, RUN_DTYPE),
+            np.frombuffer(b"".join(run.ids for run in run_list), "<i8"),
+            np.frombuffer(b"".join(run.kinds for run in run_list), np.uint8),
+            np.frombuffer(b"".join(run.offsets for run in run_list), "<u4"),
         )
+        return columns.pack(0, len(columns))
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -88,6 +99,18 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def __iter__(self) -> Iterator[PackedRun]:
         columns = RunColumns.of([self])
         return map(columns.run, range(len(self)))
+
+
+def _narrow(numbers: npt.NDArray[np.unsignedinteger]) -> bytes:
+    """Encode a column of a packet."""
+    highest = int(numbers.max(initial=0))
+    return numbers.astype("<u2" if highest < 1 << 16 else "<u4" if highest < 1 << 32 else "<u8").tobytes()
+
+
+def _widen(columns: Iterable[tuple[bytes, int]], dtype: str) -> npt.NDArray[Any]:
+    """Decode and concatenate columns of packets, each with its number of edges."""
+    arrays = [np.frombuffer(data, f"<u{len(data) // edges}") for data, edges in columns if edges]
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +136,9 @@ class RunColumns:
             [name for part in parts for name in part.streams],
             [name for part in parts for name in part.writers],
             rows,
-            np.frombuffer(b"".join([part.ids for part in parts]), "<i8"),
+            _ids(rows, _widen([(part.steps, len(part.kinds)) for part in parts], "<i8")),
             np.frombuffer(b"".join([part.kinds for part in parts]), np.uint8),
-            np.frombuffer(b"".join([part.offsets for part in parts]), "<u4"),
+            _widen([(part.offsets, len(part.kinds)) for part in parts], "<u4"),
         )
 
     def __len__(self) -> int:
@@ -124,9 +147,7 @@ class RunColumns:
     @property
     def begins(self) -> Ids:
         """The index of the first edge of each run."""
-        begins = np.zeros(len(self), np.int64)
-        begins[1:] = self.rows["stop"][:-1]
-        return begins
+        return _begins(self.rows)
 
     def run(self, at: int) -> PackedRun:
         epoch, direction, start, stop, *offsets_and_times = self.rows[at].item()
@@ -145,16 +166,21 @@ class RunColumns:
 
     def pack(self, first: int, stop: int) -> PackedRuns:
         """The runs `first .. stop - 1`."""
+        if first == stop:
+            return PackedRuns()
         rows = self.rows[first:stop].copy()
         begin, end = int(self.rows["stop"][first - 1]) if first else 0, int(rows["stop"][-1])
         rows["stop"] -= begin
+        ids, begins = self.ids[begin:end], _begins(rows)
+        steps = np.diff(ids, prepend=0)
+        steps[begins] = ids[begins] - rows["start"]
         return PackedRuns(
             self.streams[first:stop],
             self.writers[first:stop],
             rows.tobytes(),
-            self.ids[begin:end].tobytes(),
+            _narrow(steps.view(np.uint64)),
             self.kinds[begin:end].tobytes(),
-            self.offsets[begin:end].tobytes(),
+            _narrow(self.offsets[begin:end]),
         )
 
     def divide(self, groups: Ids, max_edges: int) -> Iterator[tuple[int, PackedRuns]]:
@@ -175,6 +201,21 @@ class RunColumns:
             stop = min(full, int(np.searchsorted(groups, group, side="right")))
             yield group, self.pack(first, stop)
             first, edges = stop, int(stops[stop - 1])
+
+
+def _begins(rows: npt.NDArray[np.void]) -> Ids:
+    begins = np.zeros(len(rows), np.int64)
+    begins[1:] = rows["stop"][:-1]
+    return begins
+
+
+def _ids(rows: npt.NDArray[np.void], steps: Ids) -> Ids:
+    """The ID of each edge, from `PackedRuns.steps`."""
+    sums = np.cumsum(steps)
+    sums_before = np.concatenate(([0], sums))[_begins(rows)]
+    # A sum over many runs may overflow; the difference of two sums is right nevertheless.
+    ids: Ids = sums + np.repeat(rows["start"] - sums_before, np.diff(rows["stop"], prepend=0))
+    return ids
 
 
 RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
