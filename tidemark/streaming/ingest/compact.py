@@ -1,7 +1,7 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
 A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. At
-the end of a range, its edges are linked and packed: a record of 140 bytes becomes about 13 bytes (docs/design.md 5).
+the end of a range, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
 Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
@@ -153,7 +153,7 @@ MAX_FACTS = 2_000_000
 """The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes of memory."""
 
 MAX_EDGES = 16_384
-"""The largest number of edges of a packet, about 200 KiB. The JVM copies each packet six times; for larger packets, it
+"""The largest number of edges of a packet, about 110 KiB. The JVM copies each packet six times; for larger packets, it
 would allocate new memory each time.
 """
 
