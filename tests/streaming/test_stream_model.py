@@ -277,3 +277,27 @@ def test_what_was_told_before_it_was_taken_back_is_not_late() -> None:
     compared.flush(seed=0)
     compared.work(count=0, ends=[], name="a")
     compared.teardown()
+
+
+def test_records_of_another_partition_are_the_same_however_they_are_packed() -> None:
+    """A run of a new writer there has edges before and after the first record of another epoch: what they may be does
+    not depend on whether it is one run or two."""
+    compared = Compared()
+    compared.begin(sign=1, few=0)
+    astray = [Hint("RDATA", "b", 0, 7, 1), Hint("RDATA", "a", 1, 0, 1), Hint("RDATA", "b", 0, 8, 1)]
+    compared.babble(seen=[Hint("RDATA", "a", 0, 0, 1)] * 2)
+    for record in astray:
+        compared.babble(seen=[replace(record, partition=1), *[Hint("RDATA", "a", 0, 0, 1)] * 20])
+    compared.teardown()
+
+
+def test_a_record_of_another_partition_after_that_of_another_writer_holds_the_position_back() -> None:
+    """A run of a new writer there begins before the first record of another epoch, and one of its records comes after
+    it: the position does not move until the writer joins."""
+    compared = Compared()
+    compared.begin(sign=1, few=0)
+    astray = [Hint("RDATA", "b", 0, 0, 1), Hint("RDATA", "a", 1, 0, 1), Hint("RDATA", "b", 0, 0, 1)]
+    compared.babble(seen=[*(replace(record, partition=1) for record in astray), Hint("JOIN", "a", 1, 1, 1)])
+    compared.flush(seed=0)
+    assert compared.model.linear == 0
+    compared.teardown()

@@ -247,16 +247,36 @@ class StreamInput:
         return [*map(self.columns.run, self.runs.get(partition, ())), *self.rows_and_markers.get(partition, ())]
 
     def as_rejected(self, partition: Partition) -> Iterator[PossibleFacts]:
-        """The facts that the records of a partition may contain, if all of the records are rejected."""
-        yield from self.refused.get(partition, ())
+        """The facts that the records of a partition may contain, if all of the records are rejected.
+
+        Yields two items for each writer and epoch, with the highest reach of its records: one at the lowest offset of
+        the records and one at the highest. So the items do not depend on how edges were packed into runs, and a record
+        after the first record of another writer is never taken for an earlier one.
+        """
+        merged: dict[tuple[str | None, int], tuple[PossibleFacts, int]] = {}
+        for facts, last_offset in self._possible_facts(partition):
+            key = facts.writer, facts.epoch
+            first, highest = merged.get(key, (facts, last_offset))
+            reach, offset = max(first.reach, facts.reach), min(first.first_offset, facts.first_offset)
+            first = msgspec.structs.replace(first, reach=reach, first_offset=offset)
+            merged[key] = first, max(highest, last_offset)
+        for facts, last_offset in merged.values():
+            yield facts
+            yield msgspec.structs.replace(facts, first_offset=last_offset)
+
+    def _possible_facts(self, partition: Partition) -> Iterator[tuple[PossibleFacts, int]]:
+        """The facts that each record or run may contain, with the highest offset of the run."""
+        for refused in self.refused.get(partition, ()):
+            yield refused, refused.first_offset
         for item in self.items(partition):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
-                yield PossibleFacts(item.stream, item.writer, item.epoch, reach, item.first_offset)
+                yield PossibleFacts(item.stream, item.writer, item.epoch, reach, item.first_offset), item.last_offset
             elif isinstance(item, BatchRows):
-                yield PossibleFacts(item.stream, item.writer, item.epoch, UNBOUNDED, item.first_offset)
+                facts = PossibleFacts(item.stream, item.writer, item.epoch, UNBOUNDED, item.first_offset)
+                yield facts, item.last_offset
             elif item.kind is Kind.JOIN:
-                yield PossibleFacts(item.stream, item.writer, item.epoch, 0, item.offset)
+                yield PossibleFacts(item.stream, item.writer, item.epoch, 0, item.offset), item.offset
 
 
 def group_by_stream(
