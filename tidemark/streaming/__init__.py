@@ -1,4 +1,4 @@
 """The ordering of stream IDs: from Kafka records to position advances.
 
-Layers, each importing only those below: engine; core and ingest; wire; values.
+Layers, from top to bottom: engine; core and ingest; wire; values. A layer imports only lower layers.
 """

@@ -48,14 +48,16 @@ from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, P
 
 
 def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
-    """Apply the records of a batch to the streams of a shard. The same input gives the same effects, byte for byte.
+    """Apply the records of a batch to the streams of a shard, and return the effects.
+
+    The same input gives the same effects, byte for byte.
 
     Args:
         shard: number of the shard.
         states: encoded states of the shard's streams; changed in place.
         packets: records of the batch, in any order.
         now: time of the batch, milliseconds since 1970. Spark replays a batch with the same value.
-        bounds: limits of the states.
+        bounds: bounds of the streams' states.
     """
     rejected: dict[tuple[str, int, Reason], list[Refusal]] = defaultdict(list)
     for packet in packets:
@@ -94,7 +96,7 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
 
 
 def _merge_refusals(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> RejectedRecords:
-    """Merge refusals: each record once, with the lowest of its rejected IDs."""
+    """Merge refusals of one partition and reason. Each record occurs once, with its rejected ID nearest to 0."""
     offsets, ids = (np.concatenate([getattr(refusal, name) for refusal in refusals]) for name in ("offsets", "ids"))
     order = np.lexsort((np.abs(ids), offsets))
     offsets, firsts = np.unique(offsets[order], return_index=True)
@@ -103,6 +105,7 @@ def _merge_refusals(topic: str, partition: int, reason: Reason, refusals: list[R
 
 
 def _progress(packets: list[Packet]) -> list[Progress]:
+    """The next offset of each partition that occurs in the packets: the highest one of its packets."""
     offsets: dict[Partition, int] = {}
     for packet in packets:
         partition = packet.topic, packet.partition
@@ -111,15 +114,21 @@ def _progress(packets: list[Packet]) -> list[Progress]:
 
 
 class StreamBatch:
-    """One batch of one stream: `feed` applies its records, then `finish` ends the batch.
+    """One batch of one stream: call `feed` once to apply the records, then `finish` once to end the batch.
+
+    Args:
+        name: name of the stream.
+        stored: the encoded state before the batch; None for a new stream.
+        now: time (ms) of the batch.
+        bounds: bounds of the stream's state.
 
     Attributes:
         stream: the state, decoded.
         outcome: the changes of the batch so far.
-        refusals: rejected records, with topic and partition; IDs are signed.
-        overrides: the applied operator overrides, each with its `by` and `why`.
-        requeues: deferred records that now fit within the bound of spans.
-        encoded: the new state, set by `finish`.
+        refusals: rejected records as `(topic, partition, refusal)`; IDs are signed.
+        overrides: the applied operator overrides as `(marker, by, why)`.
+        requeues: deferred records that now fit within the bound of spans; set by `feed`.
+        encoded: the new state; set by `finish`.
     """
 
     def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
@@ -135,7 +144,7 @@ class StreamBatch:
         self._allocated_before = self.stream.allocated
 
     def feed(self, stream_input: StreamInput) -> None:
-        """Apply all records of the batch."""
+        """Apply all records of the batch, then the bounds of the state."""
         partitions = sorted(stream_input.partitions() | stream_input.refused.keys())
         home = self.stream.home
         if home is None:
@@ -149,7 +158,7 @@ class StreamBatch:
                 if self.outcome.counts.total() > count:  # rejected records do not set the home partition
                     self.stream.home = partition[1]
             else:
-                self._reject(*partition, stream_input.items(partition))
+                self._reject_wrong_partition(*partition, stream_input.items(partition))
         self._feed_as_rejected(stream_input, [key for key in partitions if self.stream.home not in (None, key[1])])
         for (topic, number), marker in sorted(stream_input.control, key=lambda item: (item[0], item[1].offset)):
             self._apply_marker(topic, number, marker)
@@ -161,7 +170,10 @@ class StreamBatch:
             ]
 
     def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
-        """Apply the possible facts of all records of these partitions, and of rejected records of the control topic."""
+        """Take all records of `partitions` as rejected, and apply the facts that they may contain.
+
+        Also applies the facts that rejected records of the control topic may contain.
+        """
         refused = [
             *stream_input.refused_control,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
@@ -171,6 +183,7 @@ class StreamBatch:
             self.stream.apply_segment((), refused, self._bounds, self.outcome)
 
     def _feed_facts(self, topic: str, partition: int, items: list[AcceptedRecord | PossibleFacts]) -> None:
+        """Apply the records of one partition of the facts topic, segment by segment."""
         for segment, marker in split_segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [
@@ -193,7 +206,7 @@ class StreamBatch:
                 self._note_seen(item)
 
     def _note_seen(self, item: AcceptedRecord) -> None:
-        """Set `last_seen` of the record's writer to the time of the batch, also if the state rejected the record.
+        """Set `last_seen` of the record's writer to the time of the batch, even if the state rejected the record.
 
         The timestamp of the record is not used: it comes from the writer's clock, which may be wrong.
         """
@@ -206,7 +219,7 @@ class StreamBatch:
             writer = joined
         writer.last_seen = max(writer.last_seen, self.outcome.now)
 
-    def _reject(self, topic: str, partition: int, items: Iterable[AcceptedRecord]) -> None:
+    def _reject_wrong_partition(self, topic: str, partition: int, items: Iterable[AcceptedRecord]) -> None:
         for item in items:
             offsets = np.array([item.offset]) if isinstance(item, Marker) else _offsets(item)
             self.refusals.append((topic, partition, Refusal.of_records(Reason.WRONG_PARTITION, offsets)))
@@ -292,7 +305,10 @@ class StreamBatch:
 
 
 def _merge_late_ranges(ranges: list[LateRange]) -> list[LateRange]:
-    """Merge late ranges that touch or overlap. So the effects do not depend on how edges were packed into runs."""
+    """Merge late ranges of one writer, epoch and reason that touch or overlap.
+
+    The effects then do not depend on how edges were packed into runs.
+    """
     merged: list[LateRange] = []
     for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):
         last = merged[-1] if merged else None

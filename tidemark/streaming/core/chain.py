@@ -5,7 +5,7 @@
             (low, top]
 
 Each span has a gap below it. A gap is named by its `top`, which is the `prev` of the span above. The age of a gap
-counts from the batch that first saw it (docs/design.md, rule 7). A gap that is split gives its age to both parts.
+counts from the batch in which the gap appeared (docs/design.md, rule 7). If a gap is divided, both parts keep its age.
 """
 
 from bisect import bisect_left
@@ -19,15 +19,15 @@ from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.values.limits import NO_EVIDENCE, Evidence
 
 NO_POSITION = -1
-"""Position of a writer that never joined. No edge continues this position, not even an edge from 0."""
+"""Position of a writer that never joined. No edge begins at this position: the lowest `prev` of an edge is 0."""
 
 EMPTY_RANGES_MAX = 32
-"""The largest number of empty ranges that a chain remembers, a few bytes each. An edge that contradicts an older range
+"""The largest number of empty ranges that a chain stores, a few bytes each. An edge that contradicts an older range
 counts as a duplicate.
 """
 
 DEFERRED_RANGES_MAX = 32
-"""The largest number of deferred ranges that a chain remembers, a few bytes each. If it were lower, the ranges would be
+"""The largest number of deferred ranges that a chain stores, a few bytes each. If it were lower, the ranges would be
 wider, and more records would be read again without need.
 """
 
@@ -36,13 +36,14 @@ SettledBy = Literal["completed", "joined", "retired", "skipped"]
 
 
 class DeferredRange(NamedTuple):
-    """Kafka records of deferred edges, which are read again later.
+    """A range of Kafka offsets with deferred edges of one writer. The range is read again later.
 
-    The records at both ends were deferred. Records between them may be of other writers, or may have been applied.
+    The first and the last record were deferred. The records in between may be of other writers, or may have been
+    applied.
 
     Attributes:
-        first: lowest offset in the stream's partition.
-        last: highest offset.
+        first: lowest offset of the range, in the stream's partition.
+        last: highest offset of the range, included.
         prev: the lowest `prev` of the deferred edges.
     """
 
@@ -58,7 +59,8 @@ class DeferredRange(NamedTuple):
 def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
     """Sort ranges by offset and merge them to at most `DEFERRED_RANGES_MAX`.
 
-    Ranges that touch become one. Then the pairs that are closest together become one, until the bound is kept.
+    Merges ranges that touch or overlap. Then merges the two neighbours with the shortest union, until there are few
+    enough ranges.
     """
     merged: list[DeferredRange] = []
     for deferred in sorted(ranges):
@@ -75,12 +77,12 @@ def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
 
 @dataclass(slots=True)
 class Span:
-    """A settled range `(prev, id]` above the position of its chain, with a gap below it.
+    """A settled range `(prev, id]` above the position of its chain. There is a gap directly below the range.
 
     Attributes:
         evidence: how the IDs of the span were settled.
         edges: number of completed edges in the span.
-        since: time (ms) of the batch that first saw the gap below the span.
+        since: time (ms) since when the gap below the span is open.
     """
 
     prev: int
@@ -95,11 +97,11 @@ class ChainChanges:
     """The changes of a chain since the last `Chain.take_changes`.
 
     Attributes:
-        prev: the position before.
+        prev: the position at the last `take_changes`.
         id: the position now.
         evidence: how the IDs in `(prev, id]` were settled.
         changed_gaps: gaps that are new or have changed, as `(low, top, since)`.
-        closed_gaps: for the `top` of each closed gap, what closed the gap.
+        closed_gaps: `top` of each closed gap -> what closed the gap.
     """
 
     prev: int
@@ -114,11 +116,12 @@ class Chain:
     """The settled ranges of one writer.
 
     Attributes:
-        position: every ID of the writer up to here is settled.
+        position: every ID of the writer up to this one is settled; `NO_POSITION` if the writer never joined.
         pending: spans above the position, ascending, with a gap between two spans.
         uncertain_up_to: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if the ID is not
-            known. Open IDs up to it may have facts, even if the writer declares them empty later.
-        empty_ranges: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them
+            known; 0 if there is none. Open IDs up to this one may be facts, even if the writer later declares them
+            empty.
+        empty_ranges: the highest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in such a range
             contradicts the writer (docs/design.md, rule 10).
         deferred: Kafka records of deferred edges, which are read again later.
     """
@@ -139,7 +142,7 @@ class Chain:
 
     @property
     def highest_settled(self) -> int:
-        """The highest settled ID, above gaps too; 0 if nothing is settled."""
+        """The highest settled ID, even if there are gaps below the ID; 0 if no ID is settled."""
         return self.pending[-1].id if self.pending else max(self.position, 0)
 
     @property
@@ -152,13 +155,16 @@ class Chain:
         return bool(self.pending) and self.pending[-1].id > id
 
     def settled_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """The settled ranges that overlap `(prev, id]`, ascending, in full length. The first may be `(0, position]`."""
+        """The settled ranges `(low, high]` that overlap `(prev, id]`, ascending.
+
+        The ranges are not cut to `(prev, id]`. The first one may be `(0, position]`.
+        """
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
         return ranges
 
     def open_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """Open ranges inside `(prev, id]`, ascending."""
+        """The open parts `(low, high]` of `(prev, id]`, ascending."""
         low = max(prev, self.position)
         if not self.pending:
             return [(low, id)] if low < id else []
@@ -183,15 +189,16 @@ class Chain:
         Args:
             evidence: how the IDs were settled.
             edges: number of completed edges.
-            how: how the gaps that the range fills are closed.
-            since: time (ms) at which the range was first seen. The age of a new gap below the range counts from then.
+            how: what settles the range, and so closes the gaps that the range fills.
+            since: time (ms) since when a new gap below the range is open. If the range divides a gap, the new gap keeps
+                the age of the divided one.
         """
         self._save_gaps()
         if prev == self.position:
             self._advance(id, evidence)
             while self.pending and self.pending[0].prev == self.position:
                 span = self.pending.pop(0)
-                self._close(span.prev, how)
+                self._record_closed(span.prev, how)
                 self._advance(span.id, span.evidence)
             return
         index = self._index(prev)
@@ -204,13 +211,13 @@ class Chain:
             below.evidence += evidence
             below.edges += edges
             if above is not None and joins_above:
-                self._close(above.prev, how)
+                self._record_closed(above.prev, how)
                 below.id = above.id
                 below.evidence += above.evidence
                 below.edges += above.edges
                 del self.pending[index]
         elif above is not None and joins_above:
-            self._close(above.prev, how)
+            self._record_closed(above.prev, how)
             above.prev = prev
             above.evidence += evidence
             above.edges += edges
@@ -223,9 +230,9 @@ class Chain:
         self.uncertain_up_to = max(self.uncertain_up_to, id)
 
     def defer(self, deferred: DeferredRange, highest: int) -> None:
-        """Remember records whose edges exceed the bound of spans, to read them again later.
+        """Store the offsets of records whose edges exceed the bound of spans, to read the records again later.
 
-        Kafka may remove the records before they are read again. So IDs up to `highest` are marked as uncertain.
+        Also marks IDs up to `highest` as uncertain, because Kafka may remove the records before they are read again.
 
         Args:
             deferred: the records.
@@ -237,8 +244,9 @@ class Chain:
     def pop_deferred(self, spans_max: int) -> DeferredRange | None:
         """Remove and return the next deferred range to read again.
 
-        A range that the position has reached needs no span, so it is returned at once. Other ranges wait until half of
-        `spans_max` is free. Otherwise the pipeline would read a whole range again for each span that becomes free.
+        A range that the position has reached needs no span, so it is returned at once. Other ranges are returned only
+        while at least half of `spans_max` is free. Otherwise the pipeline would read a whole range again for each span
+        that becomes free.
 
         Args:
             spans_max: bound of the spans of this chain.
@@ -253,11 +261,13 @@ class Chain:
         return None if index is None else self.deferred.pop(index)
 
     def declare_empty(self, ranges: Intervals) -> None:
-        """Remember that the writer declared that it has no fact in `ranges`."""
+        """Store that the writer declared `ranges` empty. Drops all but the highest `EMPTY_RANGES_MAX` ranges."""
         self.empty_ranges = self.empty_ranges.union(ranges).highest(EMPTY_RANGES_MAX)
 
     def cut_above(self, limit: int) -> list[Span]:
-        """Remove the spans, and the parts of spans, beyond `limit`.
+        """Remove the spans, and the parts of spans, beyond `limit`. Also removes the empty ranges beyond `limit`.
+
+        The position, and empty ranges up to the position, stay. The gaps below removed spans count as `joined`.
 
         The counts of a span across `limit` cannot be divided. Each part gets the full counts, limited to its width.
 
@@ -270,7 +280,7 @@ class Chain:
         del self.pending[index:]
         self.empty_ranges = self.empty_ranges.up_to(max(limit, self.position))
         for span in removed:
-            self._close(span.prev, "joined")
+            self._record_closed(span.prev, "joined")
         if index and self.pending[index - 1].id > limit:
             across = self.pending[index - 1]
             removed.insert(0, _part(across, limit, across.id))
@@ -278,7 +288,7 @@ class Chain:
         return removed
 
     def restart_at(self, position: int) -> None:
-        """Set the position back to `position`. The caller must have removed the spans beyond it (`cut_above`)."""
+        """Set the position back to `position`, and remove the empty ranges beyond. Call `cut_above(position)` first."""
         self.position = position
         self.empty_ranges = self.empty_ranges.up_to(position)
 
@@ -287,7 +297,7 @@ class Chain:
         return Intervals.of([*self.settled_ranges(0, self.highest_settled)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
-        """Make settled `ranges` open again.
+        """Make settled `ranges` open again. If a range is below the position, the position goes back.
 
         Evidence that was reported with an advance is not reported again. Each part of a divided span gets the counts of
         the span, limited to the width of the part.
@@ -303,12 +313,13 @@ class Chain:
             remaining.extend(_part(span, prev, id) for prev, id in ranges.missing(span.prev, span.id))
         self.pending = remaining
         for top in tops - {span.prev for span in remaining}:
-            self._close(top, "joined")
+            self._record_closed(top, "joined")
 
     def adopt(self, other: "Chain", published_position: int) -> None:
-        """Settle the open IDs that `other` has settled. `other` is a chain without a position.
+        """Settle the open IDs that `other` has settled. Also takes over its empty ranges and uncertain IDs.
 
         Args:
+            other: the chain of an incarnation that had not joined. It has no position.
             published_position: the published position of the writer. Evidence up to this ID is not reported again.
         """
         self.mark_uncertain_up_to(other.uncertain_up_to)
@@ -335,9 +346,9 @@ class Chain:
             low = span.id
 
     def take_changes(self) -> ChainChanges:
-        """Return the combined changes since the last call.
+        """Return the combined changes since the last call, and forget them.
 
-        A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
+        A gap that appeared and was closed since then is left out. A gap that was closed and opened again is in both
         `changed_gaps` and `closed_gaps`.
         """
         before = self._gaps_before or {}
@@ -360,10 +371,12 @@ class Chain:
         self.position = id
         self._evidence += evidence
 
-    def _close(self, top: int, how: SettledBy) -> None:
+    def _record_closed(self, top: int, how: SettledBy) -> None:
+        """Record that the gap `top` was closed. If the gap was closed before, the first `how` counts."""
         self._closed_gaps.setdefault(top, how)
 
     def _save_gaps(self) -> None:
+        """Save the current gaps before the first change since `take_changes`."""
         if self._gaps_before is None:
             self._gaps_before = {gap[1]: gap for gap in self.gaps()}
 
