@@ -64,7 +64,7 @@ class World:
         self.topic: list[Produced] = []
         self.kept: dict[int, Produced] = {}  # what was read from the facts topic, by offset
         self.linear = 0
-        self.no_reuse_below = dict.fromkeys(WRITERS, 0)
+        self.no_reuse_up_to = dict.fromkeys(WRITERS, 0)
         self.late: set[tuple[str, int]] = set()
         self.nameless: set[str] = set()  # whose last JOIN nobody could read
         self.dropped: set[str] = set()  # retired writers that left the state
@@ -126,9 +126,9 @@ class World:
         for move in stream.advances:
             prev, id = abs(move.prev), abs(move.id)
             if move.writer in self.dropped:  # it begins at 0 again, and Postgres tells what is beyond its old position
-                prev, id = max(prev, self.no_reuse_below[move.writer]), max(id, self.no_reuse_below[move.writer])
-            assert self.no_reuse_below[move.writer] == prev
-            self.no_reuse_below[move.writer] = id
+                prev, id = max(prev, self.no_reuse_up_to[move.writer]), max(id, self.no_reuse_up_to[move.writer])
+            assert self.no_reuse_up_to[move.writer] == prev
+            self.no_reuse_up_to[move.writer] = id
             committed = {it for name, it in self.database.facts if name == move.writer and prev < it <= id}
             told = {it for name, it in self.late if name == move.writer}
             assert move.unseen or move.facts >= len(committed - told)

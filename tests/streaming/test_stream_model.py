@@ -68,7 +68,7 @@ class Compared(RuleBasedStateMachine):
         self.model = Model()
         self.queue: list[Record] = []
         self.history: list[Record] = []
-        self.no_reuse_below: dict[str, int] = {}
+        self.no_reuse_up_to: dict[str, int] = {}
         self.apart = b"\xc0"
         self.packing = ExitStack()
 
@@ -233,8 +233,8 @@ class Compared(RuleBasedStateMachine):
         """Each advance begins where the last one ended, and its evidence is that of its IDs."""
         for move in effects.advances:
             prev, id = self.sign * move.prev, self.sign * move.id
-            assert self.no_reuse_below.get(move.writer, 0) == prev < id
-            self.no_reuse_below[move.writer] = id
+            assert self.no_reuse_up_to.get(move.writer, 0) == prev < id
+            self.no_reuse_up_to[move.writer] = id
             counts = {FACTS: move.facts, EMPTY: move.empty, UNSEEN: move.unseen, SKIPPED: move.skipped}
             twin = self.model.writers[move.writer]
             exact = twin.evidence(prev, id)
@@ -242,7 +242,7 @@ class Compared(RuleBasedStateMachine):
                 assert all(exact[how] <= count <= id - prev for how, count in counts.items())
             else:
                 assert +Counter(counts) == +exact
-        assert {name: at for name, at in self.model.positions().items() if at} == self.no_reuse_below
+        assert {name: at for name, at in self.model.positions().items() if at} == self.no_reuse_up_to
 
     def compare_late(self, effects: StreamEffects, expected: Counter[tuple[str, str]]) -> None:
         """No fact that came too late vanishes."""

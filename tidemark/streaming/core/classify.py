@@ -1,8 +1,8 @@
 """Applies runs to a chain: which edges are new, duplicate, in conflict or late. Pure; magnitudes only.
 
-The edges of one writer and epoch tile its chain (docs/design.md 3). An edge whose range is settled is a duplicate, or
-late if it contradicts its writer. An edge whose range is settled in part is a conflict, unless an earlier timeline
-settled that part: the edges of different timelines need not match.
+The edges of one writer and epoch cover its chain without gaps and overlaps (docs/design.md 3). An edge whose range is
+settled is a duplicate; the edge is late if its writer had declared that the ID has no fact. An edge whose range is
+settled in part is a conflict, unless an earlier timeline settled that part: edges of two timelines need not match.
 
 The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross an end of a late
 range, or of a range that an earlier timeline settled, are handled one by one: at most two for each range.
@@ -64,8 +64,8 @@ class TimelineStart:
 
     Attributes:
         writer: the writer that joined.
-        id: IDs above may be given out again.
-        position: the writer's position at that time.
+        id: IDs above this one may be given out again.
+        position: the writer's position before the JOIN.
         number: number of the new timeline.
         why: the evidence that the database was restored.
     """
@@ -93,7 +93,7 @@ class Refusal:
 
     @classmethod
     def of_records(cls, reason: Reason, offsets: Ids) -> "Refusal":
-        """The rejection of whole records, with `offsets` in any order."""
+        """Make the refusal of whole records. The `offsets` may be in any order."""
         return cls(reason, np.sort(offsets), np.zeros_like(offsets))
 
 
@@ -106,8 +106,9 @@ class BatchOutcome:
         has_unordered_rejections: True if the batch rejected records that have no order relative to the stream's other
             records.
         counts: number of records, or of edges of RUNs, by outcome.
-        touched: for each writer with records in the batch, the Kafka time (ms) of its oldest record.
-        refusals: rejected records and edges, without markers: `StreamState.apply_marker` returns why it rejects one.
+        touched: writer -> Kafka time (ms) of the oldest record that may have changed the writer's state.
+        refusals: rejected records and edges, but no markers: `StreamState.apply_marker` returns the reason for a
+            rejected marker.
         late_ranges: late completions.
         timelines: timelines that began.
         dropped_writers: names of retired writers that left the state.
@@ -128,7 +129,10 @@ class BatchOutcome:
         self.late_ranges.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
     def record_contradiction(self, run: Run) -> None:
-        """Count facts as late, because their writer had declared that they do not exist. Edges may overlap others."""
+        """Count all edges of `run` as late, because their writer had declared that the IDs have no fact.
+
+        Records only the IDs as late, because other edges may overlap the ranges of these edges.
+        """
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):
             self.late_ranges.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
@@ -142,7 +146,9 @@ CompletedRun = tuple[Run, Outcome]
 """Edges that this batch settled or that are late, and their outcome."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
+"""Classes of an edge outside the late ranges. If several classes apply to an edge, the highest one counts."""
 _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
+"""An edge is outside the late ranges, inside one of them, or partly inside."""
 
 
 @dataclass(slots=True)
@@ -154,8 +160,8 @@ class Classifier:
         spans_max: bound of the spans on the chain. An edge that would add one more is deferred.
         batch: collects the changes.
         outcome: the outcome of an accepted edge.
-        late_ranges: ranges in which a completion is late. Each completion is removed from its range.
-        published_position: late completions up to this ID have the reason `regressed`, beyond it `skipped`.
+        late_ranges: ranges in which a completion is late. `apply` removes the ranges of late edges.
+        published_position: late completions up to this ID have the reason `regressed`; those beyond this ID, `skipped`.
         timeline_start_id: an earlier timeline may have settled IDs up to this one.
     """
 
@@ -168,7 +174,13 @@ class Classifier:
     timeline_start_id: int = 0
 
     def apply(self, run: Run) -> Iterator[CompletedRun]:
-        """Settle the new edges of `run`. Yields the parts of the run that were accepted or are late."""
+        """Apply the edges of `run`: settle new edges, and count, defer or reject all others.
+
+        Exhaust the iterator: the edges are applied during the iteration.
+
+        Yields:
+            Parts of the run that were settled or are late, with their outcomes.
+        """
         late = self.late_ranges.within(run.start, run.end)
         if not len(late):
             yield from self._apply_outside_late(run)
@@ -227,7 +239,7 @@ class Classifier:
         return classes
 
     def _settle(self, run: Run) -> Iterator[CompletedRun]:
-        """Settle a run, or defer it if the bound of spans is reached."""
+        """Settle a run and yield it. If the bound of spans is reached, defer the run and yield nothing."""
         if not self._has_room(run.start, run.end):
             self._defer(run)
             self.batch.counts["deferred"] += len(run)
@@ -257,7 +269,10 @@ class Classifier:
         return len(self.chain.pending) < self.spans_max or self.chain.adjoins(prev, id)
 
     def _count_settled(self, run: Run, edges: Mask) -> Iterator[CompletedRun]:
-        """Count edges whose range is settled: late if the writer had declared that there is no fact, else duplicate."""
+        """Count the edges of `run` that are in the mask `edges`. Their ranges are settled.
+
+        A fact whose ID the writer had declared empty is late, and is yielded. All other edges are duplicates.
+        """
         denied = edges & (run.kinds == RDATA) & self.chain.empty_ranges.contains(run.ids)
         self.batch.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
         for part in run.parts(denied):
@@ -275,7 +290,7 @@ class Classifier:
         self.chain.defer(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
 
     def _record_late(self, run: Run) -> Iterator[CompletedRun]:
-        """Apply edges inside a late range."""
+        """Apply edges inside a late range: facts and voids are late, announcements are duplicates."""
         completed, is_published = run.completes, run.ids <= self.published_position
         self.batch.counts["duplicate"] += int(np.count_nonzero(~completed))
         reasons: list[tuple[LateReason, Mask]] = [

@@ -41,6 +41,8 @@ class _StoredUnjoined(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The encoded form of a `PackedTable`. An empty table is stored as None."""
+
     columns: bytes
     rows: bytes
 
@@ -126,10 +128,10 @@ def encode_parts(stream: StreamState) -> EncodedState:
 
 
 def encode_stored(stored: StoredStream, retired: StoredTable | None) -> EncodedState:
-    """Encode a state whose table of retired writers has not changed.
+    """Encode a state and the table of its retired writers, which the batch has not changed.
 
     Args:
-        stored: the state without that table.
+        stored: the state without the table: `stored.retired` is None.
         retired: the table; None if it is empty.
     """
     state = _encoder.encode(stored)
@@ -189,9 +191,10 @@ def _decode_table(stored: StoredTable | None) -> PackedTable:
 
 
 def forget_home(data: bytes) -> EncodedState:
-    """The state without its home partition and its deferred offsets, for a stream whose partition may have changed.
+    """Remove the home partition and the deferred offsets from a state, because the stream's partition may have changed.
 
-    Has the table of retired writers as a separate part.
+    Returns:
+        The state, with the table of retired writers as a separate part.
     """
     stream = decode(data)
     stream.home = None
@@ -200,10 +203,12 @@ def forget_home(data: bytes) -> EncodedState:
 
 
 def mark_uncertain(data: bytes) -> EncodedState:
-    """The state with all writers marked as uncertain, and without deferred offsets. For a stream whose records may have
-    been removed from Kafka before they were read.
+    """Mark all writers of a state as uncertain, and remove the deferred offsets.
 
-    Has the table of retired writers as a separate part.
+    For a stream whose records may have been removed from Kafka before they were read.
+
+    Returns:
+        The state, with the table of retired writers as a separate part.
     """
     stream = decode(data)
     stream.mark_uncertain()
@@ -212,7 +217,7 @@ def mark_uncertain(data: bytes) -> EncodedState:
 
 
 def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
-    """All deferred ranges of a state (`Chain.deferred`)."""
+    """Decode a state and yield all of its deferred ranges (`Chain.deferred`)."""
     stream = decode(data)
     stream.writers.decode_waiting()
     chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.decoded.items()]

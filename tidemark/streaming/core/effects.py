@@ -4,9 +4,9 @@ IDs are signed. "Beyond" means farther from 0, so sinks compare magnitudes. Equa
 sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver passes the effects to the sinks.
 Effects are not stored.
 
-*Linear lag* is how far the linear position is below the highest allocated ID. The linear position waits for each active
-writer that has not settled the next ID, and for each writer that never joined. A writer can block the linear position
-without a gap: a gap appears only when the writer completes a higher ID.
+*Linear lag* is how far the linear position is below the highest allocated ID. Each active writer that has not settled
+the next ID blocks the linear position, and so does each writer that never joined. A writer can block the linear
+position without a gap: a gap appears only when the writer completes a higher ID.
 
 `Summary` and `blockers` describe a stream's state for people. This module does not import numpy, because services that
 only read import it too.
@@ -34,7 +34,7 @@ BRIEF_WAIT = 10.0
 
 
 class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer that blocks the linear position, and why, as it is published.
+    """A writer that blocks the linear position, with the reason, for people. IDs are signed.
 
     Attributes:
         reason: `transaction`: the writer reported an open transaction. `gap`: it completed IDs above open ones.
@@ -128,7 +128,7 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A joined writer after the batch. Sent if its position, its epoch or `retired` changed."""
+    """A joined writer after the batch whose position, epoch or `retired` the batch changed."""
 
     writer: str
     epoch: int
@@ -201,8 +201,8 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Timeline `number` of the stream began with a JOIN of `writer`: a database was restored (docs/design.md 3).
 
     Attributes:
-        id: IDs beyond may be given out again.
-        position: the writer's position at that time.
+        id: IDs beyond this one may be given out again.
+        position: the writer's position before the JOIN.
         why: the evidence of the restore. `position`: the JOIN is below IDs that its writer had completed. `database`:
             the JOIN names another database. `start`: the start does not follow the writer's last start.
     """
@@ -249,7 +249,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def heartbeat_timeout(self) -> float:
-        """Seconds without a record after which the writer has missed its heartbeat; 0 without heartbeats."""
+        """Seconds without a record after which the writer has missed its heartbeat; 0 if it promised no heartbeats."""
         return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
 
     def overdue(self, now: float, reading_since: float) -> float | None:
@@ -257,7 +257,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
         Args:
             now: the time in seconds since 1970.
-            reading_since: the time (s) from which on the pipeline has read without a break.
+            reading_since: the time (s) since which the pipeline has read records without a break.
         """
         silent = now - max(self.last_seen / 1000, reading_since)
         return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
@@ -306,7 +306,9 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         linear_prev: the linear position before the batch.
         linear: the linear position after the batch.
         allocated_prev: the highest allocated ID before the batch.
-        allocated: the highest ID that a record of the stream has named.
+        allocated: the highest allocated ID after the batch.
+        writers: the writers whose position, epoch or retirement the batch changed.
+        gaps: gaps that are new or have changed.
         closed: gaps that were closed.
         late: late completions.
         dropped: retired writers that left the state.
@@ -377,9 +379,9 @@ def decode(data: bytes) -> ShardEffects:
 
 
 def blockers(stream: "StreamState") -> list[Blocker]:
-    """All blockers of the positions of `stream`, the oldest first, with signed IDs."""
+    """All blockers of the positions of `stream`, the oldest first, with signed IDs. Decodes the waiting writers."""
     stream.writers.decode_waiting()
-    return sorted(_blockers(stream), key=_age)
+    return sorted(_blockers(stream), key=_age_key)
 
 
 def summarize(stream: "StreamState") -> Summary:
@@ -395,7 +397,7 @@ def summarize(stream: "StreamState") -> Summary:
     return Summary(
         pending=sum(chain.pending_edges for chain in chains) + sum(writer.pending_edges for writer in waiting),
         gaps=sum(not blocker.unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
-        oldest=min([*blocked, *oldest], key=_age, default=None),
+        oldest=min([*blocked, *oldest], key=_age_key, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
         completed=len(stream.linear.completed),
         linear_lag=linear_lag(stream),
@@ -428,5 +430,6 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
         yield Blocker(name, epoch, 0, 0, unjoined.since, unknown=True)
 
 
-def _age(blocker: Blocker) -> tuple[int, str, int]:
+def _age_key(blocker: Blocker) -> tuple[int, str, int]:
+    """The sort key by which the oldest blocker is the first."""
     return blocker.since, blocker.writer, blocker.epoch

@@ -64,13 +64,15 @@ class EdgeColumns:
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
         """Test for each stream whether its linear position reaches its head, the highest allocated ID.
 
-        True if all IDs beyond the floor are completed, each of them once, and no completed ID is at or below the linear
-        position.
-
         Args:
             linears: for each stream the linear position before the batch.
-            floors: for each stream the lowest position of its active writers after the batch.
+            floors: for each stream the lowest position of its active writers after the batch, or the linear position
+                before the batch if that is higher.
             heads: for each stream the highest allocated ID after the batch.
+
+        Returns:
+            A mask of the streams in which the batch completes each ID beyond the floor, completes no ID twice, and
+            completes no ID up to the linear position.
         """
         announced = self._non_facts[self.kinds[self._non_facts] == POSITION]
         counts = np.diff(self.stream_firsts, append=len(self.ids))
@@ -199,7 +201,8 @@ class CandidateRuns:
         run_candidates: for each run the index of its candidate.
         directions: for each candidate the direction of its IDs.
         heads_before: for each candidate the highest allocated ID before the batch.
-        floors: for each candidate the lowest position of its active writers after the batch.
+        floors: for each candidate the lowest position of its active writers after the batch, or the linear position
+            before the batch if that is higher.
         heads: for each candidate the highest allocated ID after the batch.
     """
 
@@ -215,7 +218,13 @@ class CandidateRuns:
 
     @classmethod
     def of(cls, candidates: list[Candidate], columns: RunColumns, runs: Ids, writers: Ids) -> "CandidateRuns":
-        """Sort the runs, and drop each candidate with a run that does not continue its writer's chain."""
+        """Sort the runs, and drop each candidate with a run that does not continue its writer's chain.
+
+        Args:
+            columns: the runs of all streams.
+            runs: for each run of the candidates its index in `columns`.
+            writers: for each run of the candidates the number of its writer.
+        """
         order = np.lexsort((columns.rows["start"][runs], writers))
         runs, writers = runs[order], writers[order]
         rows, ends = columns.rows[runs], columns.ids[columns.rows["stop"][runs] - 1]
@@ -318,7 +327,7 @@ def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tup
 
 
 def _highest_inactive_position(stored: StoredStream) -> int:
-    """The highest allocated ID, if the chains of the active writers are left out."""
+    """The highest position of a retired writer's chain, or the linear position if that is higher."""
     retired = 0 if stored.retired is None else int(table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
@@ -348,6 +357,7 @@ def advance_in_order(
         columns: the runs of all streams.
         states: encoded states, which are not changed.
         now: time (ms) of the batch.
+        bounds: bounds of the streams' states.
 
     Returns:
         A result for each in-order stream. The caller advances the other streams with `core.stream`.
@@ -469,10 +479,11 @@ class CaughtUpStream(NamedTuple):
 
 
 def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
-    """Read an encoded state without decoding all of it.
+    """Read the positions of a stream without linear lag from its encoded state.
 
     Returns:
-        None if the stream has linear lag or reported transactions, or if the state must be decoded to find out.
+        None if the stream has linear lag or reported transactions. Also None if only decoding the whole state would
+        show whether the stream has linear lag.
     """
     stored = decode_stored(data)
     if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
@@ -485,8 +496,10 @@ def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
 def _candidate_state(
     name: str, stream_input: "StreamInput", data: bytes | None, now: int, bounds: Bounds
 ) -> StoredStream | None:
-    """The state of a stream if the stream is a candidate: the batch has only runs of it, all in its home partition.
-    None if it is no candidate.
+    """Return the state of a stream if the stream is a candidate, else None.
+
+    The batch has only runs of a candidate, all in its home partition. The state of a candidate has only positions, and
+    no retired writer that the bounds would drop.
     """
     has_other_records = (
         stream_input.rows_and_markers or stream_input.refused or stream_input.refused_control or stream_input.control
@@ -530,8 +543,10 @@ def _head(stored: StoredStream) -> int:
 
 
 def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
-    """True if the writer has no late ranges, joined in the current timeline, and declared no empty ranges beyond its
-    chain.
+    """True if runs that continue the writer's chain change only the chain.
+
+    The writer has no late ranges, joined in the current timeline, was not set back, and declared no empty ranges beyond
+    its position.
     """
     position = writer.chain.position
     return (

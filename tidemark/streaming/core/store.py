@@ -1,8 +1,8 @@
 """The encoded states of a shard's streams, in three layers. Pure; no Spark.
 
-A shard may have a hundred thousand streams, and a batch may touch ten of them. A lookup must not decode the others. The
-states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has the states
-that have changed since then: `packed` ones, and `recent` ones that shadow them.
+A shard may have a hundred thousand streams, and a batch may touch ten of them. A lookup must not decode other states.
+The states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has the
+states that have changed since the query began: `packed` states, and `recent` states that shadow packed ones.
 
 `group_by_stream` groups the records of a batch by stream, and cuts them into segments at the markers.
 """
@@ -59,7 +59,12 @@ _columns = msgspec.msgpack.Decoder(_Columns)
 
 
 class PackedStates:
-    """Immutable states by name, read in place. A lookup takes a few microseconds, for any number of states."""
+    """Immutable encoded states by name of their stream. A lookup takes a few microseconds, for any number of states.
+
+    Attributes:
+        data: all states, encoded (`_Columns`), as passed to the constructor. States are read from `data` one by one.
+        unreadable_count: number of states that are `UNREADABLE_STATE`.
+    """
 
     def __init__(self, data: bytes | memoryview) -> None:
         columns = _columns.decode(data)
@@ -126,7 +131,12 @@ NO_STATES = PackedStates.of({})
 
 
 class ShardedStates:
-    """The states of all streams, from the packed states of each shard."""
+    """The encoded states of all streams, packed by shard.
+
+    Args:
+        shards: number of shards.
+        packed: shard -> packed states of its streams (`PackedStates.data`).
+    """
 
     def __init__(self, shards: int, packed: Mapping[int, bytes]) -> None:
         self._shards = shards
@@ -182,7 +192,7 @@ class States:
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
 
     def prepare_lookups(self, count: int) -> None:
-        """Prepare for `count` lookups."""
+        """Prepare for `count` lookups (`PackedStates.prepare_lookups`)."""
         self._packed.prepare_lookups(count)
         self._seed.prepare_lookups(count)
 
@@ -333,10 +343,10 @@ def split_segments(
 ) -> Iterator[tuple[list[PackedRun | BatchRows | PossibleFacts], Marker | None]]:
     """Sort records by offset and cut them after each marker.
 
-    A run never spans a marker of its stream: compaction cuts it there.
+    No run has records on both sides of a marker of its stream, because compaction cuts runs at markers.
 
     Yields:
-        The records of a segment, and the marker at its end; None at the end of the records.
+        The records of a segment, and the marker after the segment; None if no marker follows.
     """
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
     segment: list[PackedRun | BatchRows | PossibleFacts] = []

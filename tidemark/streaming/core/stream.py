@@ -37,7 +37,7 @@ from tidemark.streaming.core.writers import (
     begin_epoch,
     detect_rollback,
     discard_unjoined,
-    find_or_add,
+    find_or_add_unjoined,
     has_another_start,
     is_repeated_join,
     join_checksum,
@@ -48,17 +48,12 @@ from tidemark.streaming.values.limits import Bounds, Reason, replace_unprintable
 from tidemark.streaming.wire.records import ANY_WRITER, Kind
 from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, PossibleFacts, Run
 
-
-def _reach(writer: WriterState, marker: Marker) -> int:
-    """The highest settled ID: a RETIRE below this ID is rejected. A writer's own RETIRE may undo an operator's SKIP."""
-    return writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer
-
-
 UnknownWriterItem = Run | PartialRows | PossibleFacts
+"""Records, or possible facts, of an incarnation that has not joined or has retired."""
 
 
 def _split_at_retirement(writer: WriterState, item: UnknownWriterItem) -> tuple[list[Run], list[UnknownWriterItem]]:
-    """Split an item of a retired writer into edges up to the writer's position, and what is or may be beyond it."""
+    """Split an item of a retired writer: runs up to the writer's position, and items that are or may be beyond."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
     beyond = item.ids > writer.position
@@ -79,8 +74,8 @@ class StreamState:
         timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
         database: the newest `Timeline.database` that a JOIN named; None if no JOIN named one.
         highest_retired_position: the highest position that a writer of this timeline had when it retired.
-        uncertain_up_to: the highest ID up to which rejected records may be facts of writers that were not yet known;
-            `runs.UNBOUNDED` if that ID is not known.
+        uncertain_up_to: the highest ID of rejected records that may be facts of writers that were not yet known;
+            `runs.UNBOUNDED` if the ID is not known; 0 if there is none.
         timeline_start_id: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
@@ -102,7 +97,7 @@ class StreamState:
     reports: dict[str, SourceReport] = field(default_factory=dict)
 
     def set_direction(self, direction: Direction) -> None:
-        """Set the direction, for each accepted record. The first known direction is permanent."""
+        """Set the direction of the stream, if it is still unknown. Call this for each accepted record."""
         self.direction = self.direction or direction
 
     @property
@@ -112,10 +107,10 @@ class StreamState:
         return max([self.linear.position, self.writers.highest_settled(), *reaches])
 
     def current_epoch(self, name: str) -> int:
-        """The epoch that an operator's record without an epoch means.
+        """The epoch to use for an operator's record without an epoch: the current epoch of the writer `name`.
 
-        For an active writer, this is its joined epoch. For others, it is their highest known epoch, joined or not; 0 if
-        there is none.
+        The joined epoch of an active writer. Otherwise the highest known epoch of the writer, joined or not; 0 if no
+        epoch is known.
         """
         writer = self.writers.get(name)
         if writer is not None and writer.retired_at is None:
@@ -134,7 +129,7 @@ class StreamState:
         """Apply a JOIN, RETIRE, SKIP or OPEN.
 
         Returns:
-            The reason if the marker is rejected.
+            The reason if the marker is rejected, else None.
         """
         if self.direction.opposes(marker.direction):
             return Reason.MIXED_SIGN
@@ -153,13 +148,13 @@ class StreamState:
         return reason
 
     def join(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Begin an epoch: all of the writer's IDs up to `marker.id` are complete.
+        """Apply a JOIN. A JOIN begins an epoch and settles all of the writer's IDs up to `marker.id`.
 
-        A JOIN of the current epoch begins the epoch again if it contradicts the JOIN that began the epoch. An
-        operator's JOIN of the current epoch reopens ranges above `marker.id` that only an operator settled.
+        If a JOIN names the current epoch and contradicts the JOIN that began this epoch, the epoch begins again. If an
+        operator's JOIN names the current epoch, it reopens ranges above `marker.id` that only an operator settled.
 
         Returns:
-            The reason if the JOIN is rejected.
+            The reason if the JOIN is rejected, else None.
         """
         writer = self.writers.get(marker.writer)
         if writer is not None and marker.epoch < writer.epoch:
@@ -175,17 +170,18 @@ class StreamState:
         return None
 
     def retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        """Retire a writer: its IDs up to `marker.id` are complete, and it sends no more records.
+        """Apply a RETIRE: settle the writer's IDs up to `marker.id`, and mark the writer as retired.
 
-        A writer's own RETIRE is buffered if its incarnation has not joined. Otherwise it reopens ranges above
-        `marker.id` that only an operator settled.
+        A writer's own RETIRE is buffered if its incarnation has not joined. Otherwise the RETIRE also reopens ranges
+        above `marker.id` that only an operator settled.
 
         An operator's RETIRE is not buffered. It also retires a writer that never joined, and an incarnation that sent
-        records after its own retirement. If it names a later epoch than the joined one, it discards the incarnation of
-        that epoch: IDs that the incarnation completed are late. The writer `*` discards all that have not joined.
+        records after its own retirement. If the RETIRE names a later epoch than the joined one, it discards the
+        incarnation of the later epoch: IDs that the incarnation completed are late. A RETIRE of the writer `*` discards
+        all incarnations that have not joined.
 
         Returns:
-            The reason if the RETIRE is rejected.
+            The reason if the RETIRE is rejected, else None.
         """
         if marker.writer == ANY_WRITER:
             return self._discard_unjoined([*self.unjoined], batch)
@@ -211,6 +207,7 @@ class StreamState:
         elif (reach := writer.chain.highest_settled if marker.is_override else writer.highest_settled_by_writer) > max(
             marker.id, writer.chain.position
         ):
+            # IDs beyond the RETIRE are settled. Only a writer's own RETIRE may undo what an operator settled.
             return Reason.CONFLICT
         elif not marker.is_override:
             writer.reopen(max(marker.id, reach), batch.now)
@@ -220,10 +217,10 @@ class StreamState:
         return None
 
     def skip(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's override. Later completions are late.
+        """Apply a SKIP of an operator: settle the open IDs in `(marker.prev, marker.id]`. Later completions are late.
 
         Returns:
-            The reason if the SKIP is rejected.
+            The reason if the SKIP is rejected, else None.
         """
         writer = self.writers.get(marker.writer)
         if writer is None or marker.epoch > writer.epoch:
@@ -238,12 +235,12 @@ class StreamState:
         return None
 
     def store_report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Store the OPEN of an active writer: its open transactions, why it is blocked, and its heartbeat.
+        """Store what the OPEN of an active writer reports: open transactions, why it is blocked, and its heartbeat.
 
-        Moves no position.
+        Replaces the previous report. Moves no position.
 
         Returns:
-            The reason if the OPEN is rejected.
+            The reason if the OPEN is rejected, else None.
         """
         writer = self.writers.get(marker.writer)
         if writer is None or marker.epoch > writer.epoch or writer.retired_at is not None:
@@ -296,8 +293,9 @@ class StreamState:
     def advance_linear(self) -> None:
         """Advance the linear position to the lowest position of the active writers, and over completed IDs.
 
-        If no writer is active, advance to the highest position that a writer had when it retired. If no active writer
-        has joined in this timeline, do not advance, because their positions belong to an earlier timeline.
+        If no writer is active, advance to the highest position that a writer had when it retired. Do not advance while
+        there are incarnations that have not joined. Do not advance if all active writers joined in an earlier timeline,
+        to which their positions belong.
         """
         if self.unjoined or not self.writers:
             return
@@ -306,7 +304,7 @@ class StreamState:
             self.linear.advance(self.highest_retired_position if floor is None else floor)
 
     def position_in_timeline(self, writer: WriterState) -> int:
-        """The position of the writer's chain in this timeline."""
+        """The position of the writer's chain; at most `timeline_start_id` for a writer of an earlier timeline."""
         return (
             writer.chain.position
             if writer.timeline == self.timeline
@@ -314,7 +312,7 @@ class StreamState:
         )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Mark that records of unknown writers were dropped at the bound: their names and open IDs are not known."""
+        """Note that records of unknown writers were dropped at the bound. Blocks the linear position."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
@@ -344,20 +342,20 @@ class StreamState:
         """Begin the epoch of a JOIN, and a new timeline first if the JOIN shows that the database was restored.
 
         Returns:
-            The writer, and the ID of a RETIRE that was buffered for this JOIN.
+            The writer, and the ID of the RETIRE that was buffered for this JOIN; None without such a RETIRE.
         """
         known = self.writers.get(marker.writer)
         if (why := detect_rollback(known, self.unjoined, marker, self.timeline, self.database)) is not None:
             self._begin_timeline(marker, known, why, batch)
-        elif known is not None and known.retired_at is not None and known.chain.position > marker.no_reuse_below:
+        elif known is not None and known.retired_at is not None and known.chain.position > marker.no_reuse_up_to:
             # For example, an operator retired the writer with an ID beyond this JOIN.
             retired = [
                 writer
-                for _, writer in self.writers.find_beyond(marker.no_reuse_below)
+                for _, writer in self.writers.find_beyond(marker.no_reuse_up_to)
                 if writer.retired_at is not None and writer is not known
             ]
             self.highest_retired_position = max(
-                [min(self.highest_retired_position, marker.no_reuse_below), *map(self.position_in_timeline, retired)]
+                [min(self.highest_retired_position, marker.no_reuse_up_to), *map(self.position_in_timeline, retired)]
             )
         self._forget_report(marker.writer)
         self.active_count += known is None or known.retired_at is not None or known.timeline < self.timeline
@@ -372,7 +370,7 @@ class StreamState:
     ) -> None:
         """Begin a timeline at `marker`.
 
-        Writers that a relay already joined with the same start move to the new timeline too.
+        Writers that a relay already joined with the same start join the new timeline too.
 
         If the JOIN does not follow the writer's last start, a timeline that is not in the database may have given out
         IDs from `marker.id` to `marker.published` again. So completions of these IDs are counted again, as late.
@@ -382,7 +380,7 @@ class StreamState:
         """
         position = 0 if known is None else known.position
         follows_older_start = known is not None and has_another_start(known, marker)
-        limit = marker.id if follows_older_start else marker.no_reuse_below
+        limit = marker.id if follows_older_start else marker.no_reuse_up_to
         self.timeline, self.timeline_start_id = self.timeline + 1, limit
         self.active_count, self.highest_retired_position = 0, min(self.highest_retired_position, limit)
         batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))
@@ -423,7 +421,7 @@ class StreamState:
         return None
 
     def _buffer_retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        unjoined = find_or_add(self.unjoined, (marker.writer, marker.epoch), bounds, batch)
+        unjoined = find_or_add_unjoined(self.unjoined, (marker.writer, marker.epoch), bounds, batch)
         if unjoined is None:
             self.mark_overflow(batch)
             return Reason.BUFFER_OVERFLOW
@@ -467,6 +465,8 @@ class StreamState:
         self, runs: Sequence[Run], others: Sequence[PartialRows | PossibleFacts], batch: BatchOutcome
     ) -> tuple[list[Run], list[UnknownWriterItem]]:
         """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
+
+        The first writer of a new stream joins by its first edge, if its epoch is 0.
 
         A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
         record of an active writer marks IDs of the writer as uncertain.
@@ -557,8 +557,12 @@ class StreamState:
         return run.ids <= self.timeline_start_id
 
     def _buffer(self, item: UnknownWriterItem, bounds: Bounds, batch: BatchOutcome) -> list[CompletedRun] | None:
-        """Buffer an item of an incarnation that has not joined. Returns its completions; None if there is no room."""
-        unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
+        """Buffer an item of an incarnation that has not joined.
+
+        Returns:
+            The completed edges of the item; None if `bounds.unjoined` is reached.
+        """
+        unjoined = find_or_add_unjoined(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, PossibleFacts):
                 batch.refusals.append(Refusal.of_records(Reason.BUFFER_OVERFLOW, item.offsets))

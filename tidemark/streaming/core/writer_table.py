@@ -31,6 +31,7 @@ from tidemark.streaming.values.limits import Evidence
 from tidemark.streaming.wire.runs import UNBOUNDED, Mask
 
 Pairs = list[tuple[int, int]]
+"""Encoded `Intervals` as `(low, high)`, or `LinearPosition.heads` as `(head, since)`."""
 
 
 class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -173,10 +174,10 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BlockingWriter(NamedTuple):
-    """An active writer that blocks the linear position, as the tables of writers find it. Sorts by the position of its
-    chain.
+    """An active writer that blocks the linear position. Sorts by `position`.
 
     Attributes:
+        position: position of the writer's chain.
         open_since: time (ms) at which its oldest gap opened; 0 without a gap.
         last_seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
@@ -215,7 +216,10 @@ COLUMNS = np.dtype(
 
 
 class PackedTable:
-    """An immutable table of writers without pending spans and deferred records, sorted by name."""
+    """An immutable table of writers without pending spans and deferred records, sorted by name.
+
+    `columns`: the numbers of all writers (`COLUMNS`). `rows`: the encoded `StoredWriter` of all writers, joined.
+    """
 
     def __init__(self, columns: bytes = b"", rows: bytes = b"") -> None:
         self.columns = np.frombuffer(columns, COLUMNS)
@@ -299,14 +303,14 @@ PACKED_SPANS_MIN = 32
 class Writers(MutableMapping[str, WriterState]):
     """Joined writers by name.
 
-    Reading a writer decodes it. `values` and `items` decode all writers. Code that makes a writer active again, or sets
-    its chain back, must call `refresh_floor`.
+    `get` and `[]` decode the writer. `values` and `items` decode all writers. Code that makes a writer active again, or
+    sets its chain back, must call `refresh_floor`.
 
     Attributes:
         decoded: writers that are decoded.
         waiting: active writers with many pending spans, encoded.
         decode_count: number of writers that were decoded on demand.
-        before_batch: for each decoded writer its epoch and whether it was retired, before the batch.
+        before_batch: name of each decoded writer -> its epoch before the batch, and whether it was retired.
         stored_retired: the table of retired writers that is stored; None if the table must be stored again.
     """
 
@@ -355,12 +359,12 @@ class Writers(MutableMapping[str, WriterState]):
         return len(self.decoded) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def refresh_floor(self, name: str) -> None:
-        """Make `floor` include the writer. Call this if its chain was set back, or if it became active again."""
+        """Update `floor` for a writer whose chain was set back, or that became active again."""
         if self._floor_heap is not None:
             heappush(self._floor_heap, (self.decoded[name].chain.position, name))
 
     def floor(self) -> int | None:
-        """The lowest position of an active writer's chain; None if no writer is active."""
+        """The lowest position among the chains of active writers; None if no writer is active."""
         if self._floor_heap is None:
             self._floor_heap = [
                 (writer.chain.position, name) for name, writer in self.decoded.items() if writer.retired_at is None
@@ -409,7 +413,7 @@ class Writers(MutableMapping[str, WriterState]):
         return sorted(blocking_writers)[:limit], len(blocking_writers) + more
 
     def find_beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
-        """All writers that have settled an ID beyond `id`, and possibly other writers."""
+        """Decode and yield all writers that have settled an ID beyond `id`, and possibly other writers."""
         for packed in (self._active, self._retired):
             for name in packed.names_beyond(id):
                 self._decode(name)
@@ -431,13 +435,13 @@ class Writers(MutableMapping[str, WriterState]):
         self._retired.mark_uncertain()
 
     def find_expired(self, linear: int, keep: int, retired_before: int, touched: Container[str]) -> list[str]:
-        """The names of retired writers to drop, in the order of retirement.
+        """The names of the retired writers to drop, in the order of retirement. Does not drop them.
 
         Args:
-            linear: only writers at or below this position are dropped.
-            keep: number of these writers to keep: the ones that retired last.
-            retired_before: of these, the writers that retired at this time (ms) or earlier are dropped.
-            touched: writers that the batch has touched. They are kept.
+            linear: a writer beyond this position is not dropped, and does not count for `keep`.
+            keep: the largest number of writers to keep. If there are more, those that retired first are dropped.
+            retired_before: writers that retired at this time (ms) or earlier are dropped.
+            touched: writers that the batch has touched. They are not dropped, and do not count for `keep`.
         """
         decoded = sorted(
             (writer.retired_at, name)
@@ -456,7 +460,7 @@ class Writers(MutableMapping[str, WriterState]):
         return [name for _, name in islice(merge(retired, decoded), count)]
 
     def pack(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
-        """The four groups, as arguments of a new `Writers`: decoded, active, retired and waiting."""
+        """Return the four groups as arguments of a new `Writers`: decoded, active, retired and waiting."""
         decoded, active, retired, waiting = {}, {}, {}, dict(self.waiting)
         for name, writer in sorted(self.decoded.items()):
             if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired_at is None:
@@ -491,7 +495,7 @@ _NO_ROWS: Ids = np.empty(0, np.int64)
 
 
 class _PackedWriters:
-    """The rows of a table that were not decoded or dropped since the table was loaded."""
+    """A table of writers without the rows that were decoded or dropped since the table was loaded."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
@@ -510,7 +514,7 @@ class _PackedWriters:
         return self._table.name(row)
 
     def pop(self, name: str) -> WriterState | None:
-        """Remove and return a writer."""
+        """Remove the row of a writer, and return the decoded writer. None if the name is unknown."""
         row = self._find(name)
         if row is None:
             return None
@@ -518,14 +522,14 @@ class _PackedWriters:
         return self._table.writer(row)
 
     def drop(self, name: str) -> bool:
-        """Remove a writer. Returns False if the name is unknown."""
+        """Remove the row of a writer. Returns False if the name is unknown."""
         row = self._find(name)
         if row is not None:
             self._removed.add(row)
         return row is not None
 
     def lowest_position(self) -> int | None:
-        """The lowest position of a chain; None if there are no rows."""
+        """The lowest position among the writers' chains; None if there are no rows."""
         if not len(self):
             return None
         chains = self._table.columns["chain"]
@@ -536,7 +540,7 @@ class _PackedWriters:
         return int(chains[self._order[self._lowest_index]])
 
     def highest_position(self) -> int:
-        """The highest position of a chain."""
+        """The highest position among the writers' chains; 0 if there are no rows."""
         return int(self._column("chain").max()) if len(self) else 0
 
     def blocking_writers(self, linear: int, limit: int) -> tuple[list[BlockingWriter], int]:
@@ -562,7 +566,7 @@ class _PackedWriters:
         return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
     def retired_up_to(self, linear: int) -> tuple[Ids, Ids]:
-        """Row numbers of the writers at or below `linear`, and the times (ms) at which they retired."""
+        """Row numbers of the writers with a position up to `linear`, and the times (ms) at which they retired."""
         if not len(self):
             return _NO_ROWS, _NO_ROWS
         passed = self._column("position") <= linear

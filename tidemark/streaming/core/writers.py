@@ -1,8 +1,7 @@
 """The state of one writer of a stream, joined or not; the effects of a JOIN; and the linear position. Pure.
 
-The functions of this module change the writers and the `BatchOutcome` that they get as arguments.
-`streaming.core.stream` decides when they are called. For IDs that a JOIN or RETIRE settles, this marker is the only
-evidence (docs/design.md 3). IDs are magnitudes.
+The functions of this module change the writers and the `BatchOutcome` that they get as arguments; `core.stream` calls
+them. For IDs that a JOIN or RETIRE settles, the marker is the only evidence (docs/design.md 3). IDs are magnitudes.
 """
 
 from bisect import bisect_right
@@ -25,25 +24,27 @@ Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
-"""Represents all incarnations without a JOIN that were dropped at the bound. Remains until an operator retires `*`."""
+"""The entry of `UnjoinedWriters` for all incarnations whose records were dropped at the bound `Bounds.unjoined`. The
+entry stays, and blocks the linear position, until an operator retires `*`.
+"""
 
 
 @dataclass(slots=True)
 class WriterState:
-    """A writer that has joined.
+    """The state of a writer that has joined.
 
-    A settled range that is also in `late_ranges` was settled only by an operator.
+    If a range is settled and also in `late_ranges`, only an operator settled the range.
 
     Attributes:
         epoch: the current epoch.
         chain: the chain in the stream's current timeline. Its position may be below `published_position` after the
             database was restored or an override was taken back. The linear position follows the chain.
         retired_at: time (ms) of the batch that retired the writer; None if it is active.
-        published_position: the position that was published before the chain was set back.
+        published_position: the position that was published before the chain was set back; 0 if it never was.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
         timeline: number of the timeline in which the writer joined last.
-        start_token: token of the writer's last start; None if the JOIN named none.
+        start_token: token of the writer's last start (`Timeline.start`); None if no JOIN named a token.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
         join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if unknown.
     """
@@ -80,7 +81,10 @@ class WriterState:
     def roll_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
         """Set the chain back to `limit`, because a restored database may give out IDs beyond `limit` again.
 
-        Completions beyond `limit` that were not published become late.
+        Records completions beyond `limit` that were not published as late.
+
+        Args:
+            name: name of the writer.
         """
         record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late_ranges, name, batch)
         if self.chain.position > limit:
@@ -107,7 +111,7 @@ class WriterState:
             now: time (ms) of the batch, from which the age of the new gaps counts.
 
         Returns:
-            False if there was no such range.
+            False if an operator settled no range beyond `id`.
         """
         overridden = self.chain.settled_intervals().intersection(self.late_ranges.above(id))
         if not len(overridden):
@@ -120,13 +124,13 @@ class WriterState:
 
 @dataclass(slots=True)
 class UnjoinedWriter:
-    """An incarnation that has sent records without a JOIN.
+    """The state of an incarnation that has sent records without a JOIN.
 
     Attributes:
-        chain: the IDs that its edges settled; the chain has no position.
-        since: time (ms) of the batch that read its first record.
-        retire_id: ID of its RETIRE, which is buffered until its JOIN; None without a RETIRE.
-        last_seen: time (ms) of the batch that read its newest record; 0 if unknown.
+        chain: the IDs that the incarnation's edges settled; the chain has no position (`NO_POSITION`).
+        since: time (ms) of the batch that read the first record of the incarnation.
+        retire_id: ID of a RETIRE that is buffered until the JOIN; None without a RETIRE.
+        last_seen: time (ms) of the batch that read the newest record of the incarnation; 0 if unknown.
     """
 
     chain: Chain
@@ -169,20 +173,24 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
         return len(self._all)
 
 
-def find_or_add(
+def find_or_add_unjoined(
     unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """The state of an incarnation that has not joined, new or known. None if new and `bounds.unjoined` is reached."""
+    """Return the state of an incarnation that has not joined. Adds an unknown incarnation, with an empty state.
+
+    Returns:
+        None if the incarnation is unknown and `bounds.unjoined` is reached.
+    """
     if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
     return unjoined.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), batch.now))
 
 
 def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch: BatchOutcome) -> int:
-    """Remove an incarnation that has not joined. IDs that it completed are late.
+    """Remove an incarnation that has not joined, and record the IDs that it completed as late.
 
     Returns:
-        The highest ID up to which its rejected records may be facts (`Chain.uncertain_up_to`).
+        The highest ID of rejected records of the incarnation that may be facts (`Chain.uncertain_up_to`).
     """
     chain = unjoined.pop(incarnation).chain
     for span in chain.pending:
@@ -194,8 +202,8 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
 class PartialRows:
     """Batch rows: rows of facts with several rows, without the last row of each fact, which has the ID.
 
-    They move no position. If the writer has not joined, the rows count like rejected facts, because the record with the
-    ID may never come.
+    Batch rows move no position. If the writer has not joined, batch rows count like rejected facts, because the record
+    with the ID may never come.
     """
 
     writer: str
@@ -205,7 +213,7 @@ class PartialRows:
 
     @property
     def reach(self) -> int:
-        """The highest ID that the facts may have. It is not known."""
+        """The highest ID that the facts may have: `UNBOUNDED`, because the ID is not known."""
         return UNBOUNDED
 
 
@@ -220,7 +228,9 @@ def join_checksum(marker: Marker) -> int:
 def detect_rollback(
     writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
-    """The evidence in a JOIN that its database was restored. IDs above `marker.no_reuse_below` may be given out again.
+    """Return the evidence in a JOIN that the writer's database was restored; None without such evidence.
+
+    If the database was restored, it may give out IDs above `marker.no_reuse_up_to` again.
 
     A JOIN below the linear position, or below the position of another writer, is no evidence: the writer read the
     allocated ID before others advanced. The JOIN of a writer that had not joined in this timeline is no evidence
@@ -231,20 +241,17 @@ def detect_rollback(
         unjoined: incarnations that have not joined.
         marker: the JOIN.
         timeline: number of the stream's current timeline.
-        database: the newest `Timeline.database` that a JOIN of the stream named; None if it is not known.
-
-    Returns:
-        None if there is no evidence of a restore.
+        database: the newest `Timeline.database` that a JOIN of the stream named; None if no JOIN named one.
     """
     if _has_another_database(marker, database):
         return "database"
     incarnations = unjoined.incarnations(marker.writer)
     earlier = (unjoined[incarnation].chain for incarnation in incarnations if incarnation[1] < marker.epoch)
-    if any(chain.has_pending_beyond(marker.no_reuse_below) for chain in earlier):
+    if any(chain.has_pending_beyond(marker.no_reuse_up_to) for chain in earlier):
         return "position"
     if writer is None or writer.timeline < timeline:
         return None
-    if marker.no_reuse_below < writer.highest_settled_by_writer:
+    if marker.no_reuse_up_to < writer.highest_settled_by_writer:
         return "position"
     return "start" if has_another_start(writer, marker) else None
 
@@ -253,7 +260,7 @@ def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, databas
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    an operator began the epoch, or it began without a JOIN, only another database or start is a contradiction.
+    the epoch began by an operator's JOIN or without a JOIN, only another database or start is a contradiction.
     """
     if marker.epoch != writer.epoch:
         return False
@@ -275,7 +282,10 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
 
 
 def has_another_start(writer: WriterState, marker: Marker) -> bool:
-    """True if the JOIN's start is neither the writer's last start nor the start that follows it in a new epoch."""
+    """True if the start in a JOIN is neither the writer's last start, nor the next start with a new epoch.
+
+    False if the JOIN names no start, or the writer's last start is not known.
+    """
     if marker.timeline is None or writer.start_token in (None, marker.timeline.start):
         return False
     is_next = writer.start_token == marker.timeline.after
@@ -294,25 +304,27 @@ def begin_epoch(
 ) -> tuple[WriterState, int | None]:
     """Begin the epoch of a JOIN.
 
-    IDs that earlier epochs completed up to `marker.no_reuse_below` keep their evidence. The JOIN settles the IDs that
-    these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_below`, the ID was rolled back
+    IDs that earlier epochs completed up to `marker.no_reuse_up_to` keep their evidence. The JOIN settles the IDs that
+    these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_up_to`, the ID was rolled back
     with the writer's database (docs/design.md 3), and is late.
 
-    IDs of rejected records are uncertain (`Chain.uncertain_up_to`). The JOIN ends this for records of earlier epochs.
-    IDs of these records stay uncertain:
+    IDs of rejected records are uncertain (`Chain.uncertain_up_to`). After the JOIN, IDs of earlier epochs' records are
+    certain again. IDs of the following rejected records stay uncertain:
 
-    - records of its own epoch that came before the JOIN;
+    - records of the JOIN's epoch that came before the JOIN;
     - records that have no order relative to the JOIN;
-    - records that may belong to other writers.
+    - records that were dropped at the bound of incarnations without a JOIN.
 
     Args:
+        writers: the joined writers. A new writer is added.
+        unjoined: incarnations that have not joined. The writer's incarnations up to the epoch of the JOIN are removed.
         uncertain_up_to: the highest ID of rejected records that may be facts of a writer that was not yet known.
 
     Returns:
-        The writer, and the ID of a RETIRE that was buffered for this JOIN.
+        The writer, and the ID of the RETIRE that was buffered for this JOIN; None without such a RETIRE.
     """
     writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(uncertain_up_to=uncertain_up_to)))
-    writer.roll_back(marker.no_reuse_below, marker.writer, batch)
+    writer.roll_back(marker.no_reuse_up_to, marker.writer, batch)
     writer.chain.deferred.clear()
     retire, uncertain_up_to = None, 0
     for incarnation in unjoined.incarnations(marker.writer):
@@ -321,7 +333,7 @@ def begin_epoch(
             continue
         before = unjoined.pop(incarnation)
         if epoch < marker.epoch:
-            spans = before.chain.cut_above(marker.no_reuse_below)
+            spans = before.chain.cut_above(marker.no_reuse_up_to)
             record_rolled_back(epoch, spans, NO_INTERVALS, marker.writer, batch)
         else:
             retire, uncertain_up_to, writer.chain.deferred = (
@@ -352,6 +364,7 @@ def record_rolled_back(
     Ranges that certainly have no fact are left out.
 
     Args:
+        spans: settled ranges of the earlier timeline.
         overridden: ranges that an operator settled, and in which no writer completed an ID.
     """
     for span in spans:
@@ -362,10 +375,10 @@ def record_rolled_back(
 
 
 def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: SettledBy, batch: BatchOutcome) -> Intervals:
-    """Settle the open IDs in `(prev, marker.id]`.
+    """Settle a writer's open IDs in `(prev, marker.id]`, because of a marker.
 
-    Later completions of IDs that an operator settles are late. IDs up to the published position get no evidence,
-    because their evidence was already published.
+    If an operator sent the marker, later completions of these IDs are late. IDs up to the published position get no
+    evidence, because their evidence was already published.
 
     Returns:
         The ranges that were open.
@@ -404,10 +417,10 @@ older than they are; none appears younger.
 
 @dataclass(slots=True)
 class LinearPosition:
-    """The linear position.
+    """The linear position of a stream, with the completed IDs above it.
 
     Attributes:
-        position: every ID of any writer up to this one is settled.
+        position: every ID up to this one is settled, whichever writer it belongs to.
         completed: completed IDs above the position: facts and voids of any writer.
         heads: the history of the linear lag as `(head, since)`, ascending: IDs beyond `head` have been allocated since
             the time `since` (ms). The first `head` is the position itself. Empty if there is no linear lag.
@@ -418,12 +431,12 @@ class LinearPosition:
     heads: list[tuple[int, int]] = field(default_factory=list)
 
     def add_completed(self, ids: Ids, offsets: Ids, eligible: Mask) -> Mask:
-        """Remember completed IDs.
+        """Store completed IDs above the position.
 
         Args:
             ids: completed IDs, in any order; an ID may occur more than once.
             offsets: Kafka offset of each ID's record.
-            eligible: mask of the IDs to remember.
+            eligible: mask of the IDs to store.
 
         Returns:
             Mask of the IDs that were already final: the position has passed the ID, or a previous batch or a record at

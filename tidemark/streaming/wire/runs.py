@@ -272,7 +272,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.by is not None
 
     @property
-    def no_reuse_below(self) -> int:
+    def no_reuse_up_to(self) -> int:
         """The highest ID such that a restored database certainly gives out no ID up to it again."""
         return max(self.id, self.published or 0)
 
