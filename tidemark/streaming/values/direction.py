@@ -1,6 +1,6 @@
 """The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Pure.
 
-The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs. "Ascending" means away from
+The state of a stream has magnitudes. Records, effects, sinks and readers have signed IDs. "Ascending" means away from
 0, so the IDs of a backward stream ascend too.
 """
 
@@ -34,7 +34,7 @@ class Direction(IntEnum):
         return -magnitude if self is Direction.BACKWARD else magnitude
 
     def opposes(self, other: "Direction") -> bool:
-        """Whether the directions are opposite; a stream has only one direction."""
+        """Whether one direction is forward and the other one backward. `UNKNOWN` opposes no direction."""
         return self * other < 0
 
 

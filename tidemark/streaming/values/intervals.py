@@ -26,7 +26,10 @@ _BITMAP_BITS_PER_ID_MAX = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intervals:
-    """`lows[i] < highs[i] < lows[i + 1]`: touching intervals are always merged."""
+    """A set of IDs: the union of the intervals `(lows[i], highs[i]]`, which ascend.
+
+    Intervals that touch are always merged: `lows[i] < highs[i] < lows[i + 1]`. `len` and iteration refer to intervals.
+    """
 
     lows: Ids
     highs: Ids
@@ -101,7 +104,7 @@ class Intervals:
         return self.above(prev).up_to(id) if len(self) else self
 
     def intersection(self, other: "Intervals") -> "Intervals":
-        """The intersection of both sets. The time grows with the number of intervals of `other`."""
+        """The IDs that are in both sets. The time grows with the number of intervals of `other`."""
         return Intervals.of(part for low, high in other for part in self.within(low, high))
 
     def missing(self, prev: int, id: int) -> "Intervals":
@@ -126,13 +129,13 @@ class Intervals:
         return Intervals.of(part for low, high in self for part in other.missing(low, high))
 
     def highest(self, count: int) -> "Intervals":
-        """The `count` highest intervals."""
+        """The `count` highest intervals of the set; all of them if there are fewer."""
         if len(self) <= count:
             return self
         return Intervals(self.lows[-count:], self.highs[-count:])
 
     def lowest(self, count: int) -> "Intervals":
-        """The `count` lowest intervals."""
+        """The `count` lowest intervals of the set; all of them if there are fewer."""
         if len(self) <= count:
             return self
         return Intervals(self.lows[:count], self.highs[:count])
@@ -145,7 +148,10 @@ class Intervals:
         return position
 
     def pack(self) -> bytes:
-        """Encode the set: the width of a step (1 byte), the last bound (8 bytes), and the steps from bound to bound."""
+        """Encode the set: the bytes per step (1 byte), the last bound (8 bytes), and the steps from bound to bound.
+
+        An empty set is encoded as no bytes.
+        """
         if not len(self):
             return b""
         bounds = np.empty(2 * len(self), np.int64)
@@ -184,7 +190,7 @@ class Intervals:
 
 
 def _bitmap(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
-    """A bitmap from below the lowest ID to above the highest, and the ID of its first bit. None if `ids` are sparse."""
+    """The ID of the first bit, and a bitmap from below the lowest ID to above the highest. None if `ids` are sparse."""
     low, high = int(ids.min()) - 1, int(ids.max())
     if high - low > _BITMAP_BITS_PER_ID_MAX * len(ids):
         return None
@@ -277,7 +283,7 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
 
 
 def _repack(packed: bytes, added: PackedSteps, count_max: int) -> bytes:
-    """Unpack both sets, and pack their union."""
+    """Like `append_steps`, for any intervals: unpack both sets, and pack their union."""
     added_set = Intervals.unpack(bytes([added.step_bytes]) + added.high.to_bytes(8, "little") + added.steps)
     return Intervals.unpack(packed).union(added_set).highest(count_max).pack()
 

@@ -34,14 +34,16 @@ class Bounds:
     """The bounds of a stream's state.
 
     Attributes:
-        pending: spans above the position of a writer. An edge that would add one more is deferred.
-        completed: intervals of completed IDs above the linear position. The highest of more intervals are forgotten.
-        unjoined: incarnations (writer and epoch) of a stream that never joined. Records of more are rejected.
-        retired: retired writers of a stream. If there are more, those that retired first are dropped.
+        pending: largest number of spans above the position of a writer. An edge that would add one more is deferred.
+        completed: largest number of intervals of completed IDs above the linear position. If there are more, the
+            highest ones are forgotten.
+        unjoined: largest number of incarnations of a stream that never joined. Records of further incarnations are
+            rejected.
+        retired: largest number of retired writers of a stream. If there are more, those that retired first are dropped.
         retirement_ms: milliseconds after which a retired writer is dropped.
-        unreadable: streams of a shard that are known only from unreadable records. If there are so many, each new
-            stream is marked as uncertain.
-        by_policy: other bounds for some streams, by policy name (`policy_names`).
+        unreadable: largest number of streams of a shard that only unreadable records have named. If there are as many,
+            each new stream is marked as uncertain.
+        by_policy: policy name (`policy_names`) -> bounds of the streams to which the policy applies.
     """
 
     pending: int = 10_000
@@ -53,6 +55,7 @@ class Bounds:
     by_policy: Mapping[str, "Bounds"] = field(default_factory=dict)
 
     def for_stream(self, stream: str) -> "Bounds":
+        """The bounds of the most specific policy for the stream; these bounds if there is no policy."""
         return (
             next((self.by_policy[name] for name in policy_names(stream) if name in self.by_policy), self)
             if self.by_policy
@@ -111,8 +114,12 @@ class RejectedRecords(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How the IDs of a range were settled (docs/design.md 1).
 
-    `facts`: read as RDATA. `empty`: declared void (1 each) or announced (the width of the range) by their writer.
-    `unseen`, `skipped`: the widths of ranges that a join or an operator settled.
+    Attributes:
+        facts: number of IDs that were read as RDATA.
+        empty: number of IDs that their writer declared void, and the widths of the ranges that the writer announced, or
+            settled by its JOIN or RETIRE.
+        unseen: the widths of the ranges that a JOIN or RETIRE settled, but that may have facts that nobody announced.
+        skipped: the widths of the ranges that an operator settled.
     """
 
     facts: int = 0
@@ -135,11 +142,11 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def proves_empty(self) -> bool:
-        """Whether the range certainly has no fact: a reader need not read the table."""
+        """Whether the range certainly has no fact. A reader then need not read the table of the facts."""
         return not (self.facts or self.unseen or self.skipped)
 
     def at_most(self, width: int) -> "Evidence":
-        """The upper bounds for a part of the range with `width` IDs."""
+        """The upper bounds of the counts for a part of the range that has `width` IDs."""
         return Evidence(*(min(count, width) for count in self.counts))
 
 
@@ -161,12 +168,12 @@ class EncodedState(NamedTuple):
 
 
 def replace_unprintable(text: str) -> str:
-    """Replace control characters, which a terminal would execute, in untrusted text."""
+    """Replace the unprintable characters of untrusted text, because a terminal may execute control characters."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def shard_of(stream: str, shards: int) -> int:
-    """The shard of a stream. Postgres stores it, so this function must never change."""
+    """The shard of a stream, from 0 to `shards` - 1. Postgres stores shards, so this function must never change."""
     return crc32(stream.encode()) % shards
 
 
@@ -174,9 +181,10 @@ DAY_MS = 24 * 3600 * 1000
 
 
 class PolicySetting(NamedTuple):
-    """A setting of a policy. Without a default, it has no effect unless a policy sets it.
+    """A setting of a policy.
 
     Attributes:
+        default: the value without a policy; None if the setting has no effect then.
         maximum: the largest value.
         meaning: its description, for people.
     """
@@ -210,8 +218,8 @@ class Policies:
     """All policies. Unknown settings are ignored, because a newer version may have written them.
 
     Attributes:
-        by_name: for each policy the values of its settings.
-        defaults: values that replace the defaults of `POLICY_SETTINGS`.
+        by_name: policy name -> setting -> value.
+        defaults: setting -> value that replaces the default in `POLICY_SETTINGS`.
     """
 
     by_name: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -222,12 +230,13 @@ class Policies:
         return next((name for name in policy_names(stream) if setting in self.by_name.get(name, ())), None)
 
     def value(self, stream: str, setting: str) -> int | None:
+        """The value of the setting for the stream; None if no policy sets the setting and it has no default."""
         if (name := self.policy_name(stream, setting)) is not None:
             return self.by_name[name][setting]
         return self.defaults.get(setting, POLICY_SETTINGS[setting].default)
 
     def bounds(self) -> Bounds:
-        """The bounds of all streams, including those that policies set for some streams."""
+        """The bounds of all streams, including the bounds that policies set for some streams (`Bounds.by_policy`)."""
         bound_settings = {setting for setting, _ in _BOUND_SETTINGS.values()}
         by_policy = {
             name: self._bounds(name, {}) for name, values in self.by_name.items() if bound_settings & values.keys()

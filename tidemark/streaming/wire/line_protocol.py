@@ -1,7 +1,7 @@
 """The commands of the line protocol, parsed from lines and formatted as lines. Pure.
 
-A line is UTF-8. It has no character below U+0020 except the tab. Its first word is the command. Another process
-interprets relayed commands; here, only their syntax is checked, and they are passed on unchanged.
+A line is UTF-8, without characters below U+0020 except the tab. The first word of a line is the command. Relayed
+commands are for other processes: this module only checks their syntax, and passes them on unchanged.
 """
 
 import re
@@ -14,10 +14,10 @@ from tidemark.streaming.wire.records import MAX_ID, is_name
 
 
 class LineSplitter:
-    """Splits the bytes of a connection into lines.
+    """Splits the bytes that a connection receives into lines.
 
     Args:
-        max_bytes: the largest number of bytes of a line without its newline, also of an incomplete line.
+        max_bytes: the largest number of bytes of a complete or incomplete line, without its newline.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -99,7 +99,7 @@ class PositionCommand:
 
 @dataclass(frozen=True, slots=True)
 class RdataCommand:
-    """One row as JSON without newlines. If `id` is None, more rows of the fact follow; the last one has the ID."""
+    """One row as JSON without newlines. If `id` is None, more rows of the fact follow; the last row has the ID."""
 
     stream: str
     writer: str
@@ -112,6 +112,8 @@ class RdataCommand:
 
 @dataclass(frozen=True, slots=True)
 class ErrorCommand:
+    """An error message. The sender usually closes the connection after this command."""
+
     text: str
 
     def __str__(self) -> str:

@@ -106,7 +106,7 @@ class _OverridableRecord(_Record, kw_only=True, frozen=True):
 
 
 class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
-    """The fact `id` completed. `"batch"`: one of several rows of a fact; the last row has the ID."""
+    """A row of the fact `id`, which is complete. If `id` is `"batch"`, the ID comes with the last row of the fact."""
 
     prev: Id | UnsetType = UNSET
     id: Id | Literal["batch"]
@@ -114,7 +114,7 @@ class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
 
 
 class Void(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.VOID.name):
-    """`id` was rolled back."""
+    """`id` is complete and has no fact, usually because the transaction was rolled back."""
 
     prev: Id
     id: Id
@@ -128,8 +128,10 @@ class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
 
 
 class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
-    """A chain of edges in one record, equivalent to one record per edge: edge `i` is `(ids[i-1], ids[i]]`, the first
-    `(prev, ids[0]]`. `rows[i]` are the rows of that fact, one or several; empty: the ID was rolled back.
+    """A chain of edges in one record, equivalent to one record per edge.
+
+    The first edge is `(prev, ids[0]]`, and edge `i` is `(ids[i-1], ids[i]]`. `rows[i]` has the rows of the fact
+    `ids[i]`. If `rows[i]` is empty, the ID was rolled back.
     """
 
     prev: Id
@@ -140,8 +142,8 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
 class Timeline(msgspec.Struct, frozen=True):
     """The state of the database in which a writer joined. Shows whether the database was restored.
 
-    If the `after` of a start is not the `start` of the writer's last known start, the database was restored. A start
-    that is repeated has the same two tokens.
+    If `after` is not the token of the writer's last known start, the database was restored. If a JOIN is sent again for
+    the same start, both tokens are the same again.
 
     Attributes:
         database: a value that changes when the database is restored, such as its system identifier and its Postgres
@@ -159,7 +161,7 @@ class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins, and all IDs of the writer up to `id` are complete.
 
     Attributes:
-        unseen: IDs up to `id` may be facts that were never announced.
+        unseen: True if open IDs up to `id` may be facts that nobody announced.
         published: according to the database, earlier epochs of the writer published no ID beyond this one, and no
             published fact up to this ID is lost. The new epoch publishes facts beyond `id` again.
     """
@@ -217,13 +219,16 @@ def row(value: object) -> Raw:
 
 
 def format_row(row: Raw) -> str:
-    """The JSON of a row without newlines. A sender may put newlines between tokens, but not into strings."""
+    """The JSON of a row, without newlines. Removes the newlines that a sender may have put between tokens."""
     text = bytes(row)
     return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
 
 
 def encode(record: Record) -> bytes:
-    """The value of the Kafka message, without fields that have their default. The key is the stream's name in UTF-8."""
+    """Encode a record as the value of a Kafka message, without fields that have their default.
+
+    The key of the message must be the stream's name in UTF-8.
+    """
     return _encoder.encode(record)
 
 
@@ -281,7 +286,11 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
 
 
 def effective_prev(record: Rdata) -> int:
-    """The `prev` of an RDATA that is not a batch row. Without the field, the ID next to `id` towards 0."""
+    """The `prev` of an RDATA with an ID. If the field is missing, the ID next to `id` towards 0.
+
+    Raises:
+        ValueError: the record is a batch row.
+    """
     if isinstance(record.id, str):
         raise ValueError("a batch row has no ID")
     if record.prev is not UNSET:
@@ -355,7 +364,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 
 
 def diagnose(value: bytes, error: Exception) -> BadRecord:
-    """Find the reason why `decode` rejected `value`. `error`: msgspec's error."""
+    """Find the reason why `decode` rejected `value`. `error` is the error that msgspec or the UTF-8 decoder raised."""
     try:
         value.decode()
         _any.decode(value)

@@ -1,5 +1,6 @@
-"""Packets and runs. A packet has the records of one offset range and one shard, from compaction to the state function.
-Pure.
+"""Packets and runs, the encoded records between compaction and the state function. Pure.
+
+A packet has the records of one offset range and one shard.
 
 All edges of a run are in one *segment*: between two neighbouring JOIN, RETIRE or OPEN records of the stream.
 """
@@ -20,13 +21,13 @@ from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
 _RUN_FIELDS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 RUN_DTYPE = np.dtype([(name, "<i8") for name in _RUN_FIELDS])
-"""The numeric fields of a run. `stop`: the index after the last edge of the run, among the edges of all runs. The
-other fields are those of `PackedRun`.
+"""The numeric fields of a run in an array. `stop` is the index after the last edge of the run, among the edges of all
+runs. The other fields are the same as in `PackedRun`.
 """
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An encoded run. Its edges are in the order of their IDs, which may not be the order of their offsets.
+    """An encoded run. The edges of a run are in the order of their IDs, which may not be the order of their offsets.
 
     Attributes:
         start: the `prev` of the first edge.
@@ -62,7 +63,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         streams: the stream of each run.
         writers: the writer of each run.
-        numbers: an array of `RUN_DTYPE`.
+        numbers: the numeric fields of each run, as an array of `RUN_DTYPE`.
         steps: for each edge its ID minus the ID before it in the run, or minus `start` if the edge is the first.
         kinds: the kind of each edge, as uint8.
         offsets: for each edge its Kafka offset minus `first_offset`.
@@ -115,8 +116,15 @@ def _widen(columns: Iterable[tuple[bytes, int]], dtype: str) -> npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """Runs of one or several packets as columns. `rows` has the type `RUN_DTYPE`. `offsets` are relative to the
-    `first_offset` of their run.
+    """The runs of one or several packets as columns.
+
+    Attributes:
+        streams: the stream of each run.
+        writers: the writer of each run.
+        rows: the numeric fields of each run (`RUN_DTYPE`).
+        ids: the ID of each edge of all runs, one run after the other.
+        kinds: the kind of each edge.
+        offsets: the Kafka offset of each edge, relative to the `first_offset` of its run.
     """
 
     streams: list[str]
@@ -226,7 +234,7 @@ UNBOUNDED = MAX_ID
 
 
 class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Batch rows (`records.ROW`) of one writer and epoch. They are counted and move no position.
+    """Batch rows (`records.ROW`) of one writer and epoch. Batch rows are counted, but move no position.
 
     `offsets` are ascending, as uint32 relative to `first_offset`.
     """
@@ -240,11 +248,20 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A JOIN, RETIRE, SKIP or OPEN. `by` and `why` are None unless an operator sent the marker on the control topic.
+    """A JOIN, RETIRE, SKIP or OPEN. IDs are magnitudes.
 
-    `epoch` is CURRENT_EPOCH if an operator gave none. Only a SKIP has a `prev`. `direction` is unknown if `id` and
-    `published` are 0. `beyond`: `id` may be beyond the stream's allocated IDs. Only a JOIN has `published`. Only an
-    OPEN has `transactions`, `blocked` and `heartbeat`; it has no `id`.
+    Attributes:
+        epoch: `CURRENT_EPOCH` if an operator's record named no epoch.
+        prev: 0 except for a SKIP.
+        id: 0 for an OPEN.
+        direction: the sign of the IDs; unknown if `id` and `published` are 0.
+        unseen: see `records.Join`; False for other kinds.
+        by, why: None unless an operator sent the marker on the control topic.
+        offset: Kafka offset of the record.
+        time: Kafka time of the record, ms since 1970.
+        timeline, published: see `records.Join`; None for other kinds. `published` is None for an operator's JOIN.
+        beyond: True if `id` may be beyond the stream's allocated IDs.
+        transactions, blocked, heartbeat: see `records.Open`; empty or 0 for other kinds.
     """
 
     stream: str
@@ -268,12 +285,12 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def is_override(self) -> bool:
-        """True if an operator sent the marker. It is then no evidence of the writer."""
+        """True if an operator sent the marker. Such a marker is no evidence of the writer."""
         return self.by is not None
 
     @property
     def no_reuse_up_to(self) -> int:
-        """The highest ID such that a restored database certainly gives out no ID up to it again."""
+        """No ID up to and including this one can be given out again, even if a JOIN shows a restored database."""
         return max(self.id, self.published or 0)
 
     @classmethod
@@ -317,10 +334,14 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The facts that rejected records may contain: of `writer` (None: of any writer), with IDs up to `reach`.
+    """The facts that rejected records may contain. The records are between two neighbouring markers of the stream.
 
-    The records are between two neighbouring markers of the stream. `first_offset` is their lowest offset.
-    `is_key_only`: only the key names this stream; the value names another one.
+    Attributes:
+        writer: the writer of the facts; None if they may be of any writer.
+        epoch: the epoch of the writer; 0 if `writer` is None.
+        reach: the highest ID of the facts, as a magnitude; `UNBOUNDED` if the ID is not known; 0 for a writer's JOIN.
+        first_offset: the lowest Kafka offset of the records.
+        is_key_only: True if only the key of the record names this stream, and the value names another one.
     """
 
     stream: str
@@ -338,10 +359,12 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     record at all.
 
     Attributes:
-        topic: the name on Kafka.
-        next_offset: the next offset to read; the same in all packets of a range. The end of the range unless `cut`.
+        topic: the name of the Kafka topic.
+        role: whether the topic is the topic of facts or the control topic.
+        next_offset: the next offset to read, equal in all packets of a range: the end of the range, unless `cut`.
+        rows: the batch rows.
         possible_facts: the facts that rejected records may contain.
-        cut: the task had too many facts and left records of its ranges unread.
+        cut: True if the task had too many facts and left records of its ranges unread.
     """
 
     topic: str
@@ -404,7 +427,10 @@ class Run:
         return len(self.ids)
 
     def overlapping(self, low: int, high: int) -> tuple[int, int]:
-        """The edges `first .. stop - 1` that overlap `(low, high]`; none if `first >= stop`."""
+        """The indexes `(first, stop)` of the edges `first .. stop - 1` that overlap `(low, high]`.
+
+        No edge overlaps if `first >= stop`.
+        """
         if self.start >= high:
             return 0, 0
         stop = min(int(np.searchsorted(self.ids, high, side="left")) + 1, len(self.ids))
@@ -426,7 +452,7 @@ class Run:
         )
 
     def parts(self, chosen: Mask) -> Iterator["Run"]:
-        """The parts of the run that consist of chosen edges, each as long as possible."""
+        """Yield the parts of the run that consist of edges in the mask `chosen`, each as long as possible."""
         steps = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         for first, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
             yield self.part(first, stop)
