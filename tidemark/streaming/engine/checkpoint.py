@@ -31,10 +31,14 @@ _FOLDER_PATTERN = _PREFIX + "[0-9a-f]" * 32
 
 @contextmanager
 def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Hold the lock on the directory of checkpoints. Waits while another process of this machine has it.
+    """Hold the lock on the directory of checkpoints. Waits while another process of this machine has the lock.
 
     The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
     processes of different databases from deleting each other's folders.
+
+    Args:
+        path: the directory. The lock is a file next to the directory.
+        stopping: set this event to end the wait.
 
     Raises:
         Stopping: `stopping` was set before the lock was free.
@@ -63,6 +67,8 @@ def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
 @contextmanager
 def query_folder(directory: Path) -> Iterator[str]:
     """Create a folder below `directory` for one query, and delete it at the end. Take `directory_lock` first.
+
+    Also deletes the folders of other queries in `directory`, which killed drivers left there.
 
     Executors on other machines keep the states under the same path on their own disks. Within one query each version of
     a state is unique. So a state on an executor's disk is right or missing, and a missing state fails the query. States
@@ -116,8 +122,8 @@ _PERMANENT_ERRORS = (
 def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
     """Create a folder below `store` for one query, and delete it at the end.
 
-    Deletes the folders of other queries in `store`. So only the pipelines of one database may use `store`; the lease
-    lets one of them run queries at a time.
+    Also deletes the folders of other queries in `store`. So only the pipelines of one database may use `store`: the
+    lease lets only one of these pipelines run queries.
 
     Yields:
         The URI of the folder.
@@ -146,6 +152,7 @@ def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
 
 @contextmanager
 def _translate_errors(spark: SparkSession, store: str) -> Iterator[None]:
+    """Raise errors of the store as `CheckpointNotWritable` or `Unavailable`."""
     try:
         yield
     except IllegalArgumentException as error:

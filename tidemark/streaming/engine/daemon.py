@@ -1,9 +1,8 @@
-"""The process from which Spark forks Python workers (`spark.python.daemon.module`), with their modules already
-imported.
+"""The process from which Spark forks Python workers (`spark.python.daemon.module`). Imports the workers' modules first.
 
-Spark's own daemon imports nothing, because a fork loses the threads of libraries. Each of its workers takes almost 1 s
-of CPU to import pandas and Arrow, at the start and after each minute without traffic. The environment
-(streaming.engine.spark) keeps these libraries from starting threads before the fork.
+Spark's own daemon imports no modules, because a fork loses the threads of libraries. Each worker then takes almost 1 s
+of CPU to import pandas and Arrow, at the start and after each minute without traffic. Environment variables
+(streaming.engine.spark) keep these libraries from starting threads before the fork.
 """
 
 if __name__ == "__main__":

@@ -35,7 +35,15 @@ LOCAL_STATE_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Executors on Kubernetes. `driver_pod`: the pod of this process, if any; the executors end with it."""
+    """Executors on Kubernetes. If an attribute is None, Spark's default applies.
+
+    Attributes:
+        image: the container image of the executors.
+        namespace: the namespace of the executors' pods.
+        service_account: the service account of the executors.
+        template: path of the template of the executors' pods.
+        driver_pod: the pod of this process, if there is one. Kubernetes deletes the executors with this pod.
+    """
 
     image: str | None = None
     namespace: str | None = None
@@ -60,12 +68,13 @@ class Cluster:
 
     Attributes:
         driver_host: the name by which executors reach this process.
-        executors: the number of executors; if `max_executors` is set, the smallest number.
+        executors: the number of executors; the smallest number if `max_executors` is set.
         cores: CPU cores of each executor.
         memory: heap of each executor, such as `1g`.
         driver_port: the port of the driver; 0 for any free port.
         block_manager_port: the port of each block manager; 0 for any free port.
-        has_store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
+        pods: how executors run on Kubernetes; ignored for other masters.
+        has_store: True if the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
         max_executors: the largest number of executors that Spark may start for more work. Needs a store.
     """
 
@@ -111,7 +120,11 @@ class Cluster:
 
 
 def package(directory: Path) -> Path:
-    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`."""
+    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`.
+
+    Returns:
+        The path of the zip file.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     archive = directory / "tidemark.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:

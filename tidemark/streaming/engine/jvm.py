@@ -47,7 +47,16 @@ _own_variables: set[str] = set()
 
 
 class Jvm:
-    """A running JVM, which ends with this process. The constructor returns when the JVM answers, after some seconds.
+    """A running JVM, which ends with this process.
+
+    The constructor starts the JVM, and waits some seconds until the JVM answers. The constructor also adds an option to
+    `conf`, and changes the environment of this process (`set_environment`).
+
+    Args:
+        conf: the settings of Spark.
+
+    Attributes:
+        gateway: the connection to the JVM.
 
     Raises:
         SparkDied: the JVM does not start.
@@ -84,6 +93,7 @@ class Jvm:
         return None if code is None else f"it ended with code {code}: {self._cause()}"
 
     def _cause(self) -> str:
+        """The likely cause of an exit, from the output of the JVM."""
         return failure_cause([*self._first_lines, *self._last_lines]) or "it wrote nothing"
 
     def _read_output(self, descriptor: int) -> None:
@@ -108,10 +118,11 @@ class Jvm:
 
 
 def set_environment(conf: SparkConf) -> None:
-    """Set the environment of the JVM and its child processes, and remove variables of another Spark.
+    """Set the environment variables of Spark in this process, for the JVM and its child processes.
 
-    Spark runs from this installation of pyspark, only with the settings of `conf`. Workers run this interpreter,
-    because others may lack the required packages.
+    Removes the variables of another Spark installation, and logs a warning. Spark then runs from this installation of
+    pyspark, with the settings of `conf` only. Workers run this Python interpreter, because another one may lack the
+    required packages.
     """
     if ignored := [name for name in remove_foreign_variables([VariableGroup.SPARK]) if name not in _own_variables]:
         log.warning(
@@ -142,13 +153,13 @@ def local_directory(conf: SparkConf) -> Path:
 
 
 def write_python_wrapper(directory: Path) -> str:
-    """Write a command to `directory` that runs this interpreter without the zip archives of pyspark in its path.
+    """Write a command to `directory` that runs this interpreter without the zip archives of pyspark in `PYTHONPATH`.
 
-    Spark puts these archives before the installed pyspark in the path. Each process would compile their modules again,
-    which takes 0.7 s of CPU. The planner of a data source must start within 10 s.
+    Spark puts the archives before the installed pyspark. Each process would then compile the modules of the archives
+    again, which takes 0.7 s of CPU. The planner of a data source must start within 10 s.
 
     Returns:
-        The path of the command, or of the interpreter if files in `directory` cannot be executed.
+        The path of the command. If files in `directory` cannot be executed, the path of the interpreter.
     """
     directory.mkdir(parents=True, exist_ok=True)
     program = directory / "python"

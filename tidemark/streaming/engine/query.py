@@ -1,7 +1,7 @@
-"""The query: packets -> state per shard -> effects.
+"""The query of Spark: from packets to the effects of each shard, with a stored state for each shard.
 
-`advance_shard` runs in Spark's Python workers, which import it by name; a `functools.partial` has its arguments. The
-other public functions run in the driver.
+`advance_shard` runs in Spark's Python workers, which import the function by name. The other public functions run in
+the driver.
 """
 
 import time
@@ -35,10 +35,10 @@ _seeds_by_lineage: dict[str, dict[int, bytes]] = {}
 
 
 def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
-    """The seeds of a query, cached for the process.
+    """The seeds of a query by shard, cached in this worker for the newest query.
 
-    Spark removes a broadcast from a worker after each task that does not use it, such as a task that reads Kafka.
-    To read the broadcast again takes about 90 MB for a million streams.
+    After a task that does not use a broadcast, such as a task that reads Kafka, Spark removes the broadcast from the
+    worker. Reading the broadcast again takes about 90 MB for a million streams.
     """
     if lineage not in _seeds_by_lineage:
         _seeds_by_lineage.clear()
@@ -47,7 +47,7 @@ def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, b
 
 
 def pack_by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Pack the states of streams into one value for each shard: the seeds of a query (`streaming.core.store`)."""
+    """Pack the encoded states of streams: shard -> `PackedStates.data`. These are the seeds of a query."""
     states_by_shard: dict[int, dict[str, bytes]] = {}
     for stream, state in states.items():
         states_by_shard.setdefault(shard_of(stream, shards), {})[stream] = state
@@ -64,14 +64,18 @@ def advance_shard(
     bounds: Bounds,
     lineage: str,
 ) -> Iterator[pd.DataFrame]:
-    """Advance one shard by one batch.
+    """Advance one shard by one batch, and update `state`.
 
-    Spark stores the states that have changed since the query began. Each worker has the seeds with all other states.
+    Spark stores the states that have changed since the query began. All other states are in the seeds, which Spark
+    sends to each worker.
 
     Args:
         key: Spark's group-by key; `key % shards` is the shard.
         frames: data frames with a column `packet`.
-        state: the changed states, packed.
+        state: the changed states (`States.pack`); replaced by the new ones.
+        shards: number of shards.
+        seeds: shard -> packed states at the start of the query (`pack_by_shard`).
+        bounds: bounds of the streams' states.
         lineage: identifies the query and its `seeds`.
 
     Yields:
@@ -105,8 +109,8 @@ def compute_effects(
         packets: see `streaming.ingest.source`.
         seeds: from `pack_by_shard`. They must be the same in all batches of one `lineage`.
         lineage: identifies the query (`app.pipeline.preflight.Seed`).
-        one_task: whether one task computes the whole batch. Then call `set_tasks` (`streaming.engine.spark`) with the
-            same value before the query starts. Spark's plan has no exchange, and a batch takes only 67 % of the CPU.
+        one_task: whether one task computes the whole batch. Spark's plan then has no exchange, and a batch takes only
+            67 % of the CPU. Call `set_tasks` (`streaming.engine.spark`) with the same value before the query starts.
     """
     if one_task:
         packets = packets.coalesce(1)
@@ -122,7 +126,8 @@ def compute_effects(
 def collect(batch: DataFrame) -> list[bytes]:
     """Run the batch and return its effects, still encoded.
 
-    The batch may wait until the previous one is published. Encoded effects take far less memory than decoded ones.
+    Effects may have to be kept until the previous batch is published. Encoded effects take far less memory than decoded
+    ones.
     """
     return [bytes(row["effects"]) for row in batch.collect()]
 
@@ -136,9 +141,10 @@ _Words = npt.NDArray[np.uint32]
 
 
 def shard_keys(shards: int, tasks: int) -> list[int]:
-    """Group-by keys such that `key % shards` is the shard, and Spark's hash spreads the shards evenly over `tasks`.
+    """Choose a group-by key for each shard, so that Spark distributes the shards evenly over `tasks` tasks.
 
-    With the shard number as key, the distribution is uneven: of 16 shards, one of four tasks had three and another six.
+    `key % shards` is the shard. Spark chooses the task by the hash of the key. With the shard number as key, the
+    distribution is uneven: of 16 shards, one of four tasks had three and another six.
     """
     keys = np.zeros(shards, np.int64)
     remaining = np.arange(shards)

@@ -1,6 +1,6 @@
 """The Spark session in its JVM (`streaming.engine.jvm`).
 
-A comment gives the reason for each setting. Figures without a source are in docs/explanation/benchmarks.md.
+Comments give the reasons for the settings. Figures without a source are in docs/explanation/benchmarks.md.
 """
 
 import sys
@@ -102,15 +102,15 @@ def _ignore_error(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SparkSettings:
-    """How to start Spark.
+    """The settings with which to start Spark.
 
     Attributes:
-        master: Spark's master.
+        master: Spark's master, such as `local[2]` or `spark://host:7077`.
         memory: the driver's heap, in Spark's notation (`1g`).
         jars: jar files for the checkpoint's store.
         tasks: the largest number of parallel tasks after the shuffle; fewer on a local master with fewer cores.
-        local_dir: for Spark's temporary files.
-        options: JVM options.
+        local_dir: the directory for Spark's temporary files.
+        options: options of the driver's JVM.
         extra: further Spark settings, which override all others.
     """
 
@@ -124,12 +124,13 @@ class SparkSettings:
 
 
 def start(settings: SparkSettings) -> SparkSession:
-    """Start the JVM and the session, which takes seconds. A process can have only one."""
+    """Start the JVM and the session, which takes seconds. A process can have only one session at a time."""
     conf = configuration(settings)
     return connect(Jvm(conf), conf)
 
 
 def configuration(settings: SparkSettings) -> SparkConf:
+    """All settings of Spark: the ones of this module, replaced or completed by `settings`."""
     values = {
         "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
@@ -145,7 +146,7 @@ def configuration(settings: SparkSettings) -> SparkConf:
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
-    """Start the session in a JVM that was started with `conf`."""
+    """Start the session in a JVM that was started with `conf`. Sends Tidemark's code to separate executors."""
     local = is_local(conf.get("spark.master", ""))
     has_local_checkpoint = local and conf.get(_LOCAL_FILE_SYSTEM) == SETTINGS[_LOCAL_FILE_SYSTEM]
     if has_local_checkpoint:
@@ -167,7 +168,7 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
     """Set the number of tasks after the shuffle for later queries. For a local master only.
 
     Args:
-        one_task: 1 task; otherwise `SparkSettings.tasks`, or the number of cores if there are fewer.
+        one_task: True: one task. False: `SparkSettings.tasks` tasks, or one for each core if there are fewer cores.
     """
     context = session.sparkContext
     # The JVM's `defaultParallelism` respects the CPU limit of the container.
@@ -176,10 +177,11 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
 
 
 def _replace_file_system(gateway: JavaGateway) -> None:
-    """Replace Hadoop's local file system, which starts a `chmod` process for each file: 14 of a batch's 90 ms of CPU.
+    """Replace Hadoop's local file system by `LocalFiles.java`.
 
-    Hadoop caches one object for each file system. Spark has already created the object, to read the jars. So this
-    function closes that object, and creates one of the new class.
+    Hadoop's own class starts a `chmod` process for each file, which takes 14 of a batch's 90 ms of CPU. Hadoop caches
+    one object for each file system, and Spark has already created the object to read the jars. So this function closes
+    the object, and creates one of the new class.
     """
     java: Any = gateway.jvm
     compiler = java.org.codehaus.janino.SimpleCompiler()
@@ -205,7 +207,7 @@ def _remove_default_settings(context: SparkContext, conf: SparkConf) -> None:
 
 
 def executor_addresses(session: SparkSession) -> frozenset[str]:
-    """The addresses of the live registered executors. Not for a local master."""
+    """The addresses (`host:port`) of the registered executors that are alive. Not for a local master."""
     context = session.sparkContext._jsc.sc()
     driver = context.env().blockManager().blockManagerId().hostPort()
     return frozenset(context.getExecutorMemoryStatus().keySet().mkString(" ").split()) - {driver}

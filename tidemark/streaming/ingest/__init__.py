@@ -2,10 +2,10 @@
 
 The path of a record:
 
-1. `source` is the data source for Spark. Its planner queries the end offsets (`ranges.EndOffsets`), limits the size of
+1. `source` is the data source for Spark. The planner queries the end offsets (`ranges.EndOffsets`), limits the size of
    the batch, and divides it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
 2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader handles transactions, holes in the
-   offsets and lost records. Its consumer comes from `consumer`.
+   offsets and lost records, and consumes messages with a consumer from `consumer`.
 3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in
    another, offsets and times as arrays of numbers. No Python object exists for a record.
 4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `record_batch` numbers each
@@ -22,8 +22,8 @@ Each step that handles single records has two implementations with equal results
     decode a record        field_scan.scan, with kernels      wire.records.read
     sort edges             kernels.sort_edges                 numpy
 
-`wire.records.read` defines the meaning of records. The scanner accepts a record only if its meaning is certain, and
-leaves all others to `read`. So only `read` rejects records and gives the reason.
+`wire.records.read` defines the meaning of records. The scanner accepts a record only if the meaning is certain, and
+leaves all other records to `read`. So only `read` rejects records and gives the reason.
 
 The slow forms are used in three cases:
 
@@ -38,5 +38,5 @@ its own log.
 
 `jit_cache` caches the compiled code (`field_scan`, `kernels`) in files, because compiling takes seconds. A container
 image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate no
-memory. Their callers pass arrays with enough room; the functions return how much of them they have used.
+memory: callers pass arrays with enough room, and the functions return how many items they have written.
 """

@@ -1,16 +1,16 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. At
-the end of a range, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
+A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. When
+a range has been read, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
 Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
 JOIN, RETIRE and OPEN records cut the records of their stream into *segments*, and no run crosses a cut
 (docs/decisions/0001-segments.md). A run also ends where its offsets would need more than 32 bits.
 
-The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early when
-it has too many facts. Its packets then have the flag `Packet.cut` and the next offset to read. A new query reads the
-rest (`app.pipeline.batches`).
+The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early if
+there are too many facts. The packets of the task then have the flag `Packet.cut` and the next offset to read. A new
+query reads the rest (`app.pipeline.batches`).
 """
 
 from bisect import bisect
@@ -64,7 +64,14 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
 
 
 def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
-    """Split chains with more than `max_edges` of the `count` edges. Returns the first index of each chain."""
+    """Split the chains of `count` edges that have more than `max_edges` edges each.
+
+    Args:
+        firsts: the index of each chain's first edge.
+
+    Returns:
+        The same for the chains after the split.
+    """
     lengths = np.diff(firsts, append=count)
     cuts = [
         np.arange(firsts[chain] + max_edges, firsts[chain] + lengths[chain], max_edges)
@@ -74,7 +81,7 @@ def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
 
 
 def _sort_by_group(edges: Edges) -> Edges:
-    """Sort edges by group and `prev`."""
+    """Sort edges by group and `prev`. The groups are in `edges.writer_epochs`."""
     count, groups = len(edges.ids), int(edges.writer_epochs.max()) + 1
     if (
         count > MAX_NUMPY_EDGES
@@ -182,15 +189,15 @@ def compact(
     """Compact the ranges of a task.
 
     Args:
-        groups: groups of ranges that are fetched together, and their records.
+        groups: groups of ranges that are fetched together, and the records of the ranges.
         keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
         names: the names of the topics.
-        max_facts: stop when the task has this many facts beyond one for each record.
-        not_storable: records to reject as not storable.
+        max_facts: if the task has this many facts beyond one for each record, stop reading.
+        not_storable: offsets of records to reject with the reason `not_storable`.
 
     Yields:
         Rows of `PACKETS_SCHEMA`: packets for each range and each shard that has records of the range; at least one for
-        each range. A packet has the next offset of its range.
+        each range.
     """
     rejected_offsets = not_storable or {}
     extra_facts = 0  # facts beyond one for each record
@@ -214,6 +221,7 @@ def compact(
 
 
 def _encode(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
+    """Encode packets with their group-by keys as rows of `PACKETS_SCHEMA`, about `_FLUSH_BYTES` at a time."""
     keys: list[int] = []
     encoded: list[bytes] = []
     size = 0
@@ -238,9 +246,15 @@ OFFSET_BITS = 32
 def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
     """Pack the decoded records of one range.
 
+    Args:
+        topic: the name of the Kafka topic.
+        decoder: has decoded the records.
+        shards: number of shards.
+        cut: True if the task stopped before the end of the range.
+
     Returns:
-        Packets with their shards. At least one, because a packet has the next offset of the range. The same records
-        give the same packets.
+        Packets with their shards. At least one packet, because it has the next offset to read. The same records give
+        the same packets.
     """
     packets: list[tuple[int, Packet]] = []
     first_packets: dict[int, Packet] = {}
@@ -302,8 +316,9 @@ def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> 
 
 
 def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before it. A cut is a JOIN, RETIRE or OPEN of its stream, or a multiple of 2**32
-    offsets after the first edge.
+    """For each edge the number of cuts before the edge, which numbers the segments of a stream.
+
+    A cut is a JOIN, RETIRE or OPEN of the edge's stream, or a multiple of 2**32 offsets after the first edge.
     """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(writer_epochs)}

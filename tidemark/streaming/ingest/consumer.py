@@ -1,6 +1,6 @@
 """The consumer of Kafka messages: `NativeConsumer`, or `PythonConsumer` if librdkafka's symbols cannot be found.
 
-Both classes have the same methods. All methods may raise `KafkaException`. Use a consumer from one thread only.
+Both classes have the same methods. All methods may raise `KafkaException`. Use a consumer in one thread only.
 """
 
 import weakref
@@ -30,7 +30,7 @@ CONSUMER_WARNING = f"{SLOW_DECODING}: librdkafka cannot be called; a message tak
 def open_consumer(
     config: Mapping[str, str], on_error: Callable[[KafkaError], None]
 ) -> "NativeConsumer | PythonConsumer":
-    """Open a consumer, and log a warning if it is the slow one.
+    """Open a `NativeConsumer` if possible. Otherwise log a warning, and open a `PythonConsumer`, which is slower.
 
     Args:
         config: settings by librdkafka's names.
@@ -54,10 +54,10 @@ class PythonConsumer:
         self.close.atexit = False
 
     def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
-        """Read these partitions and no others.
+        """Read the partitions in `offsets` and no others.
 
         Args:
-            offsets: topic, partition number and first offset of each.
+            offsets: topic, number and first offset of each partition.
         """
         self._check_open()
         self._consumer.assign([TopicPartition(topic, number, offset) for topic, number, offset in offsets])
@@ -69,7 +69,7 @@ class PythonConsumer:
 
     @contextmanager
     def consume(self, max_messages: int, timeout: float) -> Iterator["PythonMessages"]:
-        """Wait up to `timeout` seconds for `max_messages` messages."""
+        """Wait up to `timeout` seconds for `max_messages` messages. Yields the messages that have arrived."""
         self._check_open()
         yield PythonMessages(self._consumer.consume(max_messages, timeout))
 
@@ -79,7 +79,7 @@ class PythonConsumer:
 
 
 class PythonMessages:
-    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record.
+    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0 for a record.
 
     Each message is an object of confluent-kafka, and its fields are read one by one. `NativeMessages` reads the fields
     of all messages from librdkafka's memory at once.
@@ -94,7 +94,7 @@ class PythonMessages:
         )
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """A mask of the messages for each topic and partition. An error may belong to no partition."""
+        """(topic, partition number) -> mask of the messages of the partition. An error may belong to no partition."""
         masks: dict[tuple[str, int], Mask] = {}
         for index, message in enumerate(self._messages):
             if message.topic() is not None:
@@ -104,7 +104,7 @@ class PythonMessages:
         return masks
 
     def error(self, index: int) -> KafkaError:
-        """The error at `index`; its text names the partition if there is one."""
+        """The error of the message at `index`. The text of the error names the partition, if there is one."""
         message = self._messages[index]
         text = message.error().str()
         if message.topic() is not None:
@@ -112,7 +112,7 @@ class PythonMessages:
         return KafkaError(message.error().code(), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The records in the mask `chosen`, which must contain no error."""
+        """The messages in the mask `chosen` as records. The mask must contain no error."""
         records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
         return RecordBatch.of(
             [record.key() for record in records],

@@ -1,7 +1,7 @@
 """Decodes Kafka's records into columns of edges, about a thousand records at a time, and collects bad records.
 
-If there are many records, compiled code decodes the ones with edges (`ingest.field_scan`). `records.read` decodes all
-others one by one. Only `records.read` rejects records. A record that both accept has the same result in both.
+If there are many records, compiled code decodes records with edges (`ingest.field_scan`). `records.read` decodes all
+other records one by one. Only `records.read` rejects records. If both accept a record, the results are equal.
 """
 
 from collections import defaultdict
@@ -48,8 +48,8 @@ _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[PossibleFacts]:
     """The facts that a rejected record may contain, for the stream in its value and for the stream in its key.
 
-    SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
-    no fact either, but it is yielded with `reach` 0, because the writer may have reserved IDs since.
+    SKIP, RETIRE and OPEN records, and a JOIN by an operator, contain no fact: yields nothing. A writer's own JOIN
+    contains no fact either, but is yielded with `reach` 0, because the writer may have reserved IDs after the JOIN.
     """
     try:
         fields = _object.decode(value)
@@ -71,7 +71,7 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
 
 
 def _reach(kind: str, fields: _AnyRecord) -> int:
-    """The highest ID that the fact may have."""
+    """The highest ID of the facts in a record, as a magnitude; `UNBOUNDED` if it is not known; 0 for a JOIN."""
     if kind == Kind.JOIN.name:
         return 0
     number = 0
@@ -84,7 +84,7 @@ def _reach(kind: str, fields: _AnyRecord) -> int:
 
 
 def _string(raw: Raw) -> str:
-    """The decoded string; empty, and so not a legal name, if the value is not a string."""
+    """The decoded string. If the value is not a string, the empty string, which is not a legal name."""
     try:
         return _text.decode(raw)
     except ValueError:
@@ -114,13 +114,14 @@ class Decoder:
 
     Args:
         topic: the topic of the records.
-        not_storable: offsets of records to reject as not storable, regardless of their content.
+        not_storable: offsets of records to reject with the reason `not_storable`, whatever they contain.
 
     Attributes:
-        markers: each marker with its offset and time.
-        rejected: the offsets of rejected records for each reason.
+        writer_epochs: the numbers of the writer epochs in `edges()`.
+        markers: the markers as `(record, offset, time)`.
+        rejected: reason -> offsets of rejected records.
         possible_facts: the facts that rejected records may contain.
-        next_offset: one more than the highest offset that was added. `compact` sets it to the end of the range.
+        next_offset: one more than the highest offset that was added. `compact` sets this to the end of the range.
     """
 
     MIN_COMPILED_BYTES: ClassVar[int] = 64 << 10
@@ -140,11 +141,11 @@ class Decoder:
 
     @property
     def size(self) -> int:
-        """The number of edges and batch rows."""
+        """The number of edges and batch rows decoded so far."""
         return self._scanned_count + len(self._decoded_edges)
 
     def edges(self) -> Edges:
-        """All edges and batch rows, in the order of their offsets."""
+        """All edges and batch rows decoded so far, in the order of their offsets."""
         edges = self._scanned_edges.take(slice(self._scanned_count))
         if self._decoded_edges:
             edges = edges.concatenate(Edges.of(self._decoded_edges))
@@ -163,8 +164,10 @@ class Decoder:
         self.next_offset = max(self.next_offset, int(batch.offsets.max()) + 1)
 
     def _scan(self, batch: RecordBatch) -> Iterable[int]:
-        """Decode records with compiled code. Returns the indexes of the remaining records; all indexes if the compiled
-        code is not loaded.
+        """Decode records with compiled code, and store their edges.
+
+        Returns:
+            The indexes of the records that `records.read` must decode; all indexes if no compiled code is loaded.
         """
         scan = get_module(load_field_scan, batch.size * RECORD_SECONDS + len(batch.values) * BYTE_SECONDS)
         if scan is None:
@@ -184,7 +187,7 @@ class Decoder:
         return indexes
 
     def _decode_one(self, batch: RecordBatch, index: int) -> None:
-        """Decode one record with `records.read`."""
+        """Decode one record with `records.read`, and store its edges, its marker, or the reason of its rejection."""
         value, key, offset, time = (
             batch.value(index),
             batch.key(index),

@@ -60,12 +60,16 @@ _MAX_DIGITS: Final = 18  # a number with this many digits always fits
 
 
 class Fields(NamedTuple):
-    """The fields of a record.
+    """The fields of a scanned record.
 
-    `present` has a bit (`HAS_...`) for each field that occurs; it is 0 if the record is not certain to be valid. `kind`
-    is `RDATA`, `VOID`, `POSITION`, `RUN` or another value. `stream` to `writer_end` are the bounds of the names in the
-    array of bytes. `is_batch_row`: `id` is `"batch"`. `id_count` and `row_list_count` are the lengths of `ids` and
-    `rows` in a RUN.
+    Attributes:
+        present: a bit (`HAS_...`) for each field that occurs; 0 if the record is not certain to be valid JSON.
+        kind: `RDATA`, `VOID`, `POSITION`, `RUN` or another value.
+        stream, stream_end: the bounds of the stream's name in the array of bytes.
+        writer, writer_end: the bounds of the writer's name.
+        is_batch_row: True if `id` is `"batch"`.
+        id_count: the length of `ids` in a RUN.
+        row_list_count: the length of `rows` in a RUN.
     """
 
     present: int
@@ -86,7 +90,8 @@ class Fields(NamedTuple):
 def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """The index after a string whose content begins at `at`, and the string as a little-endian number.
 
-    The number is 0 if the string is longer than eight characters or not ASCII. Returns -1 for a string with escapes.
+    The number is 0 if the string is longer than eight characters or not ASCII. The index is -1 if the string has an
+    escape.
     """
     first, at = at, skip_plain(data, at, end)
     short = load_word(data, first, at - first) if at - first <= 8 else 0
@@ -100,7 +105,7 @@ def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _scan_integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after an integer, and the integer. The caller checks the byte after it."""
+    """The index after an integer, and the integer. The caller checks the byte at this index."""
     negative = at < end and peek(data, at) == MINUS
     if negative:
         at += 1
@@ -125,7 +130,10 @@ def _item_end(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def _scan_integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
-    """The index after a list of integers, and `count` plus their number. They are written to `ids`."""
+    """Write a list of integers to `ids`, from `count` on.
+
+    Returns the index after the list, and `count` plus the number of integers.
+    """
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
@@ -140,7 +148,7 @@ def _scan_integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tupl
 
 @compiled(inline=True)
 def _scan_list_length(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after a list, and its length."""
+    """The index after a list, and the length of the list."""
     if at >= end or peek(data, at) != OPEN_LIST:
         return -1, 0
     inside = skip_space(data, at + 1, end)
@@ -158,7 +166,10 @@ def _scan_list_length(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled()
 def _scan_list_lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
-    """The index after a list of lists, and `count` plus their number. Their lengths are written to `lengths`."""
+    """Write the lengths of a list's inner lists to `lengths`, from `count` on.
+
+    Returns the index after the outer list, and `count` plus the number of inner lists.
+    """
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
@@ -173,7 +184,7 @@ def _scan_list_lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int)
 
 @compiled(inline=True)
 def _scan_name(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index of the value of the field whose name is at `at`, and the name as a number."""
+    """The index of a field's value, and the field's name as a little-endian number. The name begins at `at`."""
     at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1, 0
@@ -187,7 +198,7 @@ def _scan_name(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _scan_usual_name(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
-    """Like `_scan_name`, but faster if field number `index` has its usual name."""
+    """Like `_scan_name`, but faster if the name is `_USUAL_FIELDS[index]`."""
     if index < len(_USUAL_WORDS) and at + 10 < end:
         length = _USUAL_LENGTHS[index]
         after = at + 1 + length
@@ -200,7 +211,10 @@ def _scan_usual_name(data: Bytes, at: int, end: int, index: int) -> tuple[int, i
 
 @compiled()
 def scan_fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
-    """Scan a record. IDs and numbers of rows of a RUN are written to `edges.ids` and `edges.times` from `count` on."""
+    """Scan a record from `at` to `end`.
+
+    Writes the IDs of a RUN to `edges.ids`, and the number of rows of each ID to `edges.times`, both from `count` on.
+    """
     present = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
     is_batch_row = False
     at = skip_space(data, at, end)
@@ -268,7 +282,10 @@ _FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 <
 
 @compiled(inline=True)
 def _mix(hashed: int, more: int) -> int:
-    """Mix high bits into low bits, twice. After one mix, names that differ in few high bits could have equal hashes."""
+    """Add the number `more` to a hash: mix high bits into low bits, twice.
+
+    If they were mixed once, names that differ in few high bits could have equal hashes.
+    """
     hashed = (hashed ^ more) * _FACTOR_1
     hashed = (hashed ^ ((hashed >> 32) & _LOW_32_BITS)) * _FACTOR_2
     return hashed ^ ((hashed >> 32) & _LOW_32_BITS)
@@ -276,6 +293,7 @@ def _mix(hashed: int, more: int) -> int:
 
 @compiled(inline=True)
 def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
+    """Add the bytes of a name to a hash."""
     while at < end:
         count = min(8, end - at)
         hashed = _mix(hashed, load_word(data, at, count))
@@ -285,7 +303,7 @@ def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def hash_of(table: WriterEpochTable, data: Bytes, record: Fields) -> int:
-    """The hash of both names and the epoch."""
+    """The hash of a record's writer epoch: both names and the epoch."""
     hashed = _mix_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
     return _mix(_mix_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
@@ -303,7 +321,7 @@ def _matches(table: WriterEpochTable, number: int, data: Bytes, record: Fields) 
 
 @compiled(inline=True)
 def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
-    """Copy a name. Returns whether it is certain to be legal."""
+    """Copy a name to `names`, from `to` on. Returns whether the name is certain to be legal."""
     for index in range(at, stop):
         if not _SPACE < data[index] < _DELETE:
             return False
@@ -313,7 +331,10 @@ def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
 
 @compiled()
 def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot: int) -> int:
-    """Add a writer epoch. Returns its number, -1 if there is no room or if a name is not certain to be legal."""
+    """Add the writer epoch of a record to the table, and put its number into the free slot `slot`.
+
+    Returns the number; -1 if the table has no room, or if a name is not certain to be legal.
+    """
     number: int = table.counts[0]
     begin: int = table.counts[1]
     middle = begin + record.stream_end - record.stream
@@ -337,7 +358,10 @@ def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot
 
 @compiled(inline=True)
 def number_of(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int) -> int:
-    """The number of a known or new writer epoch; -1 if `WriterEpochs.add` must add it."""
+    """Return the number of a record's writer epoch. Adds a new writer epoch to the table.
+
+    Returns -1 if `WriterEpochs.add` must add the writer epoch.
+    """
     mask = len(table.slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while True:
@@ -356,10 +380,14 @@ _REQUIRED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why a scan ended (`DONE`, `FULL` or `NEW_WRITER_EPOCH`), and the index of the next record to scan.
+    """The result of `scan`.
 
-    `edge_count` and `undecided` are the new values of the arguments `edge_count` and `undecided_count` of `scan`.
-    `missing` is the writer epoch to add, for `NEW_WRITER_EPOCH` only.
+    Attributes:
+        status: why the scan ended: `DONE`, `FULL` or `NEW_WRITER_EPOCH`.
+        next_record: the index of the next record to scan.
+        edge_count: the new value of the argument `edge_count`.
+        undecided: the new value of the argument `undecided_count`.
+        missing: the writer epoch to add; has no meaning unless `status` is `NEW_WRITER_EPOCH`.
     """
 
     status: int
@@ -378,12 +406,13 @@ NEW_WRITER_EPOCH: Final = 2
 
 @compiled(inline=True)
 def _is_beyond(prev: int, id: int) -> bool:
-    """Whether the ID is farther from 0 than its `prev`, on the same side."""
+    """Whether `id` is farther from 0 than `prev`, on the same side of 0."""
     return 0 <= prev < id or 0 >= prev > id
 
 
 @compiled(inline=True)
 def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
+    """Whether the IDs `first .. stop - 1` are a chain of at least one edge after `prev`."""
     for index in range(first, stop):
         if not _is_beyond(prev, edges.ids[index]):
             return False
@@ -393,7 +422,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _prev_of(record: Fields) -> int:
-    """The `prev` of an edge: the result of `records.effective_prev` for an RDATA."""
+    """The `prev` of a record. For an RDATA without this field, the same ID as `records.effective_prev`."""
     if record.kind != RDATA or record.present & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
@@ -401,6 +430,7 @@ def _prev_of(record: Fields) -> int:
 
 @compiled(inline=True)
 def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
+    """Whether the record is certainly a valid edge, batch row or RUN, if its names are legal and its key is right."""
     if record.present & _REQUIRED != _REQUIRED or record.epoch < 0:
         return False
     if record.stream_end - record.stream > _MAX_NAME_BYTES or record.writer_end - record.writer > _MAX_NAME_BYTES:
@@ -420,6 +450,7 @@ def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
 
 @compiled(inline=True)
 def _put_edge(record: Fields, edges: Edges, count: int) -> int:
+    """Write an edge or a batch row to row `count`. Returns the number of rows in use."""
     edges.prevs[count], edges.ids[count] = _prev_of(record), record.id
     kind = _RDATA
     if record.is_batch_row:
@@ -432,9 +463,9 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Complete the edges of a RUN, and add a batch row for each row of an ID after the first.
+    """Complete the edges of a RUN from row `count` on, and add a batch row for each row of an ID beyond one.
 
-    The IDs are already in `edges.ids`, and the number of rows of each ID in `edges.times`.
+    `edges.ids` already has the IDs, and `edges.times` the number of rows of each ID. Returns the number of rows in use.
     """
     prev, stop = record.prev, count + record.id_count
     for index in range(count, count + record.id_count):
@@ -459,12 +490,12 @@ def scan(
     undecided: Ids,
     undecided_count: int,
 ) -> ScanResult:
-    """Scan records.
+    """Scan the records of a batch until the end, or until the caller must make room.
 
     Args:
         batch: the records.
-        first: the index of the first record.
-        table: numbers of writer epochs; new ones are added.
+        first: the index of the first record to scan.
+        table: numbers of writer epochs; receives new ones.
         edges: receives the edges, from `edge_count` on.
         edge_count: rows of `edges` in use.
         undecided: receives the indexes of records that `records.read` must decode, from `undecided_count` on.

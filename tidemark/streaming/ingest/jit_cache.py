@@ -3,7 +3,7 @@
 numba's own cache does not detect a change in another module, and raises an error if a file is damaged or the disk is
 full. This cache ignores a file that is damaged or writable by other users, and compiles again. The name of a file
 depends on the code, the versions of the libraries, and the names of the modules that the machine code imports. So
-several versions can share a directory.
+several versions of Tidemark can share a directory.
 """
 
 import hashlib
@@ -56,8 +56,9 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
 
 def cached(function: F) -> F:
-    """Decorate a compiled function so that its machine code, including the functions that it calls, is cached in a
-    file.
+    """Decorate a compiled function so that its machine code is cached in a file.
+
+    The machine code includes the functions that the function calls.
     """
     dispatcher: Any = function
     dispatcher._cache = CodeCache(dispatcher, [*cache_dirs()])
@@ -73,10 +74,14 @@ def cache_dirs() -> Iterator[Path]:
 
 
 class CodeCache:
-    """The cache of one function, with the interface of numba's caches.
+    """The cache of the machine code of one function, with the interface of numba's caches.
 
-    Has a file for each combination of signature, versions of libraries, and code of the function and of the functions
-    that it calls.
+    There is a file for each combination of signature, versions of libraries, and code of the function and of the
+    functions that it calls.
+
+    Args:
+        dispatcher: numba's object of the compiled function.
+        cache_dirs: read files from all of these directories; write a file to the first one that is writable.
     """
 
     def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:
@@ -107,6 +112,7 @@ class CodeCache:
                 return
 
     def _name(self, signature: Any, codegen: Any) -> str:
+        """The name of the file for a signature."""
         digest = hashlib.sha256()
         versions = python_version(), *(library.__version__ for library in (numba, llvmlite, np))
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
@@ -117,7 +123,7 @@ class CodeCache:
 
 
 def _module_of(argument: Any) -> str | None:
-    """The module of a named tuple's class, which the cached code imports; None for other arguments."""
+    """The name of the module of a named tuple's class, which the cached code imports; None for other arguments."""
     return getattr(getattr(argument, "instance_class", None), "__module__", None)
 
 

@@ -1,7 +1,7 @@
-"""Loads the modules of compiled code, which need numba. If numba is missing or broken, their callers use slower code.
+"""Loads the modules of compiled code, which need numba. If numba is missing or broken, the callers use slower code.
 
-`decode` then decodes each record in Python, `compact` sorts with numpy, and `native_consumer` copies messages one by
-one.
+Without numba, `decode` decodes each record in Python, `compact` sorts with numpy, and `native_consumer` copies messages
+one by one.
 """
 
 import threading
@@ -18,12 +18,14 @@ log = get_logger(__name__)
 Loader: TypeAlias = Callable[[], ModuleType | None]
 
 MAX_SLOW_SECONDS = 2.0
-"""If slower code needs this many seconds or more, the task waits for the compiled code. Loading takes 1 s of CPU, or
-many seconds without a cache, while all streams of the batch wait.
+"""If slower code would take this many seconds or more, the task waits for the compiled code. Loading delays all streams
+of the batch: it takes 1 s of CPU, or many seconds without a cache.
 """
 
 SLOW_DECODING = "Slow decoding"
-"""The first words of a warning about a fallback. The pipeline repeats such lines of Spark's workers in its own log."""
+"""The first words of a warning that slower code is used. The pipeline repeats these warnings of Spark's workers in its
+own log.
+"""
 NUMBA_WARNING = f"{SLOW_DECODING}: numba cannot be used; a record takes about 12 µs of CPU instead of 0.5 µs"
 
 failed_modules: list[str] = []
@@ -32,10 +34,10 @@ failed_modules: list[str] = []
 
 @cache
 def load_field_scan() -> ModuleType | None:
-    """Import `field_scan` and compile its functions, or load them from the cache of compiled code.
+    """Import `field_scan`, and compile its functions or load them from the cache of compiled code.
 
     Returns:
-        The module. None if numba is missing or cannot compile it; the process logs one warning then.
+        The module. None if numba is missing or cannot compile the module. The process then logs one warning.
     """
     try:
         from tidemark.streaming.ingest import field_scan  # noqa: PLC0415  # takes 0.4 s of CPU
@@ -65,11 +67,11 @@ _lock = threading.Lock()
 
 
 def get_module(loader: Loader, seconds: float) -> ModuleType | None:
-    """The module that `loader` returns. The first call starts a thread that loads the module.
+    """Return the module of a loader if it is loaded. The first call starts a thread that loads the module.
 
     Args:
         loader: `load_field_scan` or `load_kernels`.
-        seconds: the time that slower code would take. If it exceeds `MAX_SLOW_SECONDS`, wait for the module.
+        seconds: the time that slower code would take. If this is `MAX_SLOW_SECONDS` or more, wait for the module.
 
     Returns:
         None if the module is not loaded yet, or cannot be loaded.
@@ -89,6 +91,7 @@ def _load_into(future: "Future[ModuleType | None]", loader: Loader) -> None:
 
 
 def _warn(name: str, error: Exception) -> None:
+    """Add the module to `failed_modules`. Log a warning if it is the first one."""
     if not failed_modules:
         log.warning(NUMBA_WARNING, cause=f"{type(error).__name__}: {error}".splitlines()[0])
     failed_modules.append(name)

@@ -1,11 +1,12 @@
-"""Compiled functions: sorting edges into their groups, gathering bytes, calls of librdkafka, and scanning JSON.
+"""Compiled functions that sort edges by group, gather bytes, call librdkafka, and skip JSON values.
 
-They need numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load this module only for large
-inputs (`jit_loader`).
+This module needs numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load the module only for
+large inputs (`jit_loader`).
 
 The functions `skip_...` find the end of JSON values (RFC 8259) in an array of bytes, without decoding the values. Each
-function starts at the index `at` and returns the index after the item. It returns -1 if the bytes before `end` are not
-certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and deeply nested values.
+function starts at the index `at` and returns the index after the item. The result is -1 if the bytes before `end` are
+not certain to be JSON in UTF-8. The result is also -1 for legal but rare items: very long numbers, and deeply nested
+values.
 """
 
 from typing import Any, Final
@@ -21,8 +22,8 @@ from tidemark.streaming.ingest.record_batch import Bytes, Edges
 from tidemark.streaming.values.intervals import Ids
 
 MAX_STEPS: Final = 32
-"""The largest average number of steps per edge in the insertion sort. Edges in the order of completion need one or
-two.
+"""The largest average number of steps per edge in the insertion sort. If edges arrive in the order of completion, the
+sort takes one or two steps per edge.
 """
 
 
@@ -44,7 +45,7 @@ def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> 
     Args:
         edges: the edges. `writer_epochs` are group numbers.
         sorted_edges: receives the sorted edges.
-        begins: zeros, two more than there are groups; overwritten.
+        begins: zeros, two more items than there are groups; overwritten.
         spare: room for one edge; overwritten.
 
     Returns:
@@ -112,7 +113,7 @@ def _call_release(_typing: Any, _function: Any, _message: Any) -> Any:
 @cached
 @compiled()
 def gather(addresses: Ids, lengths: Ids, target: int) -> None:
-    """Copy `lengths[i]` bytes from each address `addresses[i]` to `target`, end to end."""
+    """Copy `lengths[i]` bytes from each memory address `addresses[i]` to the address `target`, end to end."""
     for at in range(len(addresses)):
         _copy(target, addresses[at], lengths[at])
         target += lengths[at]
@@ -121,7 +122,13 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
 @cached
 @compiled()
 def read_times(function: int, messages: Ids, result: Ids) -> None:
-    """Put `rd_kafka_message_timestamp` of each message into `result`."""
+    """Write the Kafka time of each message to `result`.
+
+    Args:
+        function: the address of `rd_kafka_message_timestamp`.
+        messages: the addresses of the messages.
+        result: receives milliseconds since 1970.
+    """
     for at in range(len(messages)):
         result[at] = _call_time(function, messages[at])
 
@@ -129,7 +136,7 @@ def read_times(function: int, messages: Ids, result: Ids) -> None:
 @cached
 @compiled()
 def release(function: int, messages: Ids) -> None:
-    """Call `rd_kafka_message_destroy` for each message."""
+    """Free messages. `function` is the address of `rd_kafka_message_destroy`, `messages` has the addresses."""
     for at in range(len(messages)):
         _call_release(function, messages[at])
 
@@ -176,7 +183,7 @@ def _load_eight(_typing: Any, data: Any, _at: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
-    """The number of leading bytes among the next sixteen that are unescaped ASCII characters of a JSON string."""
+    """Count the bytes from `at` on, up to 16, before the first byte that is not a plain ASCII character of a string."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = _load(_SIXTEEN, context, builder, signature, arguments)
@@ -237,7 +244,7 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
 
 @compiled(inline=True)
 def skip_space(data: Bytes, at: int, end: int) -> int:
-    """The index after any white space. Returns -1 only if `at` is -1."""
+    """The index of the next byte that is not white space, or `end`. If `at` is -1, the result is -1."""
     while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
         at += 1
     return at
@@ -245,7 +252,7 @@ def skip_space(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def skip_character(data: Bytes, at: int, end: int) -> int:
-    """The index after a character of several bytes (RFC 3629)."""
+    """The index after a UTF-8 character of several bytes (RFC 3629)."""
     first, low, high, following = peek(data, at), 0x80, 0xBF, 1
     if first >= 0xF0:
         following = 3
@@ -265,7 +272,7 @@ def skip_character(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _code_unit(data: Bytes, at: int, end: int) -> int:
-    """The UTF-16 code unit of an escape; -1 if there is no `u` at `at`, or no four hexadecimal digits after it."""
+    """The UTF-16 code unit of an escape; -1 if there is no `u` with four hexadecimal digits at `at`."""
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
@@ -292,7 +299,7 @@ def _skip_escape(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def skip_plain(data: Bytes, at: int, end: int) -> int:
-    """The index after any unescaped ASCII characters of a string. It may be larger than `end`."""
+    """The index after any unescaped ASCII characters of a string. The index may be larger than `end`."""
     while at + 16 <= len(data):
         count = count_plain(data, at)
         at += count
@@ -318,7 +325,7 @@ def skip_string(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _skip_digits(data: Bytes, at: int, end: int) -> int:
-    """The index after any digits."""
+    """The index after any digits; `at` if there are none."""
     while at < end and ZERO <= peek(data, at) <= NINE:
         at += 1
     return at
@@ -326,7 +333,7 @@ def _skip_digits(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def skip_number(data: Bytes, at: int, end: int) -> int:
-    """The index after a number. The caller checks the byte after it."""
+    """The index after a number. The caller checks the byte at this index."""
     whole = at + 1 if at < end and peek(data, at) == MINUS else at
     after = _skip_digits(data, whole, end)
     if after == whole or (peek(data, whole) == ZERO and after > whole + 1):
@@ -347,12 +354,13 @@ def skip_number(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _skip_literal(data: Bytes, at: int, end: int, expected: int) -> int:
+    """The index after a literal of four bytes. `expected` is the literal as a little-endian number."""
     return at + 4 if at + 4 <= end and load_word(data, at, 4) == expected else -1
 
 
 @compiled(inline=True)
 def _skip_key(data: Bytes, at: int, end: int) -> int:
-    """The index after the colon of a key. White space may come first."""
+    """The index after a key and its colon. White space may come before the key."""
     at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1
@@ -365,7 +373,7 @@ def _skip_key(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def skip_value(data: Bytes, at: int, end: int) -> int:
-    """The index after any value. White space may come first."""
+    """The index after a JSON value of any type. White space may come before the value."""
     depth, objects = 0, 0  # a bit for each open list or object; 1: object
     while True:
         at = skip_space(data, at, end)

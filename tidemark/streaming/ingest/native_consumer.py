@@ -1,7 +1,7 @@
 """Consumes Kafka messages without Python objects. Calls confluent-kafka's librdkafka with ctypes.
 
-confluent-kafka creates objects for each message and for its key, value and time. This takes a third of the CPU time of
-a record. This module uses the public C interface of the same library (rdkafka.h); the layout of `rd_kafka_message_t` is
+confluent-kafka creates objects for each message, key, value and time, which takes a third of the CPU time of a record.
+This module uses the public C interface of the same library (rdkafka.h); the layout of `rd_kafka_message_t` is
 part of that interface. The import raises ImportError if the symbols of librdkafka cannot be found. `consumer` then uses
 confluent-kafka's own consumer.
 """
@@ -76,7 +76,7 @@ _message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
 
 
 class NativeConsumer:
-    """A consumer of librdkafka. All methods may raise `KafkaException`. Use it from one thread only.
+    """A consumer of librdkafka. All methods may raise `KafkaException`. Use a consumer in one thread only.
 
     Args:
         config: settings by librdkafka's names.
@@ -97,10 +97,10 @@ class NativeConsumer:
         self.close.atexit = False
 
     def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
-        """Read these partitions and no others.
+        """Read the partitions in `offsets` and no others.
 
         Args:
-            offsets: topic, partition number and first offset of each.
+            offsets: topic, number and first offset of each partition.
         """
         self._check_open()
         partitions = _list_new(0)
@@ -118,7 +118,10 @@ class NativeConsumer:
 
     @contextmanager
     def consume(self, max_messages: int, timeout: float) -> Iterator["NativeMessages"]:
-        """Wait up to `timeout` seconds for `max_messages` messages. They are freed at the end of the block."""
+        """Wait up to `timeout` seconds for `max_messages` messages. Yields the messages that have arrived.
+
+        The messages are freed at the end of the `with` block.
+        """
         self._check_open()
         if len(self._addresses) < max_messages:
             self._addresses = np.empty(max_messages, np.int64)
@@ -136,7 +139,12 @@ class NativeConsumer:
 
 
 class NativeMessages:
-    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0: a record."""
+    """Messages of several partitions: records and errors.
+
+    Attributes:
+        codes: the error code of each message; 0 for a record.
+        offsets: the Kafka offset of each message.
+    """
 
     def __init__(self, addresses: Ids) -> None:
         self._addresses = addresses
@@ -155,7 +163,7 @@ class NativeMessages:
         self.offsets = words[7]
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """A mask of the messages for each topic and partition. An error may belong to no partition."""
+        """(topic, partition number) -> mask of the messages of the partition. An error may belong to no partition."""
         handles, partitions = self._topic_handles, self._partitions
         first = handles[:1], partitions[:1]
         if (handles == first[0]).all() and (
@@ -171,14 +179,14 @@ class NativeMessages:
         return masks
 
     def error(self, index: int) -> KafkaError:
-        """The error at `index`; its text names the partition if there is one."""
+        """The error of the message at `index`. The text of the error names the partition, if there is one."""
         text = (_message_errstr(int(self._addresses[index])) or b"").decode(errors="replace")
         if handle := int(self._topic_handles[index]):
             text = f"{_topic_name(handle).decode()}[{self._partitions[index]}]: {text}"
         return KafkaError(int(self.codes[index]), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The records in the mask `chosen`, which must contain no error."""
+        """The messages in the mask `chosen` as records. The mask must contain no error."""
         selection = slice(None) if chosen.all() else chosen
         values, keys = self._values[:, selection], self._keys[:, selection]
         return RecordBatch(
@@ -192,7 +200,7 @@ class NativeMessages:
 
 
 def _join_bytes(addresses: Ids, lengths: Ids) -> Bytes:
-    """Copy `lengths[i]` bytes from each address, end to end."""
+    """Copy `lengths[i]` bytes from each memory address `addresses[i]`, end to end, into one array."""
     if (kernels := _kernels(len(addresses))) is None:
         return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
     joined = np.empty(int(lengths.sum()), np.uint8)
@@ -221,7 +229,7 @@ def _release(messages: Ids) -> None:
 
 
 def _kernels(count: int) -> ModuleType | None:
-    """The compiled code; None if `count` messages are too few to need it, or if it is not loaded."""
+    """The module of compiled code; None if `count` messages are too few for it, or if the module is not loaded."""
     return None if count < _MIN_COMPILED_MESSAGES else get_module(load_kernels, count * _MESSAGE_SECONDS)
 
 

@@ -52,12 +52,12 @@ _Positions = dict[PlannedRange, int]
 
 
 class RangeReader:
-    """Reads ranges with one consumer. For one thread.
+    """Reads offset ranges with one consumer. For one thread.
 
     Args:
         client: librdkafka's settings of the connection.
         names: the names of the topics.
-        patience: seconds without a record after which `read` raises `Unavailable`.
+        patience: after this many seconds without a record, `read` raises `Unavailable`.
     """
 
     def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
@@ -72,10 +72,10 @@ class RangeReader:
         """Fetch ranges together. If you leave the iterator before its end, call `stop_fetching` or `read` next.
 
         Args:
-            ranges: of different partitions.
+            ranges: at most one range of each partition.
 
         Yields:
-            A range and its next records. The records of a range come in order; ranges come in any order.
+            A range and its next records. The records of a range come in order; ranges alternate in any order.
 
         Raises:
             Unavailable: no record came for `patience` seconds.
@@ -117,8 +117,11 @@ class RangeReader:
             )
 
     def _poll(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
-        """Poll Kafka, and advance `positions`. Returns the next records of the ranges, and whether messages beyond the
-        ranges arrived."""
+        """Poll Kafka once, and advance `positions`.
+
+        Returns:
+            The next records of the ranges, and whether messages outside the ranges arrived.
+        """
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
         with self._consumer.consume(min(self._max_messages, remaining), _POLL_SECONDS) as messages:
@@ -147,7 +150,11 @@ class RangeReader:
 
 
 def _is_end(error: KafkaError) -> bool:
-    """Whether the error marks the end of a partition. Ignores errors of the unused group, and raises all others."""
+    """Whether the error marks the end of a partition. False for errors of the unused consumer group.
+
+    Raises:
+        KafkaException: any other error.
+    """
     if is_group_refusal(error):
         return False
     if error.code() != KafkaError._PARTITION_EOF:
@@ -158,12 +165,12 @@ def _is_end(error: KafkaError) -> bool:
 class EndOffsets:
     """Fetches the read_committed end offsets (last stable offsets) of partitions. For one thread.
 
-    A new leader may lag for a moment. So an end offset below an offset that was already read is queried again, for up
-    to a sixth of `patience`.
+    A new leader of a partition may lag for a moment. So an end offset below an offset that was already read is queried
+    again, for up to a sixth of `patience`.
 
     Args:
         client: librdkafka's settings of the connection.
-        patience: seconds that brokers may be unavailable.
+        patience: after this many seconds without an answer of the brokers, `fetch` raises `Unavailable`.
     """
 
     def __init__(self, client: Mapping[str, str], patience: float = PATIENCE) -> None:
@@ -179,7 +186,7 @@ class EndOffsets:
             known: the next offset to read of each partition.
 
         Raises:
-            Unavailable: the brokers did not answer, or an end is below its offset in `known`.
+            Unavailable: the brokers did not answer, or the end of a partition is below its offset in `known`.
             Refused: a person must resolve the problem.
         """
         started = last_opened = time.monotonic()

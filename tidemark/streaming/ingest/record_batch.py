@@ -1,5 +1,6 @@
-"""The columns of a task: records from Kafka's client, their decoded edges, and the numbers of writer epochs (stream,
-writer, epoch).
+"""Data of a task as columns: records from Kafka's client, their decoded edges, and numbered writer epochs.
+
+A *writer epoch* is a stream, a writer and an epoch.
 """
 
 import secrets
@@ -31,8 +32,8 @@ class PlannedRange:
 class RecordBatch(NamedTuple):
     """Records of one partition as columns.
 
-    The value of record `i` is `values[value_bounds[i] : value_bounds[i + 1]]`, and its key likewise. A null value or
-    key is empty. `times` are milliseconds since 1970.
+    The value of record `i` is `values[value_bounds[i] : value_bounds[i + 1]]`. Keys are stored in the same way. A null
+    value or key is stored as an empty one. `times` are milliseconds since 1970.
     """
 
     values: Bytes
@@ -60,10 +61,15 @@ class RecordBatch(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Edges and batch rows as columns, one row for each.
+    """Edges and batch rows as columns, with one item in each column.
 
-    `writer_epochs` are numbers from `WriterEpochs`. `kinds` are codes of `Kind`, or `ROW` for a batch row, whose
-    `prevs` and `ids` are meaningless. `prevs` and `ids` are signed. The edges of a RUN share an offset.
+    Attributes:
+        writer_epochs: numbers from `WriterEpochs`.
+        kinds: codes of `Kind`, or `ROW` for a batch row.
+        prevs: signed; meaningless for a batch row.
+        ids: signed; meaningless for a batch row.
+        offsets: Kafka offsets. The edges of a RUN have the same offset.
+        times: Kafka times, milliseconds since 1970.
     """
 
     writer_epochs: Ids
@@ -129,7 +135,7 @@ _MIN_PREFETCH = 500  # writer epochs; a smaller table needs no prefetch
 
 
 class WriterEpochTable(NamedTuple):
-    """A hash table of writer epochs. Compiled code reads it and adds writer epochs to it.
+    """A hash table of writer epochs, which compiled code searches and extends.
 
     Attributes:
         seed: the start value of all hashes. Secret, so that no sender can choose names with equal hashes.
@@ -151,6 +157,7 @@ class WriterEpochTable(NamedTuple):
     slots: Ids
 
     def all(self) -> list[WriterEpoch]:
+        """The writer epochs in the order of their numbers."""
         count, names = int(self.counts[0]), self.names[: self.counts[1]].tobytes()
         return [
             (names[stream:writer].decode(), names[writer:end].decode(), epoch)
@@ -159,7 +166,7 @@ class WriterEpochTable(NamedTuple):
 
 
 class MissingWriterEpoch(NamedTuple):
-    """A writer epoch that is not in the table: the bounds of its names in the values, its epoch and its hash."""
+    """A writer epoch that is not in the table: the bounds of both names in `RecordBatch.values`, epoch and hash."""
 
     stream: int
     stream_end: int
@@ -172,9 +179,9 @@ class MissingWriterEpoch(NamedTuple):
 class WriterEpochs:
     """Gives each writer epoch a number.
 
-    Writer epochs that compiled code finds are in `table` and have the numbers 0, 1, ... All others have -1, -2, ... A
-    writer epoch may have one number of each kind. The numbers depend on the order of arrival; the ranks of `ranked` do
-    not.
+    Writer epochs of records that compiled code decodes are in `table` and have the numbers 0, 1, ... Writer epochs of
+    other records have the numbers -1, -2, ... A writer epoch may have a number of each kind. The numbers depend on the
+    order of arrival; the ranks of `ranked` do not.
     """
 
     def __init__(self) -> None:
@@ -190,7 +197,7 @@ class WriterEpochs:
         )
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
-        """Return the number of a writer epoch. A new one gets a number."""
+        """Return the negative number of a writer epoch. A writer epoch without such a number gets the next one."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingWriterEpoch, values: Bytes) -> None:
@@ -198,7 +205,7 @@ class WriterEpochs:
 
         Args:
             missing: the writer epoch.
-            values: the array of bytes that contains its names.
+            values: the array of bytes that contains the names.
         """
         stream, writer = (
             values[missing.stream : missing.stream_end].tobytes(),
@@ -218,8 +225,10 @@ class WriterEpochs:
     def prefetch(self, records: int) -> None:
         """Load the table into the processor's cache before a large scan. Random cache misses cost ten times as much.
 
+        Does nothing for few records or a small table.
+
         Args:
-            records: the number of records to scan. Does nothing for few records or a small table.
+            records: the number of records to scan.
         """
         table, (count, length) = self.table, self.table.counts.tolist()
         if _MIN_PREFETCH < count <= 4 * records:
@@ -228,6 +237,7 @@ class WriterEpochs:
             table.names[:length:_CACHE_LINE_BYTES].sum()
 
     def _make_room(self, writer_epochs: int, names: int) -> None:
+        """Enlarge the table for `writer_epochs` writer epochs, with `names` bytes of names in total."""
         table = self.table
         if writer_epochs > len(table.hashes):
             slots = np.full(8 * len(table.slots), -1, np.int64)
@@ -239,8 +249,9 @@ class WriterEpochs:
             self.table = self.table._replace(names=_enlarge(self.table.names))
 
     def ranked(self) -> tuple[list[WriterEpoch], Ids]:
-        """All writer epochs, sorted, and for each number the rank of its writer epoch. The same records give the same
-        ranks.
+        """All writer epochs, sorted, and an array with the rank of each number. The same records give the same ranks.
+
+        The rank is the index of a writer epoch in the sorted list. Negative numbers index the array from its end.
         """
         writer_epochs = [*self.table.all(), *reversed(self._numbers)]
         ordered = sorted({*writer_epochs})

@@ -36,7 +36,7 @@ LIGHT_RECORDS = 200_000
 WORTHWHILE_RECORDS = 40
 """The number of records for which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
-_IDLE_SECONDS = 2.0  # after such a pause between two batches, the CPU time in between is not the cost of a batch
+_IDLE_SECONDS = 2.0  # after such a pause between two batches, the CPU time of the pause is not the cost of a batch
 _LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
 _MIN_PAUSE_SECONDS = 0.02  # between two queries of end offsets; one takes 1 ms in this process and 1 ms in the broker
 
@@ -49,14 +49,14 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     Attributes:
         client: librdkafka's settings, valid on any host.
         facts, control: the names of the topics.
-        start: the next offset of every partition.
+        start: the offset of every partition at which the query begins.
         first_limit: the largest number of records of the first batch.
         max_records: the largest number of records of any batch.
-        cpu_share: see `Pace`.
+        cpu_share: the share of a core that batches may use at a low rate of records (`Pace`).
         driver_pid: the process whose CPU time is measured, together with its descendants.
         keys: Spark's group-by key of each shard.
         max_facts: the largest number of facts of a task beyond one for each record.
-        not_storable: records to reject as not storable.
+        not_storable: topic -> partition -> offsets of records to reject with the reason `not_storable`.
         one_task: whether one task reads all records of a batch.
     """
 
@@ -79,7 +79,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
 
 
 def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
-    """The packets of both topics, as a streaming data frame."""
+    """Register the data source, and return a streaming data frame with the packets of both topics."""
     spark.dataSource.register(PacketSource)
     option = msgspec.json.encode(config).decode()
     return spark.readStream.format(PacketSource.name()).option(_OPTION, option).load()
@@ -109,7 +109,10 @@ _Offsets = dict[str, dict[str, int]]
 
 
 class PacketReader(DataSourceStreamReader):
-    """The stream reader: the planner queries offsets, and a worker reads the records of a task."""
+    """The stream reader, with the methods that Spark calls.
+
+    Spark's planner calls `latestOffset` and `partitions`, always in the same process. A worker calls `read` for a task.
+    """
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
@@ -126,6 +129,10 @@ class PacketReader(DataSourceStreamReader):
         return ReadMaxRows(self._config.first_limit)
 
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
+        """Wait until the next batch is worth its cost (`Pace`), and return the batch's end offsets.
+
+        Returns `start` at once if there are no records. Returns all end offsets at once if `limit` is no `ReadMaxRows`.
+        """
         if self._end_offsets is None:
             self._end_offsets = EndOffsets(self._config.client)
         if self._full_start not in (None, start):
@@ -177,14 +184,17 @@ class PacketReader(DataSourceStreamReader):
 class Pace:
     """Decides when a batch begins, so that batches use at most a share of a core at a low rate of records.
 
-    A batch of one record costs about as much as one of a thousand. The time from the start of one batch to the start of
-    the next is the median cost of the last batches, divided by `share`. If fewer than `WORTHWHILE_RECORDS` records are
-    unread, this time is longer in proportion. It is never longer than `MAX_WAIT_SECONDS`. If `RECORDS_PER_TASK` records
-    are unread, the next batch begins at once.
+    A batch of one record costs about as much as a batch of a thousand. The *interval* from the start of a batch to the
+    start of the next one is the median cost of the last batches, divided by `share`. If fewer than `WORTHWHILE_RECORDS`
+    records are unread, the interval is longer in proportion, but at most `MAX_WAIT_SECONDS`. If `RECORDS_PER_TASK`
+    records are unread, the next batch begins at once.
+
+    Args:
+        share: the share of a core that batches may use.
+        cpu: returns the CPU seconds that all processes of the pipeline have used so far.
     """
 
     def __init__(self, share: float, cpu: Callable[[], float]) -> None:
-        """`share`: of a core. `cpu` returns the CPU seconds that all processes of the pipeline have used so far."""
         self._share = share
         self._cpu = cpu
         self._last_begin = -math.inf
@@ -197,7 +207,11 @@ class Pace:
         return statistics.median(self._costs) if self._costs else 0.0
 
     def try_begin(self, records: int, now: float) -> bool:
-        """Begin a batch if enough time has passed for `records` records. `now`: monotonic seconds.
+        """Begin a batch if enough time has passed since the last batch began, and measure the cost of the last batch.
+
+        Args:
+            records: number of unread records.
+            now: monotonic seconds.
 
         Returns:
             Whether the batch begins.
@@ -211,7 +225,7 @@ class Pace:
         return True
 
     def estimate_pause(self, records: int, now: float) -> float:
-        """Estimate the seconds until a batch begins, at the rate of records since the last batch began.
+        """Estimate the seconds until the next batch begins, if records arrive at the same rate as since the last batch.
 
         Args:
             records: number of unread records, at least 1.
@@ -222,14 +236,17 @@ class Pace:
         return max(_MIN_PAUSE_SECONDS, min(MAX_WAIT_SECONDS, wait, passed * RECORDS_PER_TASK / records) - passed)
 
     def _wait_seconds(self, records: int) -> float:
-        """Seconds from the start of the last batch to the start of the next one, if the next has `records` records."""
+        """Seconds from the start of the last batch to the start of the next batch, if `records` records are unread."""
         return min(MAX_WAIT_SECONDS, self.cost / self._share * max(1.0, WORTHWHILE_RECORDS / records))
 
 
 class ProcessTree:
-    """The CPU time of a process and all its descendants.
+    """Measures the CPU time of a process and all its descendants.
 
-    If the process is on another machine, wall-clock time is used, as if a batch took one core.
+    If the process is on another machine, returns wall-clock time, as if a batch took one core.
+
+    Args:
+        root: ID of the process.
     """
 
     def __init__(self, root: int) -> None:
@@ -238,7 +255,7 @@ class ProcessTree:
         self._listed_at = -math.inf
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that the processes have used since their start, including those of reaped children."""
+        """CPU seconds that the processes, and their ended children, have used since they started."""
         now = time.monotonic()
         if now > self._listed_at + _LIST_SECONDS:
             self._members, self._listed_at = _process_tree(self._root), now
@@ -259,9 +276,9 @@ def _process_tree(root: int) -> list[psutil.Process]:
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
-    """End offsets that cover about `max_records` offsets in total: the same share of each partition, rounded up.
+    """The end offsets of a batch that reads about `max_records` offsets: the same share of each partition, rounded up.
 
-    Returns `ends` itself if it covers at most `max_records` offsets.
+    Returns the object `ends` itself if there are at most `max_records` offsets from `start` to `ends`.
     """
     total = _unread_count(start, ends)
     if total <= max_records:
@@ -275,17 +292,20 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
     }
 
 
-def grown_limit(records: int, limit: int) -> int:
-    """The limit of records after a batch that reached the limit `records`: 1/64 more, up to `limit`.
+def grown_limit(limit: int, highest_limit: int) -> int:
+    """The limit of records for the next batch, after a batch that reached `limit`: 1/64 more, up to `highest_limit`.
 
     The limit grows slowly, because a batch with too many facts for the memory ends the query. The next query then has a
     lower limit (`app.pipeline.batches`).
     """
-    return min(limit, records + max(1, records // 64))
+    return min(highest_limit, limit + max(1, limit // 64))
 
 
 def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """Distribute ranges over tasks: the longest ranges first, each to the task with the fewest records so far."""
+    """Distribute ranges over tasks of about `RECORDS_PER_TASK` records, and return the ranges of each task.
+
+    The longest range comes first. Each range goes to the task that has the fewest records so far.
+    """
     task_count = min(len(ranges), -(-_record_count(ranges) // RECORDS_PER_TASK))
     tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
     sizes = [0] * task_count
@@ -299,9 +319,9 @@ def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
 def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Divide the ranges of a task into groups that are fetched together.
 
-    If the records are few, all ranges are fetched in one group: a request for each range would take longer than the
-    rest of the task. If they are many, the ranges are fetched one by one, because the reader drops messages that it
-    fetched beyond the end of a range.
+    If there are few records, all ranges are one group: a request for each range would take longer than the rest of the
+    task. If there are many records, each range is a group: a reader drops messages that it fetched beyond the end of a
+    range.
     """
     return [ranges] if _record_count(ranges) <= RECORDS_PER_TASK else [[range_] for range_ in ranges]
 
@@ -309,11 +329,15 @@ def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
 # -- one consumer in each Python worker
 
 _open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
+"""The reader of this worker, if it is open, with its connection settings."""
 
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
-    """The reader of this worker. Opens a new reader after an error, and if the connection settings have changed."""
+    """Lend the reader of this worker, and keep it open for the next task unless there is an error.
+
+    Opens a new reader if none is open, or if the connection settings have changed.
+    """
     wanted = {"client": config.client, "names": config.names}
     if _open_readers and _open_readers[0][0] != wanted:
         _open_readers.pop()[1].close()

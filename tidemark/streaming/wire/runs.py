@@ -58,7 +58,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The encoded runs of a packet. The edges of all runs are one after the other.
 
     The JVM copies packets several times, so the numbers of edges are narrow: a column has the narrowest of uint16,
-    uint32 and int64 (little-endian) that fits all its numbers. Its width follows from the number of edges.
+    uint32 and uint64 (little-endian) that fits all its numbers. Its width follows from the number of edges.
 
     Attributes:
         streams: the stream of each run.
