@@ -316,7 +316,7 @@ class Chain:
             self._record_closed(top, "joined")
 
     def adopt(self, other: "Chain", published_position: int) -> None:
-        """Settle the open IDs that `other` has settled. Also takes over its empty ranges and uncertain IDs.
+        """Settle the open IDs that `other` has settled, and take over the empty ranges and uncertain IDs of `other`.
 
         Args:
             other: the chain of an incarnation that had not joined. It has no position.

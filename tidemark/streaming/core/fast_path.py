@@ -328,11 +328,11 @@ def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tup
 
 def _highest_inactive_position(stored: StoredStream) -> int:
     """The highest position of a retired writer's chain, or the linear position if that is higher."""
-    retired = 0 if stored.retired is None else int(table_columns(stored.retired)["chain"].max())
+    retired = 0 if stored.retired is None else int(_table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
 
-def table_columns(table: StoredTable) -> npt.NDArray[np.void]:
+def _table_columns(table: StoredTable) -> npt.NDArray[np.void]:
     """The columns (`writer_table.COLUMNS`) of an encoded table."""
     return np.frombuffer(table.columns, COLUMNS)
 
@@ -510,7 +510,7 @@ def _candidate_state(
     if not _has_only_positions(stored):
         return None
     if stored.retired is not None:
-        own, retired = bounds.for_stream(name), table_columns(stored.retired)["retired"]
+        own, retired = bounds.for_stream(name), _table_columns(stored.retired)["retired"]
         if len(retired) > own.retired or int(retired.min()) <= now - own.retirement_ms:
             return None
     ((_, partition),) = stream_input.runs

@@ -40,7 +40,7 @@ class WriterState:
         chain: the chain in the stream's current timeline. Its position may be below `published_position` after the
             database was restored or an override was taken back. The linear position follows the chain.
         retired_at: time (ms) of the batch that retired the writer; None if it is active.
-        published_position: the position that was published before the chain was set back; 0 if it never was.
+        published_position: the position that was published before the chain was set back; 0 if this never happened.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
         timeline: number of the timeline in which the writer joined last.
@@ -111,7 +111,7 @@ class WriterState:
             now: time (ms) of the batch, from which the age of the new gaps counts.
 
         Returns:
-            False if an operator settled no range beyond `id`.
+            False if there is no range beyond `id` that only an operator settled.
         """
         overridden = self.chain.settled_intervals().intersection(self.late_ranges.above(id))
         if not len(overridden):

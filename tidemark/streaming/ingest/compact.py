@@ -64,13 +64,14 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
 
 
 def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
-    """Split the chains of `count` edges that have more than `max_edges` edges each.
+    """Split chains that have more than `max_edges` edges.
 
     Args:
         firsts: the index of each chain's first edge.
+        count: the number of edges of all chains.
 
     Returns:
-        The same for the chains after the split.
+        The index of each chain's first edge after the split.
     """
     lengths = np.diff(firsts, append=count)
     cuts = [
@@ -316,7 +317,7 @@ def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> 
 
 
 def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before the edge, which numbers the segments of a stream.
+    """For each edge the number of its segment: how many cuts come before the edge.
 
     A cut is a JOIN, RETIRE or OPEN of the edge's stream, or a multiple of 2**32 offsets after the first edge.
     """

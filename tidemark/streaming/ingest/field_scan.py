@@ -184,7 +184,7 @@ def _scan_list_lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int)
 
 @compiled(inline=True)
 def _scan_name(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index of a field's value, and the field's name as a little-endian number. The name begins at `at`."""
+    """The index of a field's value, and the field's name as a little-endian number. White space may come first."""
     at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1, 0
@@ -284,7 +284,7 @@ _FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 <
 def _mix(hashed: int, more: int) -> int:
     """Add the number `more` to a hash: mix high bits into low bits, twice.
 
-    If they were mixed once, names that differ in few high bits could have equal hashes.
+    After a single mix, names that differ in few high bits could have equal hashes.
     """
     hashed = (hashed ^ more) * _FACTOR_1
     hashed = (hashed ^ ((hashed >> 32) & _LOW_32_BITS)) * _FACTOR_2
@@ -463,7 +463,7 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Complete the edges of a RUN from row `count` on, and add a batch row for each row of an ID beyond one.
+    """Complete the edges of a RUN from row `count` on, and add a batch row for each row of an ID after the first one.
 
     `edges.ids` already has the IDs, and `edges.times` the number of rows of each ID. Returns the number of rows in use.
     """

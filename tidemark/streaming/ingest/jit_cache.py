@@ -81,7 +81,7 @@ class CodeCache:
 
     Args:
         dispatcher: numba's object of the compiled function.
-        cache_dirs: read files from all of these directories; write a file to the first one that is writable.
+        cache_dirs: files are read from all of these directories, and written to the first one that is writable.
     """
 
     def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:

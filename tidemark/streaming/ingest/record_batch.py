@@ -61,7 +61,7 @@ class RecordBatch(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Edges and batch rows as columns, with one item in each column.
+    """Edges and batch rows as columns. Items with the same index belong to the same edge or batch row.
 
     Attributes:
         writer_epochs: numbers from `WriterEpochs`.

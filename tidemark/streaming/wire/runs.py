@@ -290,7 +290,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def no_reuse_up_to(self) -> int:
-        """No ID up to and including this one can be given out again, even if a JOIN shows a restored database."""
+        """For a JOIN: its database gives out no ID up to and including this one again, even if it was restored."""
         return max(self.id, self.published or 0)
 
     @classmethod
