@@ -1,9 +1,10 @@
-"""Limits the connections of the web server before requests are parsed. So no client exhausts memory or blocks others.
+"""Limits the connections of the web server before requests are parsed, so that no client exhausts memory or blocks
+others.
 
 uvicorn's parser limits neither the size nor the duration of a request head, and counts an idle connection as a request.
 This module limits the size, the number of fields and the duration of a head. If every slot is taken, an idle connection
 is closed for a new one. Probes are always answered. Slots are shared by client address, and waiting requests start
-round-robin by address. So many connections of one client delay neither probes nor other clients.
+round-robin by address, so a client with many connections delays neither probes nor other clients.
 """
 
 import time
@@ -27,8 +28,8 @@ _ITERATIONS_AFTER_SLOW_ONE = 8  # more than the steps of a small request: it end
 
 
 class AdmissionQueue:
-    """Starts waiting requests round-robin by address, one in an iteration of the event loop. After a slow iteration,
-    whose request was large, the other requests wait for some iterations. For one event loop."""
+    """Starts waiting requests round-robin by address, one in an iteration of the event loop. If an iteration was slow,
+    its request was large, and no request starts in the next iterations. For one event loop."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._queue = FairQueue()
@@ -37,7 +38,9 @@ class AdmissionQueue:
         self._iterations_to_wait = 0
 
     async def wait_for_start(self, loop: AbstractEventLoop, address: str) -> None:
-        """Wait until the caller's request may start: the next iteration of the event loop if no request waits."""
+        """Wait until the request of the client at `address` may start. If no other request waits, the request starts
+        in the next iteration of `loop`.
+        """
         start: Future[None] = loop.create_future()
         if not self._queue:
             loop.call_soon(self._start_next, loop)
@@ -69,7 +72,7 @@ class AdmissionConfig:
     """Limits of connections and request heads.
 
     Attributes:
-        slots: the largest number of concurrent requests, and of connections.
+        slots: the largest number of concurrent requests. `SPARE_CONNECTIONS` more connections may be open.
         max_head_bytes: the largest request head, and the largest body.
         max_head_fields: the largest number of fields in a head.
         head_timeout_seconds: how long a head may take to arrive.
@@ -84,7 +87,7 @@ class AdmissionConfig:
 
 
 def connection_class(limits: AdmissionConfig) -> type[Protocol]:
-    """The class of HTTP connections, for the option `http` of uvicorn. All connections share the slots."""
+    """Create the protocol factory for uvicorn's option `http`. All connections of the factory share `limits.slots`."""
     return cast(
         type[Protocol],
         partial(AdmittedConnection, limits, SlotPool(limits.slots), AdmissionQueue(), ConnectionsByNetwork()),
@@ -92,7 +95,7 @@ def connection_class(limits: AdmissionConfig) -> type[Protocol]:
 
 
 class _AdmittedRequest:
-    """A request with a slot. `is_started` is true once `AdmissionQueue` has started it."""
+    """A request with a slot. `is_started` is true after `AdmissionQueue` has started the request."""
 
     def __init__(self, connection: "AdmittedConnection") -> None:
         self.connection = connection
@@ -107,8 +110,8 @@ class _AdmittedRequest:
 
 
 class AdmittedConnection(HttpToolsProtocol):
-    """An HTTP connection. `idle_since` is when it began to wait for a request head (seconds of the loop's clock); None
-    while a request is served.
+    """An HTTP connection. `idle_since`: since when the connection has waited for a request head (seconds of the loop's
+    clock); None while a request is served.
     """
 
     def __init__(
@@ -314,8 +317,9 @@ class ConnectionsByNetwork:
         _remove_from(self._idle, connection)
 
     def evict(self, slots: int) -> None:
-        """Close the longest idle connections of the network with the most connections. If the network has no idle
-        connection and the spare connections are used up too, close its newest connection.
+        """Close the longest idle connections of the network with the most connections: at most 1/64 of `slots`, at
+        least one. If the network has no idle connection, close its newest connection, but only if the spare
+        connections beyond `slots` are used up too.
         """
         network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
         victims = [*islice(self._idle.get(network, ()), max(1, slots // EVICTION_DIVISOR))]
@@ -326,7 +330,7 @@ class ConnectionsByNetwork:
 
 
 def _remove_from(by_network: dict[str, dict[AdmittedConnection, None]], connection: AdmittedConnection) -> bool:
-    """Remove the connection if it is there. Returns whether it was."""
+    """Remove the connection from `by_network`. Returns False if `by_network` did not contain the connection."""
     network = network_of(connection.address)
     connections = by_network.get(network, {})
     was_present = connections.pop(connection, ...) is None

@@ -50,8 +50,8 @@ Source = Annotated[
 
 
 class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`writer` has not completed the IDs in `(low, top]`. Without a range: the writer never joined, and blocks the
-    linear position."""
+    """`writer` has not completed the IDs in `(low, top]`. If `low` and `top` are null, the writer never joined, and
+    blocks the linear position."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
@@ -93,14 +93,15 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsAnswer(msgspec.Struct, frozen=True):
-    """Streams by name. Pass `next` as `after` for the next page; null: there is none."""
+    """A page of streams, sorted by name. Pass `next` as `after` for the next page; null: this page is the last one."""
 
     streams: list[StreamAnswer]
     next: Name | None
 
 
 class HealthAnswer(msgspec.Struct, frozen=True):
-    """`problems` are texts for people. Ready with problems: one server is down, and the other one answers."""
+    """`problems` are texts for people. A sidecar may be ready and have problems: for example, Redis is down, and
+    Postgres answers."""
 
     ready: bool
     problems: list[str]
@@ -117,7 +118,7 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
-    """The answer for a snapshot. `now`: monotonic clock, in seconds."""
+    """Convert a snapshot. `now`: the current time of the monotonic clock, in seconds, for the ages in the answer."""
     known, details, read_at = snapshot.positions, snapshot.details, snapshot.details_read_at
     return StreamAnswer(
         stream=snapshot.stream,
@@ -139,7 +140,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """What blocks a position now, longest first: the nearest gap of each writer, and writers that never joined."""
+    """The nearest gap of each writer, and the writers that never joined: what blocks a position now, the oldest first."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.unknown
@@ -178,7 +179,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
     """The position of `writer` moved over `(prev, id]`. The counts are for `(evidence_prev, id]`, the whole stored
-    advance: upper bounds if the reader began in its middle."""
+    advance. If the reader began in the middle of the stored advance, the counts are upper bounds for `(prev, id]`."""
 
     stream: Name
     writer: Name
@@ -198,8 +199,8 @@ class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class RereadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reread"):
-    """`(prev, id]` of `writer` is complete, but its evidence is no longer available: read the table. If `writer` is
-    null, this is true for every writer except those in `besides`."""
+    """The IDs of `writer` in `(prev, id]` are complete, but their evidence is no longer available: read the table. If
+    `writer` is null, the IDs of every writer except the writers in `besides` are complete."""
 
     stream: Name
     writer: Name | None
@@ -239,7 +240,7 @@ class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
-    """The linear position moved. The moves of writers that led to it, if any, were sent before."""
+    """The linear position moved to `linear`. The moves of writers up to this position, if any, were sent before."""
 
     stream: Name
     linear: StreamId
@@ -249,8 +250,8 @@ Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
 
 
 class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of moves. `next` is where the next page begins. `complete`: nothing more was published when this page was
-    read."""
+    """A page of moves. Pass `next` as `since` for the next page. `complete`: nothing more was published when this page
+    was read."""
 
     stream: Name
     moves: list[Move]
@@ -259,16 +260,16 @@ class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of `writer` are deferred, because too many of its ranges are pending. They stay in Kafka, and are read
-    again when there is room."""
+    """Records of `writer` are deferred, because too many of its ranges are pending. The records stay in Kafka, and are
+    read again when there is room."""
 
     writer: Name
     epoch: Count
 
 
 class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Deferred records of `writer` that are being read again from Kafka. Records that are `gone` from Kafka are lost,
-    and their IDs stay open until the writer's next JOIN."""
+    """Deferred records of `writer` that are being read again from Kafka. `gone` counts records that Kafka no longer
+    has: they are lost, and their IDs stay open until the writer's next JOIN."""
 
     writer: Name
     since: datetime
@@ -279,7 +280,7 @@ class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Open ranges and writers that never joined, the oldest first. `total` also counts the ones beyond `limit`."""
+    """Open ranges and writers that never joined, the oldest first. `total` also counts the entries beyond `limit`."""
 
     stream: Name
     gaps: list[BlockerAnswer]
@@ -298,7 +299,7 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
-    """The first `limit` gaps. `age`: seconds since `details` were read."""
+    """The answer with the first `limit` gaps of `details`. `age`: seconds since `details` were read."""
     return GapsAnswer(
         stream=stream,
         gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],

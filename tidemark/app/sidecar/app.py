@@ -83,14 +83,16 @@ class Tokens:
 
     Blank lines and lines that begin with # are ignored. If the file has no tokens, every request is refused.
 
-    The constructor raises `BadSetting` if the file cannot be read. Later, the last tokens stay in use.
+    The constructor raises `BadSetting` if the file cannot be read. If a later read fails, the last tokens stay in use.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_tokens(path), now)
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether the value of the header `Authorization` contains one of the tokens."""
+        """Whether `authorization`, the value of the header `Authorization`, contains one of the tokens. May read the
+        file again.
+        """
         tokens = self._tokens.content()
         scheme, _, sent = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
@@ -142,13 +144,13 @@ def create_app(
     stopping: asyncio.Event,
     companion: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
-    """Create the web application. It connects to no server before its lifespan starts.
+    """Create the web application. The application connects to Redis and Postgres when its lifespan starts.
 
     Args:
         servers: the addresses of Redis and Postgres.
         config: the configuration.
-        stopping: set it to end long-running requests.
-        companion: runs while the application runs.
+        stopping: when this event is set, long-running requests end.
+        companion: another service that runs while the application runs, and uses its read side.
 
     Raises:
         BadSetting: the file of tokens cannot be read.
@@ -203,8 +205,8 @@ def create_app(
 
 
 class NoStoreMiddleware:
-    """Adds `Cache-Control: no-store`, because positions soon change, and `X-Content-Type-Options: nosniff`. Does not
-    replace these headers if an answer has them.
+    """Adds the headers `Cache-Control: no-store` and `X-Content-Type-Options: nosniff` to answers without these
+    headers. Positions change often, so answers must not be stored.
     """
 
     def __init__(self, app: ASGIApp) -> None:

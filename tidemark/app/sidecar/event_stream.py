@@ -31,7 +31,7 @@ EVENT_STREAM = "text/event-stream"
 
 
 def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
-    """The text of one event. `name`: the event type; None: the tag of the struct."""
+    """Encode one event. `name`: the event type; None: the tag of the struct `body`."""
     return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
 
@@ -111,6 +111,7 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, _EncodedPlace])
 
 
 def encode_places(places: Mapping[str, Place]) -> str:
+    """Encode the place in each stream (stream -> place) as an event ID, or as the `next` of a page."""
     encoded = {
         stream: _EncodedPlace(place.linear, dict(place.positions), place.late) for stream, place in places.items()
     }
@@ -134,6 +135,7 @@ def _invalid_cursor(text: str) -> BadRequest:
 
 
 def encode_mark(mark: DurableMark) -> str:
+    """Encode a mark as an event ID."""
     return f"t{mark.lease}.{mark.time}"
 
 
@@ -187,11 +189,12 @@ class SnapshotTexts:
         self._cleared_at = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Each stream with its place and the text of its `snapshot` event.
+        """Return (stream, place, text of its `snapshot` event) for each stream. Reads the streams whose cached
+        snapshots are older than `since`.
 
         Args:
             streams: the names of the streams.
-            since: snapshots that were read earlier are not used (seconds, monotonic).
+            since: seconds of the monotonic clock.
         """
         texts: Mapping[str, tuple[float, Place, bytes]] = self._texts
         if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
@@ -214,8 +217,8 @@ class SnapshotTexts:
 
 
 def encode_events_after(stream: str, place: Place, item: FollowerStarted | EventBatch) -> tuple[list[bytes], Place]:
-    """The events of `item` that are new for a client at `place`, and the place of the client after them. For clients
-    that are not at the place of the follower."""
+    """Encode the events of `item` that are new for a client at `place`. Also returns the place of the client after
+    these events. For clients that are not at the place of the follower."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:
@@ -233,8 +236,8 @@ def encode_events_after(stream: str, place: Place, item: FollowerStarted | Event
 
 
 def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
-    """The text of all events of a batch except the last, and the text of the last event. The caller may add an event ID
-    to the last event."""
+    """Encode the events of a batch as two texts: all events except the last one, and the last event, to which the
+    caller may add an event ID."""
     blocks = [encode_event(move_answer(batch.stream, event)) for event in batch.events]
     if batch.linear is not None:
         blocks.append(_encode_linear(batch.stream, batch.linear))
@@ -242,7 +245,7 @@ def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
 
 
 def encode_batch_id(batch: EventBatch) -> bytes:
-    """The event ID after this batch, for a client that follows only this stream."""
+    """Encode the event ID after this batch, for a client that follows only the stream of the batch."""
     return encode_places({batch.stream: batch.after}).encode()
 
 
@@ -264,11 +267,10 @@ def _encode_linear(stream: str, linear: int) -> bytes:
 
 
 async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) -> tuple[list[bytes], Place]:
-    """The missed moves of one stream, and the place after them for a client that begins at `start`. Removes the moves
-    from `missed`.
+    """Encode the missed moves of one stream for clients that begin at `start`, and remove the moves from `missed`.
 
-    There is one text per page, because each text stays in memory until its client has read it. Other tasks run between
-    two pages, because there may be very many moves.
+    Returns a text for each page of moves, and the place after the moves. A page is small, because its text stays in
+    memory until the client has read it. Other tasks run between two pages, because there may be very many moves.
     """
     merge, events, texts = EventMerge(start), missed.events[stream], []
     for first in range(0, len(events), PAGE_EVENTS):
@@ -282,7 +284,8 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) ->
 
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
-    """The events of the page that are new for a client at `place`, and the place of the client after them."""
+    """Encode the events of the page that are new for a client at `place`. Also returns the place of the client after
+    these events."""
     merge = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
     if page.is_complete:

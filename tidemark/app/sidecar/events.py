@@ -64,10 +64,10 @@ MAX_CACHED_PLACES = 1000  # per item: the last item of an idle stream stays in m
 
 
 class EventsClient:
-    """One client of `/v1/events`: its place in each stream, and the texts for it.
+    """One client of `/v1/events`: its place in each stream, and the texts that it is sent.
 
-    When the client has caught up with a follower, its place is the `Place` object of the follower. Then the client gets
-    the batches that were encoded for all clients, and its place is usually found by identity.
+    A client that has caught up with a follower shares the `Place` object of the follower, and gets the batches that
+    were encoded once for all clients. So the two places are usually compared by identity.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class EventsClient:
             snapshots: encoded snapshots.
             listener: the client's queue; it is already subscribed.
             resume_from: the decoded `Last-Event-ID` of the client.
-            resumed_places: by stream, the place after which the listener's first item begins. This object updates it.
+            resumed_places: stream -> place after which the listener's first item begins. `EventsClient` updates the
+                mapping with each text.
             on_started: called when the client has been sent the positions of every stream.
-            wait_for_turn: returns when it is the turn of this client, because many clients may wait for the same read.
+            wait_for_turn: waits for the turn of this client, because many clients may wait for the same read.
         """
         self._read_side = read_side
         self._snapshot_cache = snapshots
@@ -100,7 +101,9 @@ class EventsClient:
         self._wait_for_turn = wait_for_turn
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
-        """The texts of the response for these streams, until the listener must be disconnected."""
+        """Yield the texts of the response for these streams, until the listener must be disconnected. Moves the
+        client's places.
+        """
         yield b"retry: %d\n\n" % random.randint(*RETRY_MILLISECONDS)
         if not isinstance(self._resume_from, DurableMark):
             for stream in streams:
@@ -131,7 +134,7 @@ class EventsClient:
 
     async def _missed_texts(self, stream: str, place: Place) -> AsyncIterator[bytes]:
         """Yield the moves of the stream after `place`, which the client missed while it was disconnected. Moves the
-        client's place."""
+        client's place. Yields comments while no server answers; ends if no server has the stream."""
         self._places[stream] = place
         page: MissedPage | None = None
         replay_reader = self._read_side.replay_reader
@@ -160,8 +163,8 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_texts_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """Yield the moves of all streams since the mark, and move the client's places. Does nothing if the moves are
-        not available."""
+        """Yield the moves of all streams since the mark, and move the client's places. Yields no moves if the moves
+        since the mark are no longer available."""
         while True:
             try:
                 # Read positions before moves, so that the moves reach or pass these positions.
@@ -187,6 +190,7 @@ class EventsClient:
                 yield text
 
     async def _snapshot_texts(self, streams: Sequence[str], since: float) -> list[bytes]:
+        """Get the `snapshot` event of each stream, and move the client's places to the snapshots."""
         blocks = []
         for stream, place, text in await self._snapshot_cache.get(streams, since):
             self._places[stream] = place
@@ -198,7 +202,10 @@ class EventsClient:
             self._listener.wants_watermarks = True
 
     async def _next_text(self) -> bytes:
-        """The text of queued items up to `CHUNK_BYTES`, with an event ID if one is known. May be empty."""
+        """Take items from the queue, encode about `CHUNK_BYTES` of them, and move the client's places.
+
+        The last event has an event ID, unless watermarks provide the event IDs. The text may be empty.
+        """
         blocks: list[bytes] = []
         last: Item | None = None
         size = 0
@@ -235,8 +242,8 @@ class EventsClient:
         return encoded[0]
 
     def _event_id_line(self, last: Item | None) -> bytes:
-        """Encode the line with the event ID. Empty if the ID is too long: from then on, the client gets marks as event
-        IDs."""
+        """Encode the line with the event ID after `last`, the last encoded item. If the ID is too long, returns an
+        empty text, and requests watermarks: then the client gets marks as event IDs."""
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.encode_once(encode_batch_id)
         else:

@@ -79,8 +79,8 @@ class Operation:
 
 
 def parse_query(query: type[msgspec.Struct], parameters: Sequence[tuple[str, str]]) -> msgspec.Struct:
-    """Convert query parameters to an instance of `query`. A repeated parameter becomes a list if its type is a list;
-    else its last value counts. Unknown parameters are ignored.
+    """Convert query parameters, (name, text) pairs, to an instance of `query`. A parameter whose type is a list gets
+    all values of its name; any other parameter gets the last value. Unknown parameters are ignored.
 
     Raises:
         BadRequest: a value is missing or has the wrong type.
@@ -107,7 +107,7 @@ def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str,
 
 
 def etag_response(request: Request, body: msgspec.Struct, etag: str) -> Response:
-    """The answer with its ETag, or 304 without a body if the client has this answer already."""
+    """The response with `body` and its ETag, or 304 without a body if the client's `If-None-Match` contains `etag`."""
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     known_etags = [text.strip() for text in request.headers.get("if-none-match", "").split(",")]
     if etag in known_etags or "*" in known_etags:
@@ -127,7 +127,8 @@ BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
 def openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
-    """The operation that answers with the OpenAPI document. The document describes `operations` and this operation.
+    """Create the operation that answers with the OpenAPI document. The document describes `operations`, and this
+    operation too.
 
     Args:
         operations: all other operations.
@@ -143,7 +144,7 @@ def openapi_operation(operations: Sequence[Operation], security: Mapping[str, An
 
 
 def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAPI document. `security` as for `openapi_operation`."""
+    """Generate the OpenAPI document of `operations`. `security`: `BEARER`, or empty if requests need no token."""
     types = [
         type_
         for operation in operations
@@ -180,7 +181,7 @@ def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any
 
 
 def _with_public_names(schema: Any) -> Any:
-    """A schema with the public names of our types: `SUFFIX` is removed."""
+    """Copy a schema with the public names of our types, which have no `SUFFIX`."""
     match schema:
         case dict():
             return {

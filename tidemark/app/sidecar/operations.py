@@ -216,7 +216,15 @@ async def wait(call: OperationCall) -> Response:
 
 
 async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest) -> None:
-    """Return when the stream has reached the token. Positions are read after each notification and once a second."""
+    """Wait until the stream has reached the token of `driver`. Reads positions after each notification and once a
+    second.
+
+    Raises:
+        NotReached: the time-out of `driver` has passed.
+        BadToken: the token does not fit the stream.
+        Problem: the stream does not exist, no server answers, the client has disconnected, its slot went to another
+            client, or the process stops.
+    """
     read_side = call.service.read_side
     notified = read_side.notifications.next_event(call.stream)
     while isinstance(step := driver.step(), Request):
@@ -332,7 +340,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class PastGapAnswer(msgspec.Struct, frozen=True):
-    """The IDs in `(low, top]` were open from `opened` to `closed`. Without `closed`, they are open now."""
+    """The IDs in `(low, top]` were open from `opened` to `closed`. If `closed` is null, they are open now."""
 
     low: StreamId
     top: StreamId
@@ -432,7 +440,7 @@ async def readers(call: OperationCall) -> Response:
 
 
 async def _require_stream(call: OperationCall) -> None:
-    """Raises as `require_existing`."""
+    """Read the stream's snapshot. Raises the errors of `require_existing`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     require_existing(snapshot)
 

@@ -39,7 +39,7 @@ class Limits:
 
 
 class OpenRequest:
-    """A long-running request. `is_evicted`: a client of another address got its slot, so the request must end."""
+    """A long-running request. If `is_evicted`, a client of another address got the slot, and the request must end."""
 
     def __init__(self, on_evicted: Callable[[], None]) -> None:
         self.is_evicted = False
@@ -54,14 +54,16 @@ def _do_nothing() -> None: ...
 
 
 class Limiter:
-    """The slots of long-running requests: waits, event streams and watchers. Shared fairly by client address."""
+    """A pool of slots for long-running requests: waits, event streams and watchers. Clients share the slots fairly by
+    address.
+    """
 
     def __init__(self, limit: int) -> None:
         self._slots: SlotPool[OpenRequest] = SlotPool(limit)
 
     @contextmanager
     def slot(self, operation: str, address: str, on_evicted: Callable[[], None] = _do_nothing) -> Iterator[OpenRequest]:
-        """Hold a slot while the block runs.
+        """Take a slot for the duration of the block. May evict an open request of another address.
 
         Args:
             operation: the name of the operation, for the metrics.
@@ -90,9 +92,9 @@ class Limiter:
 
 
 class StartQueue:
-    """Limits the number of event streams that start at the same time. The others wait, and start round-robin by
-    address. The start of an event stream costs as much as several requests, so thousands of simultaneous starts would
-    delay every client. For one event loop."""
+    """Limits the number of event streams that start at the same time. Further event streams wait, and start
+    round-robin by address. The start of an event stream costs as much as several requests, so thousands of
+    simultaneous starts would delay every client. For one event loop."""
 
     MAX_STARTING = 32
     MAX_START_SECONDS = 0.25  # a client that does not read must not block the starts of other clients
@@ -105,8 +107,8 @@ class StartQueue:
         """Wait until an event stream of a client at `address` may start.
 
         Returns:
-            A function to call when the stream has started or failed. It is also called after `MAX_START_SECONDS`.
-            Further calls have no effect.
+            A function. The caller must call the function when the event stream has started or failed. The queue calls
+            the function after `MAX_START_SECONDS`. Only the first call has an effect.
         """
         loop = asyncio.get_running_loop()
         if self._starting >= self.MAX_STARTING:
@@ -169,8 +171,8 @@ class WakeQueue:
 
 
 class LargeRequestThrottle:
-    """Runs the parsing of large requests one after the other for each address, with pauses, so that one client cannot
-    keep the event loop busy. For one event loop."""
+    """Parses the large requests of an address one after the other, with pauses, so that one client cannot keep the
+    event loop busy. For one event loop."""
 
     LARGE_CHARACTERS = 16_384
     PAUSE_FACTOR = 6  # the pause after parsing, as a multiple of its duration
@@ -179,7 +181,11 @@ class LargeRequestThrottle:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def parse(self, address: str, text: str, parse: Callable[[str], T]) -> T:
-        """The result of `parse(text)` for a client at `address`. Raises its errors."""
+        """Call `parse(text)` for a client at `address`. Returns its result, or raises its error.
+
+        If `text` has `LARGE_CHARACTERS` or more, first waits for other large texts of the address, and pauses after the
+        call.
+        """
         if len(text) < self.LARGE_CHARACTERS:
             return parse(text)
         lock = self._locks.setdefault(network_of(address), asyncio.Lock())
@@ -215,7 +221,7 @@ class ReconnectThrottle:
         return min(self.MAX_DELAY_SECONDS, excess * self.DELAY_SECONDS)
 
     def count_ended_stream(self, address: str, began: float) -> None:
-        """Count an event stream that ended now and `began` at that time (seconds, monotonic)."""
+        """Count an event stream that ends now. `began`: when the event stream began (seconds, monotonic)."""
         now, address = self._now(), network_of(address)
         if now - began >= self.SHORT_LIVED_SECONDS:
             return
@@ -235,8 +241,8 @@ class ReconnectThrottle:
 class MetricsText:
     """The text of `/metrics`, shared by concurrent requests. For one event loop.
 
-    Generating the text takes long if there are many streams, and the number of these requests is not limited. So a
-    pause follows each generation.
+    If there are many streams, generating the text takes long. The number of requests for `/metrics` is not limited, so
+    a pause follows each generation.
     """
 
     PAUSE_FACTOR = 4  # the pause after generating the text, as a multiple of the duration
@@ -249,6 +255,7 @@ class MetricsText:
         self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._generate)
 
     async def get(self) -> bytes:
+        """Wait for a text that is generated after this call."""
         return (await self._texts.get([""]))[""]
 
     async def _generate(self, _: Collection[str]) -> Mapping[str, bytes]:
@@ -294,7 +301,9 @@ class Service:
 
 @asynccontextmanager
 async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
-    """The service during the block. The read side must stay open during the block."""
+    """Create the service for the duration of the block. `read_side` must stay open, and `stopping` ends long-running
+    requests.
+    """
     watch = Watch(read_side)
     stopped = asyncio.create_task(stopping.wait())
     try:

@@ -1,5 +1,5 @@
-"""Reads all streams once a second, and encodes them once for all watchers (`/v1/watch`). Queries the state of the
-pipeline, also for each request of `/v1/pipeline`.
+"""Reads all streams and the state of the pipeline once a second, and encodes them once for all watchers (`/v1/watch`).
+Also queries the state of the pipeline for each request of `/v1/pipeline`.
 
 A watcher gets the streams that changed since its last text. So a slow watcher gets fewer and newer texts, and needs no
 queue. The text of a stream contains times and no ages, so an equal text means that nothing changed.
@@ -103,7 +103,7 @@ class CopiesAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
-    """One stream with its writers. `source` is null while it is recovering."""
+    """One stream with its writers. `source` is null while the stream is recovering."""
 
     stream: Name
     state: State
@@ -132,7 +132,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class ActAnswer(msgspec.Struct, frozen=True):
-    """An operator override. `by` and `why` are the operator's texts; `seen_as` is the Postgres user."""
+    """An operator override. The operator wrote the texts `by` and `why`; `seen_as` is the operator's Postgres user."""
 
     number: Count
     kind: str
@@ -146,7 +146,7 @@ class ActAnswer(msgspec.Struct, frozen=True):
 
 
 class NotShownAnswer(msgspec.Struct, frozen=True):
-    """A stream that `sink` cannot publish, while it publishes other streams."""
+    """A stream that `sink` cannot publish, although `sink` publishes other streams."""
 
     sink: str
     stream: str
@@ -155,7 +155,8 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
 
 
 class LaggingAnswer(msgspec.Struct, frozen=True):
-    """A Kafka partition with lag. If an open transaction blocks the partition, `blocked_offset` is its first offset."""
+    """A Kafka partition with lag. If an open transaction blocks the partition, `blocked_offset` is the first offset of
+    the transaction."""
 
     topic: str
     partition: Count
@@ -227,7 +228,9 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
 
 
 def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
-    """The state of the pipeline. `condition`: None if Postgres does not answer."""
+    """Convert the condition of the pipeline. `condition`: None if Postgres does not answer. `problems`: messages about
+    servers that do not answer. `now`: the clock of this sidecar.
+    """
     answer = PipelineAnswer(
         time=now,
         owner=None,
@@ -273,8 +276,8 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
 
 
 def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
-    """The position above which the writer's gaps are still open. Details may be a second older than positions, so they
-    may contain gaps that are closed."""
+    """The position above which the gaps of writer `name` are still open. `details` may be a second older than `known`,
+    so `details` may contain gaps that are closed by now."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
@@ -304,7 +307,7 @@ PAUSE_FACTOR = 10  # the shortest pause after a round, as a multiple of its dura
 
 
 class Watcher:
-    """A client of `/v1/watch`. `last_round`: the number of the last round of which the client got the texts."""
+    """A client of `/v1/watch`. `last_round`: the number of the last round whose texts the client got; 0: none."""
 
     def __init__(self) -> None:
         self.last_round = 0
@@ -325,6 +328,7 @@ class Watch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Run the rounds during the block."""
         self._start()
         try:
             yield
@@ -345,6 +349,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
+        """Register a new watcher for the duration of the block."""
         self._watchers += 1
         self._has_watchers.set()
         try:
@@ -355,8 +360,11 @@ class Watch:
                 self._has_watchers.clear()
 
     async def next_text(self, watcher: Watcher) -> bytes:
-        """Wait for the next round. Returns an event for each stream that changed since the watcher's last text (at
-        first: for each stream), and one for the pipeline."""
+        """Wait until a round has ended that is newer than `watcher.last_round`, and set `watcher.last_round`.
+
+        Returns an event for each stream that changed since the watcher's last text, and an event for the pipeline. The
+        first text of a watcher has an event for every stream.
+        """
         async with self._round_ended:
             await self._round_ended.wait_for(lambda: self._round_number > watcher.last_round)
         changed = [text for number, text in self._texts.values() if number > watcher.last_round]
@@ -382,8 +390,10 @@ class Watch:
             await asyncio.sleep(pause)
 
     async def _run_round(self) -> bool:
-        """Read and encode all streams. Returns False if a server did not answer. The duration then includes time-outs,
-        and must not lengthen the pause.
+        """Read and encode all streams and the state of the pipeline, and wake the watchers.
+
+        Returns False if a server did not answer. Then the duration of the round includes time-outs, and must not
+        lengthen the pause.
         """
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]

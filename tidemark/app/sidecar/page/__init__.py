@@ -1,7 +1,7 @@
 """The live page at `/`, for the person on call: HTML, CSS and ES modules, served as files.
 
 The files load nothing from other sites, contain no data and need no token. The page shows the data of `/v1/watch`.
-`page/note.txt` is the banner text.
+The page reads its banner text from `/page/note.txt`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ async def _index(request: Request) -> Response:
 
 
 def routes(middleware: Sequence[Middleware], banner: str = "") -> list[BaseRoute]:
-    """The routes of the page. `banner`: the banner text."""
+    """Create the routes of the page. `banner`: the banner text."""
 
     async def send_banner(_: Request) -> Response:
         return PlainTextResponse(banner, headers=_HEADERS)
