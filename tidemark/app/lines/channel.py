@@ -61,8 +61,8 @@ class _LeaseLost(Exception):
 
 
 class ChannelLeader:
-    """Waits for the lease, and announces positions while it has the lease. For one event loop. `client`: a
-    redis.asyncio client.
+    """Waits for the lease of the channel, and announces positions while this sidecar has the lease. For one event loop.
+    `client`: a redis.asyncio client.
     """
 
     def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
@@ -79,11 +79,12 @@ class ChannelLeader:
         self._sent_at = 0.0
 
     def request_positions(self) -> None:
-        """Let the leader send all positions soon."""
+        """Send all positions soon, if this sidecar is the leader. If not, send them when it becomes the leader."""
         self._is_requested = True
         self._wake.set()
 
     async def run(self) -> None:
+        """Try to get the lease, and lead the channel while this sidecar has the lease. Does not return."""
         problem = None
         while True:
             try:
@@ -162,7 +163,9 @@ class ChannelLeader:
             await self._publish([chunk])
 
     def _next_batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
-        """The commands of the next announcements. An announcement is never split."""
+        """Remove announcements from the queue, about `LINES_PER_CALL` lines of them, and return their commands. The
+        commands of one announcement stay together.
+        """
         batch: list[Sequence[PositionCommand | RdataCommand]] = []
         while self._announcements and sum(map(len, batch)) < LINES_PER_CALL:
             batch.append(announced.commands_for(self._announcements.popleft()))
@@ -201,7 +204,7 @@ def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionC
 
 
 def _with_positive_ids(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
-    """The command with positive IDs, as Synapse's workers expect them also for backward streams."""
+    """Copy the command with positive IDs. Synapse's workers expect positive IDs even for backward streams."""
     if isinstance(command, PositionCommand):
         return replace(command, prev=abs(command.prev), id=abs(command.id))
     return command if command.id is None else replace(command, id=abs(command.id))
@@ -298,7 +301,9 @@ class Channel:
                 self._server.relay(command)
 
     def _take_echo(self, line: str) -> bool:
-        """Forget one publication of the line by this process. Returns whether there was one."""
+        """Forget one publication of the line by this process. Returns False if this process did not publish the line,
+        or if Redis has already returned each publication.
+        """
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
         if count > 1:
@@ -307,7 +312,7 @@ class Channel:
 
 
 def _digest(line: str) -> bytes:
-    """A digest of a line. Thousands of published lines of up to 64 KiB may not have returned yet, so they are not
-    stored themselves.
+    """Hash a line. Redis may not have returned thousands of published lines yet, each of up to 64 KiB, so their hashes
+    are stored instead of the lines.
     """
     return blake2b(line.encode(), digest_size=16).digest()

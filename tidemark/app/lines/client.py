@@ -116,7 +116,8 @@ class LinesClient:
         self._tls_context = tls_context
 
     def commands(self) -> Generator[Command, None, None]:
-        """The commands of the server, without end. Reconnects after each loss of the connection.
+        """Yield the commands of the server, without end. Waits for commands, and reconnects after each loss of the
+        connection.
 
         Raises:
             WrongServer: the server has another name.
@@ -141,7 +142,10 @@ class LinesClient:
             time.sleep(wait_log.pause_after(Unavailable("the sidecar", self._where, problem)))
 
     def _connection_commands(self) -> Iterator[Command]:
-        """The commands of one connection."""
+        """Connect to the server, and yield its commands until it closes the connection. Sends the keep-alives.
+
+        Raises `OSError` if the connection fails, and `BadCommand` if a line is not of the line protocol.
+        """
         splitter = LineSplitter(MAX_LINE_BYTES)
         with self._wrap_tls(socket.create_connection(self._address, timeout=SERVER_TIMEOUT_SECONDS)) as connection:
             _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())

@@ -40,7 +40,7 @@ class Hub:
     Args:
         read_side: the source of positions and moves.
         tail: creates a reader of the facts topic.
-        max_row_bytes: the largest size of buffered rows, in bytes.
+        max_row_bytes: the approximate largest size of all buffered rows together, in bytes.
     """
 
     def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], max_row_bytes: int) -> None:
@@ -67,14 +67,14 @@ class Hub:
                 await cancel_until_done(task)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with every later announcement, until `unsubscribe`."""
+        """Call `subscriber` with every later announcement, until `unsubscribe`. The first subscriber starts the hub."""
         self._subscribers.append(subscriber)
         if not self._running:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """Wait until the positions of streams are known. After the return, no announcement is made before the caller's
-        next await.
+        """Wait until the positions of streams are known. If the caller then reads `positions` before its next await, no
+        announcement is made in between.
         """
         await self._started.wait()
 
@@ -89,8 +89,10 @@ class Hub:
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """The writers in `announced` that their stream no longer lists, if the linear position has passed their
-        positions. They retired long ago, so subscribers do not need their positions.
+        """Find the writers in `announced` (writer -> announced position) whose positions subscribers no longer need.
+
+        Such a writer retired long ago: its stream no longer lists the writer, and the linear position has passed the
+        announced position. Reads the positions of streams.
         """
         known = await self._read_side.snapshots.known_positions({stream for stream, _ in announced})
         return [
@@ -136,7 +138,7 @@ class Hub:
         return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Restart after a failure, because clients cannot distinguish a failure from idle streams."""
+        """If a task has failed, restart all tasks, because clients cannot distinguish a failure from idle streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()

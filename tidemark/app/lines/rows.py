@@ -1,4 +1,5 @@
-"""Buffers rows from Kafka until positions pass their IDs, and makes announcements of positions with these rows. Pure.
+"""Buffers rows from Kafka until positions pass the rows' IDs, and makes announcements of positions with these rows.
+Pure.
 
 The pipeline decides whether a row counts (`streaming.core.stream`), and its advances show the decision. `RowBuffer`
 matches each advance with the edges that were read. Rows are announced only if edges of the advance's epoch cover the
@@ -49,8 +50,10 @@ class UnannouncedFact:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge from `prev`, its key in `UnannouncedRows`, to `id`. `rows`: empty if the edge has no fact; None if
-    the fact has unread rows.
+    """The edge `(prev, id]`. `prev` is the key of the edge in `UnannouncedRows`.
+
+    Attributes:
+        rows: the rows of the fact; empty if the edge has no fact; None if some rows of the fact may be unread.
     """
 
     id: int
@@ -67,8 +70,8 @@ class UnannouncedRows:
 
     Args:
         position: the announced position.
-        highest_named: the highest ID that earlier, unread records may have named. A read fact up to this ID may lack
-            rows, because its last row may be a repetition of an unread record.
+        highest_named: the highest ID that earlier, unread records may have named. A fact up to this ID may lack rows:
+            the record with its ID may be a repetition, and its first rows may be in unread records.
         is_complete: whether every record of the writer is read. If not, the first fact may lack rows.
     """
 
@@ -107,8 +110,8 @@ class UnannouncedRows:
                 self._settle(record.id, record.epoch)
 
     def find_facts(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of an advance, in order. They stay in the buffer until `remove_up_to`. All IDs of the advance must
-        be facts or empty."""
+        """Find the facts of an advance, in order. The facts stay in the buffer until `remove_up_to`. The caller has
+        checked that every ID of the advance is a fact or empty."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
@@ -134,7 +137,9 @@ class UnannouncedRows:
                 self._drop_edge(prev)
 
     def _batch_rows(self, epoch: int) -> list[str] | None:
-        """The rows of the next fact; None if rows of the fact may be in unread earlier records."""
+        """The list to which the rows of the next fact of this epoch are added; None if rows of the fact may be in
+        unread earlier records.
+        """
         return self._batches.setdefault(epoch, [] if self._is_complete else None)
 
     def _begin_fact(self, epoch: int) -> None:
@@ -251,7 +256,7 @@ class RowBuffer:
         return writer
 
     def find_facts(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of `advance`, in order, as `UnannouncedRows.find_facts`."""
+        """Find the facts of `advance`, in order, as `UnannouncedRows.find_facts`. Checks the evidence first."""
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
@@ -294,7 +299,9 @@ class RowBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The commands that move a subscriber from `prev` to `id`. A subscriber elsewhere gets `fetch_command` instead."""
+    """The commands that move a subscriber of `writer` from `prev` to `id`. A subscriber whose position is not `prev`
+    gets `fetch_command` instead.
+    """
 
     stream: str
     writer: str
@@ -305,7 +312,7 @@ class Announcement:
 
     @property
     def fetch_command(self) -> PositionCommand:
-        """A command that makes a subscriber below `id` fetch the missing rows."""
+        """A POSITION that makes a subscriber below `id` fetch the missing rows."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
@@ -323,7 +330,8 @@ class Announcer:
         announced: the last announced position of each writer. This object changes the mapping.
         timeout_seconds: how long an advance waits for its rows.
 
-    The argument `now` of methods is a monotonic clock, in seconds.
+    The argument `now` of methods is the time of a monotonic clock, in seconds. A method that returns an iterator does
+    its work, and moves announced positions, while the caller reads the iterator.
     """
 
     def __init__(self, rows: RowBuffer, announced: dict[Writer, int], timeout_seconds: float) -> None:
@@ -333,8 +341,8 @@ class Announcer:
         self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Announcements for writers that reached `positions` by unknown advances. Clients fetch the rows, also of
-        advances that wait for rows.
+        """Announce the writers that have moved to `positions` (writer -> position) by advances that are not known.
+        Clients fetch their rows. Advances of these writers that wait for rows are announced in the same way.
         """
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
@@ -344,14 +352,14 @@ class Announcer:
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
     def add_advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
-        """Add the next advance of a writer, and return the announcements that are possible now."""
+        """Add the next advance of a writer, and make the announcements that are possible now."""
         self._waiting.setdefault((stream, advance.writer), deque()).append(
             _PendingAdvance(advance, now + self._timeout_seconds)
         )
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Announcements of waiting advances of `writers` whose rows have arrived, or whose time-out has passed."""
+        """Announce the waiting advances of `writers` whose rows have arrived, or whose time-out has passed."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
@@ -365,7 +373,7 @@ class Announcer:
                 self._waiting.pop(writer, None)
 
     def announce_timed_out(self, now: float) -> Iterator[Announcement]:
-        """Announcements of advances that have waited too long for their rows."""
+        """Announce the advances that have waited too long for their rows."""
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].deadline <= now]
         yield from self.retry(late, now)
 
@@ -378,6 +386,9 @@ class Announcer:
     def _next_announcement(
         self, writer: Writer, waiting: _PendingAdvance, now: float
     ) -> Announcement | Literal[MissingRows.NOT_YET] | None:
+        """Announce a waiting advance. Returns NOT_YET if the advance must wait for its rows, and None if its IDs were
+        announced before.
+        """
         advance, (stream, name) = waiting.advance, writer
         announced = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, announced):
@@ -414,8 +425,8 @@ class Announcer:
 class AnnouncedPositions:
     """The positions of writers that were last announced on the channel, by this or another sidecar.
 
-    A subscriber that receives all commands gets every row exactly once, even if this sidecar has read less or more than
-    the previous leader.
+    This leader may have read less or more than the previous leader. Even then, a subscriber that receives all commands
+    gets every row exactly once.
     """
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
@@ -431,10 +442,10 @@ class AnnouncedPositions:
             self._positions.pop(writer, None)
 
     def reannounce(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """Move each writer to the farther of its position here and its announced position.
+        """Move the last announced position of each writer to its position in `positions`, but never back.
 
         Returns:
-            A POSITION for every writer. It makes subscribers at a lower position fetch.
+            A POSITION for every writer in `positions`. It makes subscribers at a lower position fetch the rows.
         """
         restated = []
         for position in positions:
@@ -445,10 +456,10 @@ class AnnouncedPositions:
         return restated
 
     def commands_for(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """Move the last announced position to this announcement.
+        """Move the last announced position of the writer to the ID of the announcement.
 
         Returns:
-            The commands that move subscribers there. Empty if the last announced position is beyond it.
+            The commands that move subscribers to this ID. Empty, without a move, if the ID was announced before.
         """
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)

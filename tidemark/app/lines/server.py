@@ -57,7 +57,7 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class SendPositions:
-    """Send all positions, and later announcements."""
+    """Send all positions, and from then on every announcement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ Reaction = SendCommand | SendPositions | RelayCommand | Disconnect
 
 
 class ServerSession:
-    """The reactions to the lines of a client and to the passage of time. `wall_clock`: returns seconds since 1970, for
-    the PINGs.
+    """Decides how the server reacts to the lines of a client and to the passage of time. `wall_clock`: returns seconds
+    since 1970, for the PINGs.
     """
 
     def __init__(self, keep_alive: KeepAlive, wall_clock: Callable[[], float], now: float) -> None:
@@ -135,7 +135,7 @@ class ServerSession:
             yield from self._disconnect("bad", str(problem))
 
     def tick(self, now: float, tick_seconds: float) -> Iterator[Reaction]:
-        """The reactions to the passage of time. The caller must call this again after at most `tick_seconds`."""
+        """The reactions to the passage of time. The caller must call this method again after at most `tick_seconds`."""
         if self._has_ended:
             return
         if self._has_pinged and now - self._received_at >= self._keep_alive.timeout_seconds:
@@ -181,8 +181,8 @@ class LineConnection(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        has_positions: whether the client got all positions after its REPLICATE. Then it gets announcements too.
-        has_lines: whether there may be unhandled lines. The connection is not read before they are handled.
+        has_positions: whether the client got all positions after its REPLICATE. Only then does it get announcements.
+        has_lines: whether there may be unhandled lines. Nothing is read from the connection until they are handled.
         has_sent_line: whether the client has sent a line.
     """
 
@@ -214,8 +214,10 @@ class LineConnection(asyncio.Protocol):
         self._server.schedule(self)
 
     def handle_lines(self, limit: int) -> int:
-        """Handle received lines. Returns the number of handled lines plus the number of lines that were relayed to
-        other clients. The sum may exceed `limit` by the lines that the last handled line causes.
+        """Handle received lines until the number of handled lines and of lines relayed to other clients reaches
+        `limit`.
+
+        Returns this number. It may exceed `limit`, because a line is relayed to all clients.
         """
         now, lines, relayed = time.monotonic(), 0, 0
         try:
@@ -250,7 +252,12 @@ class LineConnection(asyncio.Protocol):
         self.send(encode_commands([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Send complete lines. If the client has too many unread bytes, disconnect it instead."""
+        """Send complete lines. If the client has too many unread bytes, disconnect the client instead.
+
+        Args:
+            text: the encoded lines.
+            lines: the number of lines, for the metrics.
+        """
         if not text or self._transport.is_closing():
             return
         if self.unread_bytes > self._config.max_unread_bytes:
@@ -374,8 +381,8 @@ class LineServer:
     # -- for connections
 
     def admit(self, connection: LineConnection) -> bool:
-        """Give a slot to the connection. If every slot is taken, another connection is evicted by the rules of
-        `SlotPool`, first one that never sent a line. Returns False if no connection is evicted.
+        """Give a slot to the connection. If every slot is taken, evict another connection by the rules of `SlotPool`;
+        connections that never sent a line are evicted first. Returns False if the connection gets no slot.
         """
         try:
             evicted = self._slots.take(connection, connection.address, lambda other: not other.has_sent_line)
@@ -398,7 +405,7 @@ class LineServer:
                 self._hub.unsubscribe(self._announce)
 
     def replicate(self, connection: LineConnection) -> None:
-        """Send all positions to the connection, and later announcements."""
+        """Send all positions to the connection soon, and from then on every announcement."""
         if not self._replicating:
             self._hub.subscribe(self._announce)
         self._replicating.add(connection)
@@ -431,7 +438,9 @@ class LineServer:
             asyncio.get_running_loop().call_later(FLOOD_PAUSE_SECONDS, self._handle_lines)
 
     async def _answer(self) -> None:
-        """Send all positions to all connections that wait for them."""
+        """Wait for the pause after the last answer, then send all positions to all connections that have requested
+        them.
+        """
         await asyncio.sleep(self._not_before - time.monotonic())
         await self._hub.wait_until_started()
         began = time.monotonic()

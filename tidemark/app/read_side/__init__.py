@@ -62,8 +62,8 @@ class ReadSide:
 
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
-    """The read side during the block. Connects to Redis at once, and to Postgres at the first query. Servers may be
-    down. Raises `BadSetting`.
+    """Open the read side for the duration of the block. Connects to Redis at once, and to Postgres at the first query.
+    Servers may be down. Raises `BadSetting` if an address is invalid.
     """
     redis_reader = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))

@@ -36,9 +36,9 @@ EVENTS_PER_ITERATION = 200  # of the event loop; a page may have ten thousand
 
 
 class RequestHandler:
-    """Answers requests from Redis, else from Postgres. For one event loop.
+    """Answers requests from Redis, or from Postgres if Redis does not answer. For one event loop.
 
-    Raises `Unavailable` if no server that can answer the request does. Only Postgres answers `ReadHistory`.
+    Only Postgres can answer `ReadHistory`. Methods raise `Unavailable` if every server that can answer is down.
     """
 
     def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
@@ -48,6 +48,7 @@ class RequestHandler:
         self._postgres_reader = postgres_reader
 
     async def carry_out(self, request: Request) -> Answer:
+        """Answer a request. Sleeps for the seconds of `AwaitEntry` and `Pause`, and answers them with None."""
         match request:
             case ReadList() | ReadNewest():
                 return await self._read_keys(request)
@@ -83,8 +84,8 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """A page of events. `place`: the place after the last event. `is_complete`: whether the page reaches the positions
-    at the time of the read.
+    """A page of events. `place`: the place after the last event. `is_complete`: whether nothing more was published when
+    the page was read.
     """
 
     events: list[Event]
@@ -122,7 +123,7 @@ class HistoryPager:
         self._events: list[Event] = []
 
     async def next_page(self) -> HistoryPage | None:
-        """The next page; None if no server has the stream.
+        """Read the next page; None if no server has the stream.
 
         Raises:
             Unavailable, Stop: the page could not be read. The call may be repeated.

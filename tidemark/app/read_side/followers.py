@@ -54,7 +54,7 @@ PAUSE_FACTOR = 10  # the pause between two reads of all followed streams, as a m
 
 
 class Follower:
-    """Follows one stream for its `listeners`. `left_at`: when the last listener left (seconds, monotonic)."""
+    """Follows one stream for its `listeners`, in a task. `left_at`: when the last listener left (seconds, monotonic)."""
 
     def __init__(
         self, stream: str, request_handler: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
@@ -79,7 +79,9 @@ class Follower:
         return self._task.done()
 
     def add(self, listener: Listener, replay: BufferedReplay | None) -> None:
-        """Add a listener. Its first items are the batches of `replay`; without `replay`, the place of the follower."""
+        """Add a listener, and put its first items into its queue: the batches of `replay`, or a `FollowerStarted` with
+        the place of the follower if `replay` is None.
+        """
         if replay is not None:
             for batch in replay.batches:
                 listener.put(self._stream, batch)
@@ -90,7 +92,7 @@ class Follower:
         self.listeners.add(listener)
 
     def has_reached(self, known: KnownPositions | StreamChange) -> bool:
-        """Whether listeners have got all `known` positions of the stream. If not, trigger another read."""
+        """Trigger another read if the follower is not at or beyond the `known` positions. Returns whether it is."""
         place = self._place
         if place is not None and known.is_reached_by(place.linear, place.positions, place.late):
             return True
@@ -101,7 +103,9 @@ class Follower:
         self._task.cancel()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Disconnect the listeners if the follower failed: they cannot distinguish a failure from an idle stream."""
+        """If the follower has failed, disconnect its listeners, because they cannot distinguish a failure from an idle
+        stream.
+        """
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
@@ -149,7 +153,9 @@ class Follower:
         return await self._request_handler.carry_out(request)
 
     def _publish_events(self) -> None:
-        """Put the new events into the queues of the listeners. If nothing moved, `_place` stays the same object."""
+        """Put the new events into the queues of the listeners, and move `_place`. If no position moved, `_place` stays
+        the same object.
+        """
         before, after, events = self._place, self._program.place, self._events
         assert after is not None
         if before is None:
@@ -204,7 +210,7 @@ class Followers:
     def subscribe(
         self, listener: Listener, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
     ) -> Iterator[dict[str, Place]]:
-        """Give the events of `streams` to `listener` during the block.
+        """Put the events of `streams` into the queue of `listener` during the block.
 
         Args:
             listener: the queue to fill.
@@ -212,7 +218,8 @@ class Followers:
             resume_from: where the listener continues: its place in some streams, or a mark.
 
         Yields:
-            By stream, the place from which the items continue, if the events since `resume_from` are still in memory.
+            By stream, the place after which the items begin. Only streams whose events since `resume_from` are still in
+            memory. The items of other streams begin with a `FollowerStarted`.
         """
         # Forget the last changes, because a new listener also needs changes of streams that were not followed.
         self._changes, self._subscription_count = None, self._subscription_count + 1
@@ -225,7 +232,7 @@ class Followers:
             self._remove_listener(listener)
 
     def follow_new_streams(self, listener: Listener) -> None:
-        """Also give new streams to the listener, until its subscription ends."""
+        """Also subscribe the listener to streams that are created later, until its subscription ends."""
         self._new_stream_listeners.add(listener)
 
     def _buffered_replays(
@@ -303,7 +310,7 @@ class Followers:
                 self._send_watermark(changes)
 
     def _undelivered_changes(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """The changes that listeners have not received yet."""
+        """The changes that listeners have not received yet, by stream. Triggers a read of these streams."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()

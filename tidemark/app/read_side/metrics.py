@@ -17,22 +17,23 @@ from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_LIST = "0-0"  # the end of the list in keys from Postgres, which may be briefly ahead of Redis
+NO_LIST = "0-0"  # `StreamKeys.last` of keys from Postgres, whose positions may be briefly ahead of Redis
 EVIDENCE_COUNTS = ("facts", "empty", "unseen", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFault:
-    """An entry that breaks a rule.
+    """An advance that breaks a rule, or a linear position that went back.
 
-    `hole`: IDs between two advances of a writer are in neither. `overlap`: IDs are in both. `regress`: an advance does
-    not move the writer forwards, or the linear position went back. `empty`: an advance has no ID or no evidence.
+    `hole`: IDs between two advances of a writer are in neither advance. `overlap`: IDs are in two advances of a writer.
+    `regress`: an advance does not move the writer forwards, or the linear position went back. `empty`: an advance has
+    no ID or no evidence.
 
     Attributes:
         writer: the name of the writer; None for the linear position.
         prev, id: the range of the advance. For the linear position, its previous and its current value.
         reached: the position of the writer before the entry. For the linear position, its previous value.
-        entry: the name of the entry on the list.
+        entry: the name of the entry on the list. For the linear position, the last entry of the list.
     """
 
     kind: FaultKind
@@ -129,7 +130,7 @@ CHAIN_FAULTS = Counter(
     registry=REGISTRY,
 )
 for _fault in FAULT_KINDS:
-    CHAIN_FAULTS.labels(_fault)  # Prometheus does not see the first increase of a new counter
+    CHAIN_FAULTS.labels(_fault)  # Prometheus computes no increase from the first value of a new series
 REQUESTS_IN_FLIGHT = Gauge(
     "tidemark_sidecar_requests_in_flight",
     "Requests that are open now: `wait`, `events` and `watch`. At the limit, new requests get 429: run more sidecars.",

@@ -1,8 +1,8 @@
 """Reads Postgres on threads: positions that Redis does not have, the history, and details of streams.
 
 `StreamHistoryReader` reads the past hour of a stream, and the status of readers, for the live page and the metrics. It
-has a thread of its own, so that reads of positions are not delayed. Answers are cached for a few
-seconds, so that many pages need few queries.
+has a thread of its own, so that reads of positions are not delayed. Its answers are cached for a few seconds, so that
+many open pages cause few queries.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class TopicProgress:
 
 class PostgresReader:
     """Reads Postgres, for one event loop. Methods raise `Unavailable` and `Refused`, and may be called again after an
-    error.
+    error. `history` and `missed_changes` also raise `Slow`.
     """
 
     def __init__(self, postgres: Postgres, history: History, policy_defaults: Mapping[str, int] = {}) -> None:
@@ -108,7 +108,7 @@ class PostgresReader:
         self._is_closed = False
 
     async def aclose(self) -> None:
-        """Wait for all reads, because a read could open a connection after the close. Then close."""
+        """Refuse further reads, and wait for all running reads, because a read could open a connection later."""
         self._is_closed = True
         if self._reads:
             await asyncio.wait(self._reads)
@@ -123,6 +123,7 @@ class PostgresReader:
         require_neighbour(self._postgres.pipeline_version())
 
     async def names(self) -> set[str]:
+        """The names of all streams in Postgres."""
         return set(await self._read(self._postgres.streams))
 
     async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
@@ -141,13 +142,16 @@ class PostgresReader:
         return await self._read(lambda: _read_progress(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """The changes of `streams` since a mark. `streams` None: all streams. `since` None: all changes."""
+        """The changes of `streams` since a mark. If `streams` is None, of all streams. If `since` is None, the current
+        positions.
+        """
         return await self._read(lambda: self._postgres.changes_since(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
         return await self._read_history(lambda: self._history.read_page(request))
 
     async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges | None:
+        """The moves of all streams since a mark; None if they are more than `max_moves` or no longer stored."""
         return await self._read_history(lambda: self._history.missed_changes(since, max_moves))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
@@ -218,7 +222,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
 def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
-    """The open ranges of all streams. Queries policies only if there may be open ranges."""
+    """Find the open ranges of the streams in `states`. Queries policies only if there may be open ranges."""
     quiet = {name: read_if_caught_up(stored) for name, stored in states.items()}
     has_sources = any(stream is not None and stream.sources for stream in quiet.values())
     reading, now = postgres.conditions.reading_status() if has_sources else None, time.time()
@@ -233,6 +237,7 @@ def _open_ranges(
 
 
 def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStatus | None) -> bool:
+    """Whether the stream may have open ranges. `stream`: None if its encoded state shows no caught-up stream."""
     if stream is None:
         return True
     since = math.inf if reading is None else reading.since
@@ -271,7 +276,9 @@ MAX_CACHED_ANSWERS = 1000
 
 
 class StreamHistoryReader:
-    """Reads charts and the status of readers. For one event loop. Methods raise `Unavailable`, `Refused` and `Slow`."""
+    """Reads charts of the past hour, and the status of readers. For one event loop. Methods raise `Unavailable`,
+    `Refused` and `Slow`.
+    """
 
     def __init__(self, postgres: Dsn, readers: Dsn | None) -> None:
         self._session = session_of(postgres, "tidemark history")

@@ -1,8 +1,8 @@
 """Reads Redis: the positions of many streams in one round trip, the names of streams, and notifications.
 
-Notifications on Redis channels wake tasks that wait for a stream. They are only hints: while Redis is down no task is
-woken, so each task also reads once a second. One connection listens for the whole process, and is opened again after a
-loss.
+Notifications on Redis channels wake tasks that wait for a stream. Notifications may be lost: while Redis is down, no
+task is woken. So each task also reads once a second. One connection receives the notifications of the whole process,
+and is opened again after a loss.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class RedisReader:
     """
 
     def __init__(self, address: RedisAddress) -> None:
-        """Raises `BadSetting`."""
+        """Connect to nothing yet. Raises `BadSetting` if the settings of the address are invalid."""
         self.circuit_breaker = CircuitBreaker("Redis")
         self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT_SECONDS)
@@ -72,15 +72,15 @@ class RedisReader:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
-        """The keys of each stream, without streams whose keys have invalid content. The keys of one stream are read
-        atomically.
+        """Read the keys of each stream; the keys of one stream are read atomically. Leaves out streams whose keys have
+        invalid content.
         """
         replies = await self._read([ReadKeys(name) for name in streams])
         return {request.stream: keys for request, keys in replies.items() if isinstance(keys, StreamKeys)}
 
     async def read(self, request: ReadList | ReadNewest) -> StreamKeys:
-        """Read in one round trip with concurrent requests. Raises `Refused` also if only this stream has invalid
-        content.
+        """Read the keys of one stream, in one round trip with other concurrent requests. Raises `Refused` also if the
+        keys of the stream have invalid content.
         """
         keys = (await self._reads.get([request]))[request]
         if isinstance(keys, Refused):
@@ -188,8 +188,8 @@ class Notifications:
             await cancel_until_done(task)
 
     def next_event(self, stream: str) -> asyncio.Event:
-        """The event of the stream's next notification. Call this before a read, so that no notification is missed, and
-        keep a reference to the event.
+        """Return an event that the stream's next notification sets. Call this method before a read, so that no
+        notification is missed, and keep a reference to the event.
         """
         return self._waiting.setdefault(stream, asyncio.Event())
 

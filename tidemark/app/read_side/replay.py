@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """One computation, whose result any number of tasks await. It is cancelled if all of them are cancelled."""
+    """A computation whose result any number of tasks await. If all these tasks are cancelled, the computation is
+    cancelled too.
+    """
 
     def __init__(self, computation: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.create_task(computation)
@@ -49,7 +51,7 @@ class SingleFlight(Generic[T]):
         """Whether the computation was cancelled. Then no task may await it."""
 
     async def get(self) -> T:
-        """The result of the computation. Raises its exception."""
+        """Wait for the result of the computation. Raises its exception."""
         self._waiting += 1
         try:
             return await asyncio.shield(self._task)
@@ -71,6 +73,7 @@ class ResponseCache:
         self._bytes = 0
 
     def get(self, stream: str, place: Place) -> tuple[bytes, Place] | None:
+        """The response for a client at `place`; None if no response is cached."""
         key = stream, place_key(place)
         if key not in self._texts:
             return None
@@ -82,7 +85,7 @@ class ResponseCache:
         return text, after
 
     def store(self, stream: str, place: Place, text: bytes, after: Place) -> None:
-        """Store a response. Evicts the least recently used responses.
+        """Store a response for clients at `place`. Evicts the least recently used responses if the cache is full.
 
         A response that does not move the client is not stored, because the client would request it without end.
         """
@@ -102,11 +105,12 @@ class ResponseCache:
 
 
 def place_key(place: Place) -> Hashable:
+    """A key for dictionaries; equal places have equal keys."""
     return place.linear, tuple(sorted(place.positions.items())), place.late
 
 
 class MissedPage:
-    """A page: the `events` that lead to `place`. A page stays in memory only while clients have to read it."""
+    """A page of missed events, and the `place` after them. A page stays in memory only while clients have to read it."""
 
     def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_complete: bool) -> None:
         self.events = events
@@ -126,7 +130,7 @@ class MissedPage:
         return self._next is not None and self._next.is_abandoned
 
     async def next(self) -> "MissedPage | None":
-        """The next page, read once for any number of tasks; None if no server has the stream.
+        """Read the next page, once for any number of tasks; None if no server has the stream.
 
         Raises:
             Unavailable, Stop: the page could not be read. The call may be repeated.
@@ -154,7 +158,7 @@ class MissedMoves:
     Attributes:
         events: by stream, the events that are not encoded yet.
         streams: by stream, the positions after the events.
-        encodings: by stream, the texts for clients, and the place after them. The texts are made for the first client.
+        encodings: by stream, the texts for clients, and the place after them. Encoding begins at the first request.
         move_count: the number of events.
     """
 
@@ -180,8 +184,14 @@ class ReplayReader:
         self.responses = ResponseCache()
 
     async def read_missed(self, stream: str, place: Place) -> MissedPage | None:
-        """Read the first page of events after `place`, or after a place up to `MAX_SHARED_IDS` lower. The read begins
-        after this call. None if no server has the stream. Raises `Unavailable` and `Stop`.
+        """Read the first page of events after `place`. Clients at places up to `MAX_SHARED_IDS` lower may share the
+        read; then the page begins at the lowest of their places. The read begins after this call.
+
+        Returns:
+            None if no server has the stream.
+
+        Raises:
+            Unavailable, Stop: the page could not be read.
         """
         key = stream, place.linear // MAX_SHARED_IDS
         if key not in self._waiting_reads:
@@ -198,12 +208,12 @@ class ReplayReader:
                 del self._waiting_reads[key]
 
     async def read_missed_since(self, mark: DurableMark) -> MissedMoves | None:
-        """Read the moves of all streams since `mark`. The read begins after this call. It may be shared with other
-        clients, and may then begin at a slightly older mark.
+        """Read the moves of all streams since `mark`. The read begins after this call. Other clients may share the
+        read; then the moves may begin at a slightly older mark.
 
         Returns:
-            None if the moves are more than `MAX_MOVES`, or are no longer stored. Also None if moves that are being sent
-            to other clients use too much memory.
+            None if the moves are more than `MAX_MOVES`, or are no longer stored. Also None if more than `MAX_MOVES`
+            moves are being sent to other clients.
 
         Raises:
             Unavailable, Stop: Postgres does not answer, or refuses the session.
@@ -241,7 +251,7 @@ class ReplayReader:
 
 
 def lowest_place(places: Iterable[Place]) -> Place:
-    """The highest place that is not beyond any of the places, for any writer."""
+    """The highest place that is, for every writer, at or below all these places."""
     first, *rest = places
     for other in rest:
         writers = {*first.positions, *other.positions}
@@ -288,7 +298,7 @@ class ReplayBuffer:
         self._marks: dict[DurableMark, int] = {}
 
     def begin_stream(self, stream: str, place: Place) -> None:
-        """Begin to store the batches of a stream, whose follower is at this place."""
+        """Begin to store the batches of a stream. `place`: the current place of its follower."""
         self._streams[stream] = _StreamReplay(self._batch_number, place)
 
     def end_stream(self, stream: str) -> None:
@@ -320,7 +330,7 @@ class ReplayBuffer:
                 replay.since = number
 
     def add_mark(self, mark: DurableMark) -> None:
-        """Note that the batches so far contain all that Postgres published up to `mark` in the followed streams."""
+        """Record that the stored batches contain everything that was published up to `mark` in the followed streams."""
         # A mark may be added again. The first number counts, because a listener may have got the mark at that time, and
         # no batch since.
         self._marks.setdefault(mark, self._batch_number)
@@ -328,7 +338,7 @@ class ReplayBuffer:
             del self._marks[next(iter(self._marks))]
 
     def batches_after(self, stream: str, place: Place) -> BufferedReplay | None:
-        """The batches after a place; None if they are no longer in memory."""
+        """The batches that contain the events after `place`; None if they are no longer in memory."""
         replay = self._streams.get(stream)
         if replay is None:
             return None
@@ -345,7 +355,7 @@ class ReplayBuffer:
         return BufferedReplay(place, batches[start:])
 
     def batches_since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
-        """By stream, the batches since a mark. Empty if the batches of any of these streams are not in memory."""
+        """The batches since a mark, by stream. Empty if the batches of one of these streams are no longer in memory."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}
         for stream in streams:

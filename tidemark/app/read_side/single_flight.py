@@ -30,19 +30,21 @@ class _SharedRead(Generic[K, T]):
 
 
 class ReadCoalescer(Generic[K, T]):
-    """Combines the keys of concurrent requests into few reads. Keys that are requested during a read are read by the
-    next one. For one event loop.
+    """Combines the keys of concurrent requests into few calls of `read`. Keys that are requested during a call are read
+    by the next call. For one event loop.
 
-    At most two calls of `read` run at a time: one for small requests and one for large ones. Each reads at most
-    `MAX_KEYS_PER_READ` keys, so a request for few keys never waits for a large request. A read is skipped if all its
-    requests are cancelled before the read begins.
+    At most two calls run at a time: one for small requests, and one for large requests, so a small request never waits
+    for a large request. A call reads at most `MAX_KEYS_PER_READ` keys. A call is skipped if all its requests are
+    cancelled before the call begins.
     """
 
     def __init__(self, read: Read[K, T]) -> None:
         self._small, self._large = _Queue(read), _Queue(read)
 
     async def get(self, requested: Collection[K]) -> Mapping[K, T]:
-        """The result of a read that begins after this call. It may contain more keys. Raises the errors of `read`."""
+        """Read the keys, in reads that begin after this call. The result may contain other keys too. Raises the errors
+        of `read`.
+        """
         if len(requested) <= MAX_SMALL_KEYS:
             return await self._small.get(requested)
         keys, answers = [*requested], dict[K, T]()
@@ -99,10 +101,10 @@ PAUSE_FACTOR = 2  # the pause after a failure, as a multiple of its duration; so
 
 
 class CircuitBreaker:
-    """Refuses requests to a server for a while after a failure, so that callers need not wait for time-outs. One per
-    server.
+    """Refuses requests to a server for a while after a failure, so that callers need not wait for time-outs. Each
+    server has its own circuit breaker.
 
-    A refusal of the user is a failure. A slow query (`Slow`) is not.
+    A server that refuses the user counts as a failure. A slow query (`Slow`) does not.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:

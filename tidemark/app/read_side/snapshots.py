@@ -2,8 +2,8 @@
 back.
 
 Redis may be restored from an older copy, and Postgres may be a replica that lags. So a server may return lower
-positions than this process has answered. Positions stay true (Rule 2), so the farther position is answered. After a
-failover, Redis may have lower positions than were published, so Postgres is read too, once a second.
+positions than this process has answered before. A published position never becomes wrong (Rule 2), so the farther
+position is answered. After a failover, Redis may lack published positions, so Postgres is read too, once a second.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class DivergenceDetector:
                 del self._differences[stream]
 
     def difference(self, stream: str) -> PositionDifference | None:
-        """The difference of the stream; None if both servers returned the same position."""
+        """The difference of the stream; None if neither server is known to lack data."""
         difference = self._differences.get(stream)
         return difference and difference[1]
 
@@ -82,14 +82,16 @@ class KnownPositions(PublishedPositions):
 
     Attributes:
         source: where the positions were read: `redis`, `postgres` or `memory`.
-        read_at: when they were read (seconds, monotonic).
+        read_at: when the positions were read (seconds, monotonic).
     """
 
     source: Source
     read_at: float
 
     def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether a follower at these positions has reached or passed the known positions."""
+        """Whether a follower at `linear`, `positions` (writer -> position) and `late` (the number of the last late
+        completion) has reached or passed the known positions.
+        """
         return StreamChange(self.linear, 0, self.late, self.vector).is_reached_by(linear, positions, late)
 
 
@@ -107,7 +109,7 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
         return frozenset(stream for stream, _ in self.items())
 
     def linear_positions(self, since: float) -> dict[str, int]:
-        """The linear positions that were read after `since`, by stream."""
+        """The linear positions that were read at or after `since` (seconds, monotonic), by stream."""
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
     def from_memory(self, stream: str) -> KnownPositions | None:
@@ -167,7 +169,7 @@ class Snapshots:
         return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
-        """Whether the stream was read before, and so exists. Queries no server."""
+        """Whether the positions of the stream were read before, so that the stream exists. Queries no server."""
         return stream in self._answered
 
     def recent_linear_positions(self, seconds: float) -> dict[str, int]:
@@ -175,7 +177,9 @@ class Snapshots:
         return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
-        """Every stream in Redis, in Postgres or in memory."""
+        """Read the names of all streams in Redis and Postgres, and add the streams in memory. Reads Postgres at most
+        every `NAMES_CACHE_SECONDS`, unless Redis returns no names.
+        """
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
@@ -187,20 +191,20 @@ class Snapshots:
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
-        """The snapshots, in the order of `streams`. The positions are read after this call; details may be older."""
+        """Read the snapshots of `streams`, in this order. Positions are read after this call; details may be older."""
         snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
         await asyncio.gather(self._read_soon(self._details_reads, stale), self._compare_with_postgres(snapshots))
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """The positions of one stream; None if they are not known."""
+        """Read the positions of one stream; None if they are not known."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).positions
 
     async def known_positions(self, streams: Collection[str]) -> dict[str, KnownPositions]:
-        """By stream, the positions that are known."""
+        """Read the positions of `streams`, by stream. Leaves out streams whose positions are not known."""
         snapshots = await self._position_reads.get(streams)
         return {name: known for name in sorted(streams) if (known := snapshots[name].positions) is not None}
 
@@ -217,6 +221,7 @@ class Snapshots:
         await self._read_soon(self._postgres_reads, due)
 
     async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
+        """Request a read of `streams`, and wait at most `DETAILS_TIMEOUT_SECONDS` for its end."""
         if streams:
             with suppress(TimeoutError):  # a later answer will contain the result
                 await asyncio.wait_for(reads.get(streams), DETAILS_TIMEOUT_SECONDS)
@@ -271,6 +276,7 @@ class Snapshots:
         }
 
     async def _compare_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
+        """Read the positions in Postgres, merge them into the answered positions, and compare them with Redis."""
         self._compared_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             positions = await self._read_postgres(streams)

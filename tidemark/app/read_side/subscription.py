@@ -19,25 +19,34 @@ MAX_QUEUE_SECONDS = 20.0  # how long a batch may be in a queue; queues share bat
 
 @dataclass(frozen=True, eq=False)
 class FollowerStarted:
-    """The follower has reached `place`. The next items of the stream continue from there."""
+    """The follower of a stream is at `place`. The next items of the stream begin after `place`.
+
+    Attributes:
+        by_place: results that were computed from this item.
+    """
 
     place: Place
     by_place: "PlaceCache" = field(default_factory=dict, init=False, repr=False)
 
 
 PlaceCache = dict[int, tuple[Place, Any]]
-"""A cache of results for listeners at other places, by `id(place)`. A value keeps its place alive."""
+"""A cache of results that depend on a listener's place: `id(place)` -> (place, result). The value keeps the place alive,
+so that its `id` stays unique."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAdded:
-    """The stream did not exist when the listener subscribed."""
+    """A stream to which the listener is subscribed now, because it did not exist when the listener subscribed."""
 
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
     """The events that moved `stream` from `before` to `after`. `before` is the `after` of the previous batch.
-    `created_at`: seconds, monotonic."""
+
+    Attributes:
+        created_at: when the batch was created (seconds, monotonic).
+        by_place: results that were computed from this item.
+    """
 
     stream: str
     before: Place
@@ -53,7 +62,7 @@ class EventBatch:
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
     def encode_once(self, encode: Callable[["EventBatch"], T]) -> T:
-        """The result of `encode(self)`, computed once for all listeners."""
+        """Call `encode(self)`, once for all listeners, and return the result."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
         result: T = self._encoded[encode]
@@ -74,8 +83,8 @@ class Listener:
     """The queue of one listener. For one event loop.
 
     Args:
-        wake: completes the future of the task that waits for an item, at once or a little later.
-        now: seconds, monotonic.
+        wake: completes the future of the task that waits for an item, at once or a little later; None: at once.
+        now: a monotonic clock, in seconds.
 
     Attributes:
         disconnect_signal: done when the listener must end, because it was too slow, its follower failed, or its slot
@@ -96,7 +105,9 @@ class Listener:
         self._waiter: asyncio.Future[None] | None = None  # of the task that waits
 
     def put(self, stream: str, item: Item) -> None:
-        """Add an item. If the queue is full or its first item too old, clear the queue and disconnect the listener."""
+        """Add an item, and wake the waiting task. If the queue is full, or its first item is too old, clear the queue
+        and disconnect the listener instead. Does nothing for a disconnected listener.
+        """
         if self.disconnect_signal.done():
             return
         now = self._now()
@@ -110,7 +121,7 @@ class Listener:
                 self._wake(waiter)
 
     async def wait_for_item(self, seconds: float) -> bool:
-        """Wait for an item, up to `seconds`. Returns whether there is one. Only one task may wait at a time."""
+        """Wait for an item, up to `seconds`. Returns False if the queue is empty. Only one task may wait at a time."""
         if not self._items:
             # Thousands of tasks wait here several times a second, and asyncio's time-outs need several times more CPU.
             loop = asyncio.get_running_loop()

@@ -140,7 +140,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """The nearest gap of each writer, and the writers that never joined: what blocks a position now, the oldest first."""
+    """The nearest gap of each writer, and the writers that never joined. These block a position now. Oldest first."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.unknown
