@@ -36,7 +36,7 @@ class PipelineCondition:
     """The condition of the pipeline.
 
     Attributes:
-        condition: the condition in Postgres.
+        condition: the part of the condition that is stored in Postgres.
         waiting: by topic and partition, the number of unread records; negative if the end of the partition is below the
             committed offset. None if no pipeline has ever started, or if Kafka does not answer.
         kafka: the error of Kafka, or None.
@@ -52,11 +52,11 @@ class PipelineCondition:
 
     @property
     def records(self) -> int:
-        """The number of unread records."""
+        """The number of unread records in all partitions; 0 if not known."""
         return sum(self.waiting.values()) if self.waiting else 0
 
     def problems(self) -> list[str]:
-        """Messages for people; empty if positions are up to date."""
+        """Messages for people about what prevents up-to-date positions; empty if nothing does."""
         condition, problems = self.condition, list[str]()
         if condition.owner is None:
             problems.append("no pipeline has ever run here")
@@ -85,7 +85,9 @@ class PipelineCondition:
         return problems
 
     def _transaction_message(self, lag: LaggingPartition) -> str:
-        """A message about an open transaction, with Kafka's commands to find its producer and abort it (KIP-664)."""
+        """A message about an open transaction, with Kafka's commands to find its producer and to abort the transaction
+        (KIP-664).
+        """
         assert lag.blocked_since is not None  # stored with `blocked_offset`
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
@@ -110,7 +112,9 @@ class PipelineCondition:
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
     def lines(self, now: datetime) -> list[str]:
-        """`line`, and a line for each of the partitions that have lag for the longest time."""
+        """The text of `line`, then a line for each of the `MAX_LAGGING` partitions that have had lag for the longest
+        time, then the number of other partitions with lag.
+        """
         lagging = sorted(self.condition.lagging, key=lambda lag: (lag.since, -lag.records))
         shown = [self.line(), *(_lag_line(lag, now) for lag in lagging[:MAX_LAGGING])]
         if len(lagging) > MAX_LAGGING:
@@ -155,13 +159,14 @@ def read_condition(
     redis: "RedisAddress | str | None",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> PipelineCondition:
-    """Read the condition of the pipeline. Errors of Kafka and Redis are part of the result.
+    """Read the condition of the pipeline from Postgres, Kafka and Redis. Errors of Kafka and Redis are part of the
+    result.
 
     Args:
         postgres: Tidemark's database.
         kafka: the connection to Kafka.
-        redis: the address of Redis; None if Redis is known to answer.
-        timeout_seconds: the longest wait for an attempt with Kafka, and for Redis.
+        redis: the address of Redis; None: do not query Redis, which is known to answer.
+        timeout_seconds: the longest wait for Kafka in each of two attempts, and for Redis.
 
     Raises:
         Unavailable, Refused: Postgres did not answer, or refused the session.
@@ -189,8 +194,8 @@ def read_condition(
 def _end_offsets(
     kafka: KafkaConnection, topics: Mapping[str, int], timeout_seconds: float
 ) -> dict[tuple[str, int], int]:
-    """The end offsets of `topics` (name -> number of partitions). If Kafka accepts connections but does not answer in
-    time, as on a busy machine, try once more."""
+    """Read the end offsets of `topics` (name -> number of partitions): (topic, partition) -> offset. If Kafka accepts
+    connections but does not answer in time, as on a busy machine, tries once more."""
     try:
         return Topics(kafka, timeout_seconds).end_offsets(topics)
     except Unavailable:
@@ -200,7 +205,7 @@ def _end_offsets(
 
 
 def _redis_error(redis: "RedisAddress | str | None", timeout_seconds: float) -> str | None:
-    """The error of Redis, or None."""
+    """Connect to Redis and check it. Returns the error, or None. If `redis` is None, does nothing."""
     if redis is None:
         return None
     from tidemark.sinks.redis.publish import Redis, RedisConfig  # noqa: PLC0415 - redis-py is slow to import
@@ -214,15 +219,15 @@ def _redis_error(redis: "RedisAddress | str | None", timeout_seconds: float) -> 
 
 
 def configured_condition(settings: "Settings", postgres: Postgres) -> PipelineCondition:
-    """The condition of the pipeline, from the servers in the settings. Raises as `read_condition`."""
+    """Read the condition of the pipeline from the servers in the settings. Raises the errors of `read_condition`."""
     return read_condition(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
 
 
 def _answers_ping(settings: "Settings") -> bool:
-    """Whether a single Redis server answers PING.
+    """Whether Redis answers PING. False also for a Sentinel or Cluster address, which needs redis-py.
 
-    This avoids the import of redis-py, which takes a third of the time of `tidemark status`. If the answer is False,
-    the caller uses redis-py, whose error explains the problem.
+    This function avoids the import of redis-py, which takes a third of the time of `tidemark status`. If it returns
+    False, the caller uses redis-py, whose error explains the problem.
     """
     url = urlsplit(settings.redis_url.get_secret_value())
     if url.scheme not in ("redis", "rediss") or url.query or not url.hostname:
@@ -244,5 +249,6 @@ def _answers_ping(settings: "Settings") -> bool:
 
 
 def _command(*words: str) -> bytes:
+    """Encode a command of Redis (RESP)."""
     parts = [word.encode() for word in words]
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)

@@ -1,7 +1,7 @@
 """The open ranges that block positions, with their causes and remedies, for the commands and the live page.
 
-Only `read_open_ranges` queries a server. `lag_answer` makes the linear lag for the JSON of `tidemark status` and of the
-sidecar.
+Only `read_open_ranges` queries a server. `lag_answer` converts the linear lag for the JSON of `tidemark status` and of
+the sidecar.
 """
 
 import re
@@ -50,13 +50,13 @@ def remedy(
     bridged: bool,
     cause: str = "",
 ) -> Remedy:
-    """The remedy for a writer that blocks a position.
+    """Choose the remedy for a writer that blocks a position.
 
     Args:
         verdict: the state of the writer.
         stream: the name of the stream.
         writer: the name of the writer.
-        id: the highest ID that the writer has completed, signed. The remedy may settle all IDs up to it.
+        id: the highest ID that the writer has completed, signed. The remedy may settle all IDs up to this ID.
         epoch: the epoch of the open IDs.
         transactions: the transactions with open IDs of the writer, one line each, as in an OPEN record.
         relayed: whether a relay sends the writer's records, so that `tidemark relay blockers` lists the writer.
@@ -102,13 +102,13 @@ def shell_arguments(*words: str) -> list[str]:
 
 
 def _synapse_retire(stream: str, writer: str) -> str:
-    """The command that retires a writer of Synapse. It checks in Synapse's tables that the writer is gone."""
+    """The command that retires a writer of Synapse. The command checks in Synapse's tables that the writer is gone."""
     return f"tidemark synapse retire {shlex.join(shell_arguments(writer, stream))}"
 
 
 def _terminate_statement(transactions: Sequence[str]) -> str:
-    """The SQL statement that ends the first transaction, which is the oldest. Empty if its line names neither a process
-    nor a prepared transaction."""
+    """The SQL statement that ends the first of `transactions`, which is the oldest. Empty if the line of this
+    transaction names neither a process nor a prepared transaction."""
     if not transactions:
         return ""
     if match := _PROCESS.search(transactions[0]):
@@ -145,7 +145,7 @@ class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class LinearLagAnswer(msgspec.Struct, frozen=True):
     """The linear position is below the allocated ID. `blockers`: up to ten of the `blocker_count` blocking writers,
-    first those that never joined, then those with the lowest positions."""
+    first the writers that never joined, then the writers with the lowest positions."""
 
     ids: Annotated[int, Meta(ge=0, description="The distance in IDs.")]
     since: Annotated[
@@ -191,7 +191,7 @@ class OpenRange:
     """The IDs in `(low, top]` of `writer`, which are not complete. IDs are signed.
 
     Attributes:
-        low: None if the writer never joined.
+        low: the position of the writer or the lower end of the gap; None if the writer never joined.
         top: None if the writer has sent nothing beyond `low`, or never joined.
         since: since when the range has been open, if known.
         waiting: the number of complete IDs of the writer above the range.
@@ -200,7 +200,7 @@ class OpenRange:
         transactions: the reported transactions with open IDs of the writer.
         verdict: the state of the writer.
         advice: what to do.
-        verb: the command or SQL statement for the advice; empty if there is none.
+        verb: the command or SQL statement for the advice, as `Remedy.command`; empty if there is none.
     """
 
     stream: str
@@ -226,10 +226,10 @@ def find_open_ranges(
     bridged: Collection[str] = (),
     reading: ReadStatus | None = None,
 ) -> list[OpenRange]:
-    """The open ranges, sorted by stream and then by age, the oldest first.
+    """Find the open ranges, sorted by stream and then by age: ranges of unknown age first, then the oldest.
 
-    A writer without a gap that has blocked the linear position for less than `BRIEF_WAIT` is left out: a transaction
-    of usual length may be the cause.
+    Leaves out a writer without a gap that has blocked the linear position for less than `BRIEF_WAIT`, because a
+    transaction of usual length may be the cause.
 
     Args:
         stored: the encoded states, by stream.
@@ -257,7 +257,7 @@ def find_open_ranges(
 def read_open_ranges(
     postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]
 ) -> list[OpenRange]:
-    """The open ranges in the states. Reads the other arguments of `find_open_ranges` from `postgres`.
+    """Call `find_open_ranges` with policies, operator epochs, bridges and reading status from `postgres`.
 
     Args:
         postgres: Tidemark's database.
@@ -302,8 +302,8 @@ def _of_stream(
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
-    """The relay or bridge that sends the writer's records, if it sends OPEN records. All writers of a relay have joined
-    with the same start.
+    """The relay or bridge that sends the writer's records; None if nothing sends them in this way, or if the relay
+    sends no OPEN records. All JOIN records of one relay have the same start token.
     """
     known = stream.writers.get(writer)
     start = None if known is None else known.start_token
@@ -316,7 +316,13 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
 def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: ReadStatus | None) -> float | None:
     """Seconds since the newest record of a source, if the source has missed its heartbeat; otherwise None.
 
-    Also None if this is not known: no pipeline is active, or the stream's partition `home` has old unread records.
+    Also None if nobody can know: no pipeline is active, or the stream's partition `home` has old unread records.
+
+    Args:
+        source: the relay or bridge.
+        home: the partition of the stream.
+        now: seconds since 1970.
+        reading: how far the pipeline has read; None if not known.
     """
     if reading is None or home in reading.lagging:
         return None
@@ -326,7 +332,7 @@ def missed_heartbeat_seconds(source: Source, home: int | None, now: float, readi
 def source_problem(
     source: Source, home: int | None, now: float, reading: ReadStatus | None, *, bridged: bool = False
 ) -> str:
-    """A message if a source is silent or blocked; else empty."""
+    """A message if a source is silent or blocked; otherwise an empty text. Arguments as for `missed_heartbeat_seconds`."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
     if (seconds := missed_heartbeat_seconds(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
@@ -339,7 +345,14 @@ def source_problem(
 def source_problems(
     stored: Mapping[str, bytes], now: float, reading: ReadStatus | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
-    """A message for each source that is silent or blocked. Only streams with OPEN records are decoded."""
+    """A message for each source that is silent or blocked. Decodes only the states of streams with OPEN records.
+
+    Args:
+        stored: the encoded states, by stream.
+        now: seconds since 1970.
+        reading: how far the pipeline has read; None if not known.
+        bridged: the streams that `tidemark synapse` sends.
+    """
     for name, data in sorted(stored.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
@@ -351,8 +364,8 @@ def source_problems(
 def _sources(
     name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """The silent or blocked sources that are not in `known`, the writers with open ranges. Facts of such a source may
-    be unsent."""
+    """An open range for each silent or blocked source, because facts of the source may be unsent. Leaves out the
+    sources in `known`, the writers that have an open range already."""
     for source in sources(stream):
         if source.writer in known or not source_problem(source, stream.home, now, reading):
             continue
@@ -374,8 +387,8 @@ def _sources(
 
 
 def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """The writers of a bridge's stream that have a reported transaction and no gap. There is no gap, because a bridge
-    sends nothing beyond an open ID."""
+    """An open range for each writer of a bridge's stream with a reported transaction. The writer has no gap, because a
+    bridge sends nothing beyond an open ID."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.last_seen)
@@ -444,7 +457,7 @@ def writer_verdict(
     Args:
         stream: the state of the stream.
         writer: the name of the writer.
-        seen: when its newest record was read (milliseconds since 1970); 0 if unknown.
+        seen: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
         now: seconds since 1970.
         silent: after how many seconds without a record a writer counts as silent.
         reading: how far the pipeline has read; None: no heartbeat counts as missed.
@@ -463,7 +476,14 @@ def writer_verdict(
 
 
 def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
-    """The state of a writer that joined, without regard to its relay. Arguments as for `writer_verdict`."""
+    """The state of a writer that joined, without regard to its relay.
+
+    Args:
+        seen: when the writer's newest record was read; None if unknown.
+        transactions: the reported transactions with open IDs of the writer.
+        now: seconds since 1970.
+        silent: after how many seconds without a record a writer counts as silent.
+    """
     if transactions:
         return "open transaction"
     return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"

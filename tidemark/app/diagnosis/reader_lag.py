@@ -1,7 +1,8 @@
 """The status of readers: how far each reader lags behind its stream, in IDs and time, and whether a process runs it.
 
 The places of readers are in the readers' database. Positions and their history are in Tidemark's database. `tidemark
-follow` and the relay do not read that history. They remember when they saw each position.
+follow` and the relay do not read the history from Tidemark's database. Instead, they keep in memory when they first
+read each position (`PositionSamples`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from tidemark.streaming.values.direction import beyond
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
-MAX_SAMPLES = 256  # positions of a stream that are remembered
+MAX_SAMPLES = 256  # positions of a stream that are kept in memory
 STUCK_SECONDS = 60.0  # without a commit, after which a reader that lags is stuck
 
 
@@ -33,8 +34,10 @@ class ReaderStatus:
         token: the token up to which the reader has read; None if it has read nothing.
         linear: the linear position up to which the reader has read; None if it has read nothing.
         stream_linear: the linear position of the stream; None if the stream is not known.
-        lag_ids: the IDs between these positions; 0 if the reader has read everything.
-        lag_seconds: seconds since the stream passed the place of the reader; None if the history is too short.
+        lag_ids: the number of IDs from `linear` to `stream_linear`; 0 if the reader has read everything; None if one of
+            them is None.
+        lag_seconds: seconds since the stream passed the place of the reader; 0 if the reader has read everything; None
+            if `lag_ids` is None, or if the history is too short.
         last_commit: when the reader last stored its place.
         copies: the number of connections of copies (processes that run the reader), for all partitions; None if they
             cannot be counted.
@@ -67,18 +70,23 @@ class PositionHistory(Protocol):
     """The linear positions of streams, now and in the past: `LagHistory` or `PositionSamples`."""
 
     def linear_positions(self, streams: Collection[str]) -> dict[str, int]:
-        """The linear positions now."""
+        """Read the current linear positions of `streams`. Leaves out streams that are not known."""
 
     def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """By (stream, number), the number of late completions of the stream with higher numbers."""
+        """For each pair (stream, number), count the late completions of the stream with higher numbers."""
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        """When the linear position passed `id`; None if not known. `since`: a lower bound of that time, if known."""
+        """When the linear position passed `id`; None if not known. `since`: a time before the linear position passed
+        `id`, if known; it makes the search shorter.
+        """
 
 
 class PositionSamples:
-    """The history of the positions in a database of readers, in memory. `linear_positions` adds a sample for each
-    stream whose position has moved since the last call."""
+    """The history of the positions in a database of readers, in memory.
+
+    `linear_positions` adds a sample for each stream whose position has moved since the last call. If a position was
+    passed before the first call, `passed_at` returns the time of the first call.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -139,7 +147,7 @@ class ReaderMetrics:
         )
 
     def show(self, statuses: Sequence[ReaderStatus]) -> None:
-        """Set the metrics, and remove the series of readers that no longer exist."""
+        """Set the metrics to `statuses`, and remove the series of all other readers."""
         gauges = (self.position, self.lag_ids, self.lag_seconds, self.parked)
         for gauge in gauges:
             gauge.clear()
@@ -161,7 +169,7 @@ class ReaderLag:
     def statuses(
         self, stored_places: Sequence[StoredPlace], positions: Mapping[str, int] | None = None
     ) -> list[ReaderStatus]:
-        """The status of each reader.
+        """Compute the status of each reader, in the order of `stored_places`.
 
         Args:
             stored_places: the places of the readers.
@@ -214,7 +222,7 @@ class ReaderLag:
         )
 
     def _since(self, stored: StoredPlace) -> datetime | None:
-        """When the stream passed the place."""
+        """When the stream passed the reader's place; None if not known. Caches the time."""
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]
@@ -247,7 +255,7 @@ def _state(
 
 
 def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datetime) -> Iterator[str]:
-    """Sentences for people that explain the reader's state.
+    """Explain the state of a reader in sentences for people.
 
     Args:
         status: the status of the reader.

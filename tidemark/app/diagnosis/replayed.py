@@ -1,6 +1,7 @@
 """Applies recorded records of a stream again and computes its positions, without Spark and without a database.
 
-If the first records or the first days of the history are missing, `replay_start` finds the batch at which it starts.
+If the first records or the first days of the history are missing, `find_start` finds the batch at which the replay
+starts.
 """
 
 from collections import defaultdict
@@ -40,7 +41,7 @@ class Replayed:
     """The state of a stream in a replay.
 
     Attributes:
-        stream: its name.
+        stream: the name of the stream.
         bounds: the limits with which the pipeline ran.
         encoded: the encoded state; None before the first record.
         linear: the linear position, signed.
@@ -56,8 +57,13 @@ class Replayed:
     counts: Mapping[str, Evidence] = field(default_factory=dict)
 
     def apply(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
-        """The stream after a batch of more records. `roles`: the role of each topic. `now`: batch time,
-        milliseconds since 1970."""
+        """Return the state after a batch of more records. Does not change this object.
+
+        Args:
+            messages: the records of the batch.
+            roles: the role of each topic, by name.
+            now: batch time, milliseconds since 1970.
+        """
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
@@ -77,15 +83,15 @@ class Replayed:
         return replace(self, counts={})
 
     def reaches(self, batch: StoredBatch) -> bool:
-        """Whether all positions have reached those after the batch."""
+        """Whether the linear position and the positions of writers have reached the positions after the batch."""
         return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
 
 
 def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
-    """Group records by stream, in order. If key and value name different streams, a record belongs to both: it was
-    rejected, and either stream may count it."""
+    """Group records by stream, in order. If key and value of a record name different streams, the record is in both
+    groups: the pipeline rejected the record, and may have counted it for either stream."""
     streams: dict[str, list[RecordedMessage]] = defaultdict(list)
     for message in messages:
         key_stream = (message.key or b"").decode(errors="replace")
@@ -99,7 +105,7 @@ def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMes
 
 
 def make_packets(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
-    """Make packets of records of any partitions, as the pipeline does. `roles`: the role of each topic."""
+    """Make packets of records of any partitions, as the pipeline does. `roles`: the role of each topic, by name."""
     by_partition: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for message in messages:
         by_partition[message.topic, message.partition].append(message)
@@ -125,7 +131,7 @@ def read_fact_record(message: RecordedMessage) -> Record | None:
 
 
 def fact_ids(record: Record | None) -> Iterator[tuple[str, int]]:
-    """Writer and ID of each fact in a record."""
+    """(writer, ID) of each fact in a record."""
     if isinstance(record, Rdata) and isinstance(record.id, int):
         yield record.writer, record.id
     elif isinstance(record, FactRun):
@@ -134,8 +140,11 @@ def fact_ids(record: Record | None) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class SeedWriter:
-    """A writer after one batch, according to the history. `later`: only rows of later batches name the writer, so its
-    epoch may be a later one."""
+    """The state of a writer after a batch, according to the history.
+
+    Attributes:
+        later: whether only later batches name the writer. Then `epoch` may be later than the epoch after the batch.
+    """
 
     writer: str
     epoch: int
@@ -148,11 +157,11 @@ class ReplayStart:
     """The batch at which a comparison starts, if older records or older history are missing.
 
     Attributes:
-        uncompared_batches: number of batches that are not compared.
+        uncompared_batches: the number of batches that are not compared.
         last_skipped_batch: the last of these batches.
-        replayed: the state of the stream after that batch.
-        highest: the highest position in that state.
-        joining: by writer that joins later, its position in that state.
+        replayed: the state of the stream after `last_skipped_batch`.
+        highest: the highest position in `replayed`.
+        joining: the position in `replayed` of each writer that joins later, by writer.
     """
 
     uncompared_batches: int
@@ -162,8 +171,8 @@ class ReplayStart:
     joining: Mapping[str, int]
 
     def has_linear(self, now: Replayed) -> bool:
-        """Whether the linear position of the replay can be compared: the replay has passed `highest`, and each
-        writer of `joining` has joined."""
+        """Whether the linear position of the replay can be compared. True if the linear position of `now` has reached
+        `highest`, and each writer of `joining` has moved."""
         return not beyond(self.highest, now.linear) and all(
             now.positions.get(writer, position) != position for writer, position in self.joining.items()
         )
@@ -176,14 +185,14 @@ def find_start(
 
     Args:
         past: the stored history of the stream.
-        stream: its name.
+        stream: the name of the stream.
         facts: the records of the facts topic.
         bounds: the limits with which the pipeline ran.
-        is_truncated: records before the first of `facts` are missing. Then this batch or an earlier one must have read
-            one of `facts`.
+        is_truncated: whether records before the first of `facts` are missing. If so, batches before the first batch
+            that read one of `facts` are passed over.
 
     Returns:
-        The start after this batch; None if there is no such batch.
+        The start after the batch; None if there is no such batch.
     """
     recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
     has_read = not is_truncated
@@ -202,7 +211,7 @@ def find_start(
 def _start_after(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, uncompared: int
 ) -> ReplayStart:
-    """Make the state after the first `uncompared` batches: a JOIN of each writer, and a RETIRE of each retired
+    """Make the state after the first `uncompared` batches, from a JOIN of each writer and a RETIRE of each retired
     writer."""
     after, first_records = past.batches[uncompared - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := read_fact_record(message)) is not None]

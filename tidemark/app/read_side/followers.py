@@ -54,7 +54,7 @@ PAUSE_FACTOR = 10  # the pause between two reads of all followed streams, as a m
 
 
 class Follower:
-    """Follows one stream for its `listeners`, in a task. `left_at`: when the last listener left (seconds, monotonic)."""
+    """Follows one stream in a task, for its `listeners`. `left_at`: when the last one left (seconds, monotonic)."""
 
     def __init__(
         self, stream: str, request_handler: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer

@@ -110,7 +110,7 @@ def place_key(place: Place) -> Hashable:
 
 
 class MissedPage:
-    """A page of missed events, and the `place` after them. A page stays in memory only while clients have to read it."""
+    """A page of missed events, and the `place` after them. It stays in memory only while clients have to read it."""
 
     def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_complete: bool) -> None:
         self.events = events

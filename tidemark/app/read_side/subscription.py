@@ -30,8 +30,8 @@ class FollowerStarted:
 
 
 PlaceCache = dict[int, tuple[Place, Any]]
-"""A cache of results that depend on a listener's place: `id(place)` -> (place, result). The value keeps the place alive,
-so that its `id` stays unique."""
+"""A cache of results that depend on a listener's place: `id(place)` -> (place, result). The value keeps the place
+alive, so that its `id` stays unique."""
 
 
 @dataclass(frozen=True, slots=True)

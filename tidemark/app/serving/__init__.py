@@ -1,1 +1,1 @@
-"""Listening sockets: the sidecar process, TLS, eviction of connections, and the health endpoints."""
+"""Servers on listening sockets: the sidecar process, TLS, eviction of connections, and health endpoints."""

@@ -1,7 +1,7 @@
 """The health of a process over HTTP: `/metrics`, and `/livez` and `/readyz` for an orchestrator.
 
-`Health` supplies the answers. A process is alive if none of its loops hangs. A process that waits for a server or for a
-lock is alive, because a restart would not help.
+An object with the methods of `Health` supplies the answers. A process is alive if none of its loops hangs. A process
+that waits for a server or for a lock is alive, because a restart would not help.
 
 Each connection has its own thread, and serves one request. The number and duration of connections are limited, so that
 idle clients cannot exhaust threads or memory, or block probes.
@@ -36,10 +36,10 @@ class Health(Protocol):
     def registry(self) -> CollectorRegistry: ...
 
     def liveness_problem(self, now: float) -> str | None:
-        """Why the process must be restarted; None while it is alive. `now`: seconds since 1970."""
+        """Why the process must be restarted; None while the process is alive. `now`: seconds since 1970."""
 
     def readiness_problem(self) -> str | None:
-        """Why the process is not ready; None while it is."""
+        """Why the process is not ready; None while the process is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ def serve_health(
     now: Callable[[], float] = time.time,
     limits: HealthServerConfig | None = None,
 ) -> Iterator[int]:
-    """Serve the health of a process on separate threads during the block. Yields the port.
+    """Serve the health of a process on separate threads during the block. Yields the port number.
 
     Args:
-        setting: the setting or option with the address, for the error.
+        setting: the name of the setting or option with the address, for the error.
         address: host and port; port 0 selects a free one.
         health: the answers.
         now: a clock, in seconds since 1970.
@@ -132,7 +132,7 @@ PAUSE_FACTOR = 4  # the pause after a scrape, as a multiple of its duration; scr
 
 
 def _throttle(scrape: "WSGIApplication") -> "WSGIApplication":
-    """Run one scrape at a time, with a pause after each. Probes do not wait."""
+    """Wrap `scrape`, so that one scrape runs at a time, and a pause follows each scrape."""
     lock, not_before = threading.Lock(), 0.0
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
@@ -179,7 +179,7 @@ class _HealthServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def mark_request_received(self, request: socket.socket) -> None:
-        """Note that the head of the request has arrived."""
+        """Record that the head of the request has arrived."""
         with self._lock:
             if request in self._connections:
                 self._connections[request].has_request = True
@@ -190,7 +190,7 @@ class _HealthServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close connections that have timed out. `serve_forever` calls this about twice a second."""
+        """Close connections that have timed out. `serve_forever` calls this method about twice a second."""
         now = time.monotonic()
         with self._lock:
             for request, connection in [*self._connections.items()]:
@@ -205,7 +205,7 @@ class _HealthServer(ThreadingWSGIServer):
         """Ignore the errors of disconnected clients."""
 
     def _evict(self) -> None:
-        """Close connections without a request. If there are none, close the oldest connection."""
+        """Close the oldest connections without a request. If every connection has a request, close the oldest one."""
         idle = [
             IdleConnection(request, connection.address, connection.connected_at)
             for request, connection in self._connections.items()

@@ -1,6 +1,6 @@
 """`tidemark sidecar`: runs the read side, the HTTP server and the line protocol in one process.
 
-Only this module imports both `app.sidecar` and `app.lines`, which share one read side.
+The HTTP server (`app.sidecar`) and the line protocol (`app.lines`) share one read side. No other module imports both.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ MIN_CONNECTIONS_PER_KIND = 8
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """The numbers of clients that the process serves. Each connection is an open file.
+    """The largest numbers of clients that the process serves. Each connection is an open file.
 
     Attributes:
         connections: HTTP connections.
         open_requests: long-running HTTP requests.
         line_connections: connections of the line protocol.
-        handshakes: concurrent TLS handshakes.
+        handshakes: concurrent TLS handshakes; 0 without TLS.
     """
 
     connections: int
@@ -57,13 +57,13 @@ class ClientLimits:
 
     @property
     def files(self) -> int:
-        """The open files that the process needs."""
+        """The number of open files that the process needs."""
         return self.connections + self.line_connections + self.handshakes + RESERVED_FILES
 
 
 def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
-    """The largest limits that need at most `file_limit` open files. If `desired` needs more, each limit is reduced by
-    the same factor. Pure.
+    """Reduce the limits in `desired` by a common factor, so that they need at most `file_limit` open files. Returns
+    `desired` itself if it fits. Pure.
 
     Raises:
         BadSetting: the file limit is too low for a few clients of each kind.
@@ -91,10 +91,11 @@ def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
 
 
 def raise_file_limit(desired: ClientLimits) -> ClientLimits:
-    """Raise the limit of open files of this process up to `desired.files`, if the hard limit allows that.
+    """Raise this process's limit of open files to `desired.files`, or to the hard limit if that is lower. Logs the
+    result.
 
     Returns:
-        The limits of clients that fit into the limit of open files.
+        `desired`, or lower limits of clients if the limit of open files is too low for `desired`.
 
     Raises:
         BadSetting: the hard limit is too low.
@@ -130,8 +131,10 @@ EXIT_TIMEOUT_SECONDS = 6.0  # after SIGTERM, the longest wait for threads that q
 
 
 class StoppableServer(uvicorn.Server):
-    """Serves HTTP on listening sockets until `stop`. Then it accepts no clients, sets `stopping`, and returns when all
-    requests have ended, or after `SHUTDOWN_TIMEOUT_SECONDS`. It handles no signals.
+    """Serves HTTP on listening sockets until `stop` is called. Handles no signals.
+
+    After `stop`, the server accepts no clients and sets the event `stopping`. It returns when all requests have ended,
+    or after `SHUTDOWN_TIMEOUT_SECONDS`.
     """
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, listener_config: ListenerConfig) -> None:
@@ -145,7 +148,7 @@ class StoppableServer(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """Begin to stop. Thread-safe."""
+        """Begin to stop, and start the timer that ends the process if the stop takes too long. Thread-safe."""
         self.should_exit = True
         _exit_after_timeout()
 
@@ -165,8 +168,8 @@ class StoppableServer(uvicorn.Server):
 
 
 def _exit_after_timeout() -> None:
-    """Start a timer that ends the process after `EXIT_TIMEOUT_SECONDS`, even if threads wait for a server. The threads
-    have no state to save.
+    """Start a timer that ends the process after `EXIT_TIMEOUT_SECONDS`, even if threads still wait for a server. These
+    threads have no state to save.
     """
 
     def exit_now() -> None:
@@ -220,7 +223,7 @@ async def _stop_when_set(server: LineServer, stopping: asyncio.Event) -> None:
 
 
 def _listener_config(settings: Settings, max_handshakes: int) -> ListenerConfig:
-    """Raises `BadSetting` if the certificate or its key cannot be used."""
+    """Create the configuration of the listeners. Raises `BadSetting` if the certificate or its key cannot be used."""
     if settings.sidecar_certificate_file is None or settings.sidecar_key_file is None:
         return ListenerConfig()
     certificate = Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file)
@@ -291,7 +294,9 @@ async def _require_access(servers: ReadSideConfig) -> None:
 
 
 def listening_socket(variable: str, host: str, port: int) -> socket.socket:
-    """Listen on a TCP address; on `::` also for IPv4. Raises `BadSetting` about `variable`."""
+    """Listen on a TCP address; if `host` is `::`, also for IPv4. `variable`: the setting with the address. Raises
+    `BadSetting` if the process cannot listen.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         dual_stack = host == "::" and socket.has_dualstack_ipv6()

@@ -40,8 +40,8 @@ _Version = tuple[int, int, int] | None
 class FileWatcher(Generic[T]):
     """Reloads the content of files when they change. For one thread.
 
-    The constructor raises the `BadSetting` of `load`. Later, the last content stays in use while `load` fails, and the
-    first failure is logged.
+    The constructor raises the `BadSetting` of `load`. If a later `load` fails, the last content stays in use, and only
+    the first failure is logged.
 
     Args:
         name: the name of the content, for the log.
@@ -63,7 +63,7 @@ class FileWatcher(Generic[T]):
         self._content = load()
 
     def content(self) -> T:
-        """The current content. The files are checked at most once a second."""
+        """The current content. Checks at most once a second whether the files have changed, and then reloads them."""
         if self._now() - self._checked_at >= CHECK_INTERVAL_SECONDS:
             self._checked_at = self._now()
             self._check()
@@ -89,7 +89,7 @@ class FileWatcher(Generic[T]):
 
 
 def _version(file: Path) -> _Version:
-    """The version of a file; None if it does not exist or is not accessible."""
+    """The version of a file; None if the file does not exist or is not accessible."""
     try:
         status = file.stat()
     except OSError:
@@ -119,7 +119,7 @@ def network_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IdleConnection(Generic[T]):
-    """An idle connection. `since`: seconds of a monotonic clock."""
+    """An idle connection. `address`: the client's. `since`: since when it is idle, in seconds of a monotonic clock."""
 
     connection: T
     address: str
@@ -127,10 +127,11 @@ class IdleConnection(Generic[T]):
 
 
 def pick_victims(idle: Sequence[IdleConnection[T]], slots: int) -> list[T]:
-    """Connections to evict when every slot is taken: the oldest idle connections of the address with the most idle
-    connections. Empty if no connection is idle.
+    """Pick connections to evict when every slot is taken: the oldest idle connections of the client with the most idle
+    connections. Closes nothing.
 
-    Returns at most 1/64 of `slots`, at least one. So a flood of connections needs few searches.
+    Returns at most 1/64 of `slots` connections, and at least one, so that a flood of connections needs few searches.
+    The list is empty if no connection is idle.
     """
     if not idle:
         return []
@@ -145,11 +146,13 @@ class NoFreeSlot(Exception):
 
 
 class SlotPool(Generic[T]):
-    """A fixed number of slots, shared fairly by address. For one thread.
+    """A fixed number of slots, shared fairly by address (`network_of`). For one thread.
 
-    While slots are free, every client gets one. If all slots are taken, a new client may evict the newest client of the
-    address with the most slots. This happens if the new client's address has less than half as many slots. It also
-    happens if the new client's address has less than a quarter of all slots, and the other address more than a quarter.
+    While slots are free, every client gets a slot. If all slots are taken, a new client may evict the newest client of
+    the address with the most slots, called the largest address. This happens in two cases:
+
+    - The new client's address has less than half as many slots as the largest address.
+    - The new client's address has less than a quarter of all slots, and the largest address has more than a quarter.
 
     Clients must be hashable, and are compared by identity.
     """
@@ -166,15 +169,18 @@ class SlotPool(Generic[T]):
     def take(self, client: T, address: str, evict_first: Callable[[T], bool] = lambda _: False) -> T | None:
         """Give a slot to a client until `release`.
 
+        Clients for which `evict_first` returns True are preferred for eviction. If the largest address must give up a
+        slot, its oldest preferred client is evicted, or its newest client if it has no preferred client. Otherwise the
+        new client evicts the oldest preferred client of its own address. If its address has no preferred client, and
+        less than a quarter of all slots, it evicts a preferred client of any address.
+
         Args:
             client: the connection or request that gets the slot.
             address: the IP address of the client.
-            evict_first: whether to evict a client before others. The address that loses a slot loses its oldest such
-                client, if it has one. In all other cases, the first such client of the new client's own address is
-                evicted. If that address has none, and less than a quarter of all slots, one of any address is evicted.
+            evict_first: whether a client is preferred for eviction.
 
         Returns:
-            The evicted client, which has lost its slot. None if a slot was free.
+            The evicted client, which has lost its slot; the caller must close it. None if a slot was free.
 
         Raises:
             NoFreeSlot: no client is evicted for this address.
@@ -200,7 +206,9 @@ class SlotPool(Generic[T]):
             del self._clients[network]
 
     def _pick_victim(self, own_clients: dict[T, None], evict_first: Callable[[T], bool]) -> T:
-        """The client to evict. `own_clients`: the clients of the address that needs a slot."""
+        """Choose the client to evict. `own_clients`: the clients of the address that needs a slot. Raises
+        `NoFreeSlot`.
+        """
         largest = max(self._clients.values(), key=len, default=own_clients)
         share = self.limit // FAIR_SHARE_DIVISOR
         if len(own_clients) < len(largest) // 2 or len(own_clients) < share < len(largest):
@@ -213,7 +221,9 @@ class SlotPool(Generic[T]):
 
 
 class FairQueue:
-    """Waiting tasks, started round-robin by address, and in order for each address. For one event loop."""
+    """A queue of waiting tasks. Tasks are started round-robin by address; the tasks of one address in order. For one
+    event loop.
+    """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
@@ -222,11 +232,13 @@ class FairQueue:
         return bool(self._waiting)
 
     def add(self, address: str, start: "Future[None]") -> None:
-        """Add a task of a client at `address`. The task awaits `start`."""
+        """Add a task of a client at `address`. The task must await `start`, which `start_next` completes."""
         self._waiting.setdefault(network_of(address), deque()).append(start)
 
     def start_next(self) -> bool:
-        """Start the next task. Returns False if the task was cancelled. The queue must not be empty."""
+        """Remove the next task from the queue, and start it. Returns False if the task was cancelled. The queue must
+        not be empty.
+        """
         network, starts = self._waiting.popitem(last=False)
         start = starts.popleft()
         if starts:
@@ -241,16 +253,16 @@ CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICAT
 
 
 class Certificate:
-    """The server's TLS context, from a certificate and its key in two PEM files, which are reloaded when they change.
+    """The server's TLS context, from a certificate and its key in two PEM files. Changed files are loaded again.
 
-    The constructor raises `BadSetting` if the files cannot be used. Later, the last pair stays in use.
+    The constructor raises `BadSetting` if the files cannot be used. If a later load fails, the last pair stays in use.
     """
 
     def __init__(self, certificate: Path, key: Path, now: Callable[[], float] = time.monotonic) -> None:
         self._contexts = FileWatcher("the certificate", (certificate, key), lambda: _tls_context(certificate, key), now)
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context for a new connection."""
+        """The TLS context for a new connection. May load the files again."""
         return self._contexts.content()
 
 
@@ -290,8 +302,8 @@ def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
 
 
 def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """The TLS context of a client, which trusts the authorities in a PEM file. Without a file, it trusts the system's
-    authorities.
+    """Create the TLS context of a client. It trusts the authorities in the PEM file `ca_file`, or the authorities of
+    the system if `ca_file` is None.
 
     Raises:
         BadSetting: the file cannot be read, or contains no certificate.
@@ -315,7 +327,7 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 @dataclass(frozen=True)
 class HandshakesConfig:
-    """Limits of TLS handshakes: the largest number of concurrent ones, and the duration of each."""
+    """Limits of TLS handshakes: the largest number of concurrent handshakes, and the longest duration of a handshake."""
 
     max_open: int = 1000
     timeout_seconds: float = 5.0
@@ -372,7 +384,7 @@ class TlsListener:
         return self._listening.fileno() < 0
 
     async def wait_closed(self) -> None:
-        """Return at once; uvicorn calls this method of its servers."""
+        """Do nothing. uvicorn calls this method of its servers."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_ITERATION if self._certificate is None else TLS_ACCEPTS_PER_ITERATION):

@@ -1,4 +1,4 @@
-"""The directory of the local stack, with a lock for one stack at a time, and a name for a user that has none."""
+"""The directory of the local stack, its lock against a second stack, and programs that need a name for their user."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from tidemark.common.errors import Stop
 
 
 class AlreadyRunning(Stop):
-    """Another `tidemark up` uses this directory. `pid` is its process ID."""
+    """Another `tidemark up` uses this directory. `pid` is the process ID of the other `tidemark up`."""
 
     def __init__(self, root: Path, pid: str) -> None:
         super().__init__(
@@ -87,19 +87,20 @@ class NeedsNamedUser(Stop):
 
 @dataclass(frozen=True, slots=True)
 class NamedUser:
-    """A command prefix and environment variables with which a program finds a name for its user."""
+    """A command prefix and environment variables. A program that runs with them finds a name for its user."""
 
     command: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def named_user(directory: Path) -> NamedUser:
-    """How to run a program that needs a name for this process's user.
+    """Find out how to run a program that needs a name for this process's user.
 
-    If the user has no name, the program runs in a user namespace, or with the library nss_wrapper.
+    If the user has a name, the program runs as usual. If not, the program runs in a user namespace, or with the library
+    nss_wrapper.
 
     Args:
-        directory: for files of nss_wrapper. They must exist as long as the program runs.
+        directory: the directory for files of nss_wrapper. The files must exist as long as the program runs.
 
     Raises:
         NeedsNamedUser: the user has no name, and neither way works.

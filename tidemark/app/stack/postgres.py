@@ -60,7 +60,7 @@ class PostgresServer(ServerProcess):
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
-        """The connection URL of the superuser. It is valid before the server starts."""
+        """The connection URL of the superuser. Can be called before the server starts."""
         return f"postgresql://{_USER}:{self.password()}@{LOOPBACK}:{self.port}/{database}"
 
     @property
@@ -100,7 +100,7 @@ class PostgresServer(ServerProcess):
         return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]
 
     def answers(self) -> bool:
-        """Whether the server answers. Also creates the stack's database if it is missing."""
+        """Whether the server answers. If it does, creates the stack's database if the database is missing."""
         if not listens(self.port):
             return False
         try:
@@ -111,13 +111,15 @@ class PostgresServer(ServerProcess):
         return True
 
     def _forget_standbys(self) -> None:
-        """Remove synchronous_standby_names, which a killed simulation may have left: commits would wait forever."""
+        """Remove the setting synchronous_standby_names, which a killed simulation may have left. Commits would wait
+        for ever.
+        """
         settings = self.data / "postgresql.auto.conf"
         lines = settings.read_text().splitlines(keepends=True)
         settings.write_text("".join(line for line in lines if not line.startswith("synchronous_standby_names")))
 
     def new_directory(self) -> Path:
-        """Create an empty directory beside the data, in which the user of Postgres may write."""
+        """Create an empty directory next to the data directory. The user of Postgres may write into it."""
         new = self.data.with_name("new")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
@@ -155,10 +157,11 @@ def _unprivileged_user() -> tuple[int, int]:
 
 
 def as_ordinary_user() -> list[str]:
-    """The prefix of a command that runs the rest of the command as an unprivileged user. Raises `NeedsOrdinaryUser`.
+    """The prefix of a command that runs the rest of the command as an unprivileged user; empty if this process is not
+    root. Raises `NeedsOrdinaryUser` if `setpriv` is missing.
 
-    The command starts a shell, because `setpriv` itself does not have the capability `dac_override`. The shell has it,
-    and needs it to find the binary.
+    The command starts a shell. `setpriv` itself does not have the capability `dac_override`; the shell has this
+    capability, and needs it to find the binary.
     """
     if os.geteuid() != 0:
         return []
@@ -175,7 +178,8 @@ REPLICA_TIMEOUT_SECONDS = 30.0
 
 
 class Replica(PostgresServer):
-    """A copy of the running server `origin` in its own directory. Call `copy`, `start`, then the methods of a failover.
+    """A copy of the running server `origin`, in a directory of its own. Call `copy`, `start`, then the methods of a
+    failover.
 
     Not thread-safe. A method raises `StartFailed` or a psycopg error if a server does not respond. Then call `discard`.
     """
@@ -195,7 +199,7 @@ class Replica(PostgresServer):
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
     def copy(self, *, as_standby: bool) -> None:
-        """Take a base backup of the origin. With `as_standby`, the replica will stream from the origin."""
+        """Take a base backup of the origin. If `as_standby`, the replica streams from the origin after its start."""
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
@@ -212,7 +216,9 @@ class Replica(PostgresServer):
         new.rename(self.data)
 
     def wait_until_streaming(self, *, synchronous: bool) -> None:
-        """Wait until the standby streams. With `synchronous`, commits of the origin then wait for the standby."""
+        """Wait until the standby streams from the origin. If `synchronous`, first changes the settings of the origin,
+        so that its commits wait for the standby.
+        """
         if synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")
             self._query_origin("select pg_reload_conf()")
@@ -248,12 +254,15 @@ class Replica(PostgresServer):
         shutil.rmtree(self._origin.old_data, ignore_errors=True)
 
     def discard(self) -> None:
-        """Kill the replica, resume the origin's processes (SIGCONT), and remove the standby from its settings."""
+        """Kill the replica, resume the origin's processes (SIGCONT), and remove the standby from the settings of the
+        origin.
+        """
         self.kill()
         self._signal_origin(signal.SIGCONT)
         self._wait_until(self._detach_origin)
 
     def _detach_origin(self) -> bool:
+        """Remove the standby from the settings of the origin. Returns False if the origin does not answer."""
         try:
             self._query_origin("alter system reset synchronous_standby_names")
             self._query_origin("select pg_reload_conf()")
@@ -262,7 +271,9 @@ class Replica(PostgresServer):
         return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
-        """Signal the postmaster first, so that it starts no more children, then the children. Returns all processes."""
+        """Send a signal to the origin's processes and return them. The postmaster gets the signal first, so that it
+        starts no more children.
+        """
         postmaster = process_of(self._origin.home, self._origin.name)
         family = self._frozen.copy()
         if postmaster is not None:
