@@ -1,8 +1,13 @@
 """The command line. A verb is a subcommand. `VERBS` lists the verbs. The module of a verb is imported at its first use.
 
-Exit codes: 0 success, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 a check
-of `--check` failed, the effect of a change was not confirmed in time, or `replay` could not compare a stream, 130
-Ctrl-C.
+Exit codes:
+
+- 0: success.
+- 1: the command failed.
+- 2: a person must decide: wrong usage, a wrong setting, or any other `Stop`.
+- 3: a check of `--check` failed, the effect of a change was not confirmed in time, or `replay` could not compare a
+  stream.
+- 130: Ctrl-C.
 """
 
 from importlib import import_module
@@ -17,7 +22,13 @@ from tidemark.common.errors import ExtraMissing, TidemarkError
 
 
 class Verb(NamedTuple):
-    """A verb: its module, the extra of the package that the module needs ("" for none), and its line in the help."""
+    """A verb.
+
+    Attributes:
+        module: the name of the module in `tidemark.app.verbs`.
+        extra: the extra of the package that the module needs; empty: none.
+        line: the description of the verb in `tidemark --help`.
+    """
 
     module: str
     extra: str

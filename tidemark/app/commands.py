@@ -54,7 +54,7 @@ class CommandGroup(OurCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. If the name is unknown, the error suggests similar names."""
+        """Find the command with the name in `args`. If the name is unknown, raises an error with similar names."""
         names = self.list_commands(ctx)
         is_unknown = args[0] not in names and not args[0].startswith("-")
         if is_unknown and not ctx.resilient_parsing and (similar := get_close_matches(args[0], names)):
@@ -87,10 +87,10 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def without_stack(error: Unavailable | Refused) -> str | None:
-    """The error text with a hint to start the local stack.
+    """The text of an error, with a hint to start the local stack; None if the server is not of a local stack.
 
-    None unless the server's address is the default, or is from the `stack.env` of a local stack and nothing listens
-    there.
+    A server counts as a server of a local stack if its address is the default. It also counts if its address is from
+    `stack.env` and no process listens at this address. Connects to the address to find out.
     """
     from tidemark.app.connections import accepts_connections
     from tidemark.app.settings import origin_of, stack_env, variable_of
@@ -137,22 +137,22 @@ _SETTINGS: Final = "tidemark.settings"
 
 
 def check_settings(ctx: click.Context) -> None:
-    """Read the settings; `loaded` returns them later. Raises `BadSetting`."""
+    """Load the settings into `ctx`, from which `loaded` takes them later. Raises `BadSetting` if a setting is wrong."""
     from tidemark.app.settings import load
 
     ctx.meta[_SETTINGS] = load()
 
 
 def loaded(*, other_database: bool = False) -> "Settings":
-    """Load the settings of this process and configure its log. Call this before slow imports, so that a wrong setting
-    is reported at once.
+    """Load the settings of this process and configure its log. Call this function before slow imports, so that a wrong
+    setting is reported at once.
 
-    Changes environment variables that would redirect local requests: adds loopback to `no_proxy`. Removes `PG...`
-    variables if the process connects only to the database of the local stack.
+    Changes environment variables that would redirect local requests: adds the loopback addresses to `no_proxy`, and
+    removes `PG...` variables if the process connects only to the database of the local stack.
 
     Args:
-        other_database: the process also connects to a database that is not in the settings. `PG...` variables apply
-            to that database.
+        other_database: whether the process also connects to a database that is not in the settings. The `PG...`
+            variables apply to that database, and are kept.
 
     Raises:
         BadSetting: a setting is wrong.
@@ -171,7 +171,7 @@ def loaded(*, other_database: bool = False) -> "Settings":
 
 
 def _uses_local_stack(settings: "Settings") -> bool:
-    """Whether the database is that of the local stack, from `stack.env` or from a shell that has sourced it."""
+    """Whether the Postgres address is the address in `stack.env` of the local stack."""
     from tidemark.app.settings import read_stack_env, variable_of
 
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
@@ -204,8 +204,8 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
 
 
 def echo_result(line: str, *, err: bool = False) -> None:
-    """Print the result of completed work. If the output is closed, ignore the error: the exit code reports the
-    result."""
+    """Print the result of completed work; if `err`, to stderr. Ignores an error of the output, because the exit code
+    reports the result."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -218,7 +218,7 @@ def _discard_output(stream: TextIO) -> None:
 
 
 def no_stream(name: str, names: Iterable[str] = ()) -> str:
-    """The error text for an unknown stream. It suggests the most similar stream of `names`."""
+    """The error text for an unknown stream `name`. The text suggests the most similar stream of `names`, if any."""
     similar = get_close_matches(name, names, n=1)
     suggestion = f"; did you mean {similar[0]}?" if similar else ";"
     return f"there is no stream {name}{suggestion} `tidemark status` shows all streams"
@@ -233,7 +233,7 @@ def own_name() -> str:
 
 
 def plain_text(_: click.Context, param: click.Parameter, text: str) -> str:
-    """Reject blank text and control characters."""
+    """Check the text of an option (a callback of click). Rejects blank text and control characters."""
     if not text.strip() or not text.isprintable():
         raise click.BadParameter("give one line of text, not empty and without control characters", param=param)
     return text
@@ -257,7 +257,7 @@ wait_for_effect = click.option(
 
 
 def change_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all commands that change something have."""
+    """Add the common options of all commands that change something: `--by`, `--why`, `--dry-run`, `--yes`, `--json`."""
     for option in reversed(_CHANGE_OPTIONS):
         command = option(command)
     return command

@@ -25,7 +25,7 @@ PREFIX = "TIDEMARK_"
 
 
 def host_port(text: str) -> tuple[str, int]:
-    """Split an address into host and port. Raises `ValueError`."""
+    """Split an address such as `[::1]:9481` into host (without brackets) and port. Raises `ValueError`."""
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
@@ -37,7 +37,7 @@ THIS_MACHINE = ("localhost", *LOOPBACK)
 
 
 def host_name(field: str) -> str:
-    """The host name in a `Host` header, in lower case and without its port."""
+    """The host name in the value of a `Host` header, in lower case, without port and brackets."""
     text = field.lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
@@ -83,7 +83,7 @@ def _without_path(text: str) -> str:
 
 
 def masked_url(text: str) -> str:
-    """The URL of a web service, without the parts that may contain a key."""
+    """The scheme and host of a web service's URL. The other parts may contain a key, and are replaced by `***`."""
     try:
         return _without_path(text)
     except ValueError:
@@ -98,8 +98,8 @@ def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Marks a secret address that may be shown without its passwords. `web`: show only scheme and host, because the
-    other parts may contain a key."""
+    """Marks a setting with a secret address that may be shown after its passwords are masked. If `web`, only scheme and
+    host may be shown, because the other parts of the URL may contain a key."""
 
     web: bool = False
 
@@ -247,16 +247,16 @@ class Connections(BaseModel):
         return dsn if password is None else make_conninfo(dsn, password=password)
 
     def readers(self) -> str:
-        """The address of the database with the places of readers."""
+        """The address of the database with the places of readers: by default, the address of `postgres`."""
         return self.secret("readers_dsn") or self.postgres()
 
     @abstractmethod
     def secret(self, name: str) -> str | None:
-        """The current value of a secret; None if it is not set."""
+        """The current value of the secret setting `name`; None if the setting is not set."""
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting."""
+    """The environment variable of the setting `name`, without regard to aliases (see `settings.variable_of`)."""
     return f"{PREFIX}{name.upper()}"
 
 
@@ -272,8 +272,8 @@ def _text(path: Path | None) -> str | None:
 
 
 def accepts_connections(where: str) -> bool:
-    """Whether a process accepts connections at the first `host:port` in `where`. `where` may be a list, or end with a
-    path."""
+    """Whether a process accepts connections at `where`: `host:port`, optionally followed by `/path`. If `where` is a
+    list separated by commas, the first address counts. Connects for at most a second."""
     try:
         socket.create_connection(host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
     except (OSError, ValueError):

@@ -58,7 +58,7 @@ REDIS_TIMEOUT_SECONDS = 2.0
 FULL_READ_SECONDS = 1.0
 """Seconds between two reads of all streams, because messages on channels may be lost."""
 _COLLECT_SECONDS = 0.01
-"""Seconds beyond the wait for a first message, after which no more messages are collected."""
+"""The longest time for collecting further messages after the wait for a first message."""
 REFUSED_PAUSE_SECONDS = 5.0
 
 
@@ -94,7 +94,8 @@ class FollowMetrics:
 
 
 class ReaderWatch:
-    """Updates the metrics of the readers in the database that this process writes to, until `halt` is set."""
+    """Reads the places of the readers in the database that this process writes to, and updates their metrics. `run`
+    returns when `halt` is set."""
 
     def __init__(self, dsn: Dsn, registry: CollectorRegistry, halt: threading.Event) -> None:
         self._session = reader_session(dsn, "tidemark reader metrics")
@@ -124,15 +125,15 @@ class ReaderWatch:
 
 
 class PositionFollower:
-    """Copies published positions to a database of readers until `halt` is set.
+    """Copies published positions to a database of readers.
 
     Args:
         redis: the Redis with the published positions.
         dsn: the database of readers.
-        halt: ends `run`.
+        halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists.
-        metrics: the metrics to update.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: do not read them.
+        metrics: the metrics to update; None: no metrics.
     """
 
     def __init__(
@@ -166,10 +167,10 @@ class PositionFollower:
         return stream in self._local_streams
 
     def run(self, *, patient: bool = False) -> None:
-        """Run until `halt` is set; wait while servers are unavailable. Closes all sessions at the end.
+        """Copy positions until `halt` is set. Waits while servers are unavailable. Closes all sessions at the end.
 
         Args:
-            patient: if a server refuses a statement, log a warning and try again instead of raising `Refused`.
+            patient: whether to log a warning and try again if a server refuses a statement.
 
         Raises:
             Refused: a server refused a statement, and `patient` is not set.
@@ -231,11 +232,11 @@ class PositionFollower:
                     self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
 
     def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
-        """Decide whether the stream's position in this database comes from the published positions, and start to
-        follow them if needed.
+        """Decide where the stream's position in this database comes from. If it changes to the published positions,
+        store this in the database.
 
-        If all writers of the stream are in this database, its position comes from the transactions of this database
-        instead, unless the stream was followed before.
+        If all writers of the stream are in this database, the position comes from the transactions of this database,
+        unless the stream was followed before. Otherwise the published positions are copied.
 
         Returns:
             True if the published positions are to be copied.
@@ -267,8 +268,10 @@ class PositionFollower:
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
-        An override of an earlier epoch is ignored, because it is from before a restore. Always False between two reads
-        of all streams."""
+
+        An override of an earlier epoch is ignored, because the override is from before a restore. Only an iteration
+        that reads all streams checks this; in other iterations, the result is False.
+        """
         if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
@@ -277,8 +280,8 @@ class PositionFollower:
         )
 
     def _move(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
-        """Note the published positions of a stream. Returns its move to them; None if it has not moved since the last
-        call."""
+        """Remember the published positions of a stream, and return the update for the database. None if the positions
+        have not changed since the last call."""
         assert keys.linear is not None
         published = (keys.linear, keys.positions, keys.late)
         if self._published.get(stream) == published:
@@ -300,7 +303,7 @@ class PositionFollower:
         return StreamUpdate(keys.linear, writers, lost, late)
 
     def _events(self, stream: str, since: Place) -> list[Event]:
-        """The events between a place and the currently published positions."""
+        """Read the events between a place and the currently published positions."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()
         while not isinstance(step := driver.step(), CaughtUp):
@@ -319,11 +322,15 @@ def run(
     """Copy published positions until SIGTERM or SIGINT.
 
     Args:
-        settings: for the address of Redis.
+        settings: the settings with the address of Redis.
         dsn: the database of readers.
         streams: the streams to copy; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists.
-        metrics: address at which metrics and probes are served; None for none.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: do not read them.
+        metrics: the address at which metrics and probes are served; None: serve none.
+
+    Raises:
+        BadSetting: the process cannot listen on the address `metrics`.
+        Refused: a server refused a statement.
     """
     halt = shutdown_event()
     follow_metrics = FollowMetrics(CollectorRegistry())
@@ -337,7 +344,8 @@ def run(
 
 
 def _moved(pubsub: object) -> set[str]:
-    """The streams that messages of the next 60 ms name. Waits at most 50 ms for the first message."""
+    """Receive notifications, and return the streams that they name. Waits at most 50 ms for the first message, then
+    takes the messages that have arrived, for at most 60 ms in all."""
     moved, wait = set[str](), 0.05
     deadline = time.monotonic() + wait + _COLLECT_SECONDS
     while time.monotonic() < deadline:
@@ -351,7 +359,7 @@ def _moved(pubsub: object) -> set[str]:
 def migrate(dsn: Dsn, halt: threading.Event, wait: float) -> bool:
     """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set.
 
-    Returns whether anything had to change.
+    Returns False if the schema was up to date.
     """
     show_progress = partial(progress, "installing", unit="script")
     with reader_session(dsn, "tidemark follow migrate") as session:

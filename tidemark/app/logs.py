@@ -1,7 +1,7 @@
 """Log lines on stderr, as text for people or as JSON for programs, and the shutdown signals of a process.
 
-In JSON, each log event is one line, including unexpected errors. `RepeatedLog` limits the lines that clients can cause.
-`shutdown_event` turns shutdown signals into an event that a process can wait for.
+In JSON, each log event is one line, also an unexpected error. `RepeatedLog` limits the number of log lines that clients
+can cause. `shutdown_event` turns shutdown signals into an event that a process can wait for.
 """
 
 import _thread
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 def configure(settings: Settings) -> None:
-    """Configure the log. Call this once per process, before the first line is logged."""
+    """Configure the log at once. Call this function once per process, before the first line is logged."""
     configure_at_first_line(settings)
     configure_now()
 
 
 def configure_at_first_line(settings: Settings) -> None:
-    """Configure structlog when the first line is logged, so that a process that logs nothing does not import it."""
+    """Configure the logs of libraries and the handlers of unexpected errors now, and structlog when the first line is
+    logged. So a process that logs nothing does not import structlog.
+    """
     # These libraries log errors that they also raise. The exception handlers log raised errors already.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -90,7 +92,7 @@ def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict")
 
 
 def _on_its_own_line(_: "WrappedLogger", __: str, line: Any) -> str:
-    """The line, which replaces a progress bar on the terminal. The bar is then drawn again below the line."""
+    """Prefix a log line with a code that clears a progress bar on the terminal. The bar reappears below the line."""
     return f"{CLEAR_LINE}{line}"
 
 
@@ -112,7 +114,7 @@ def shortened(text: str) -> str:
 
 @dataclass(slots=True)
 class _EventWindow:
-    """The lines of one event since the time `since`."""
+    """The number of written and suppressed lines of one event since the time `since` (seconds, monotonic)."""
 
     level: Level
     since: float
@@ -121,9 +123,10 @@ class _EventWindow:
 
 
 class RepeatedLog:
-    """Writes at most `MAX_LINES` lines per minute for each event, and counts the others. Not thread-safe.
+    """Writes at most `MAX_LINES` lines per minute for each event, and counts the suppressed lines. Not thread-safe.
 
-    A client can cause the same event thousands of times a second. The text of an event must be a constant.
+    A client can cause the same event thousands of times a second. The text `event` must be a constant, so that equal
+    events are counted together.
     """
 
     def __init__(self, log: Any, now: Callable[[], float] = time.monotonic) -> None:
@@ -133,8 +136,8 @@ class RepeatedLog:
         self._windows: dict[str, _EventWindow] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
-        """Write a line, or count it if its event has too many lines in this window. Truncates the texts of the
-        fields."""
+        """Write a line, or only count the line if its event has too many lines in this window. Truncates the texts in
+        `fields`."""
         self.flush()
         window = self._windows.setdefault(event, _EventWindow(level, self._now()))
         if window.written >= MAX_LINES:
@@ -144,7 +147,7 @@ class RepeatedLog:
         self._log.log(_NUMBERS[level], event, **{name: shortened(value) for name, value in fields.items()})
 
     def flush(self) -> None:
-        """Log the number of suppressed lines of ended windows. Call this regularly."""
+        """Log the number of suppressed lines of each window that has ended. Call this method regularly."""
         now = self._now()
         for event, window in [*self._windows.items()]:
             if now - window.since >= WINDOW_SECONDS:
@@ -167,15 +170,16 @@ def shutdown_event(
     numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
     again: signal.Handlers = signal.SIG_IGN,
 ) -> threading.Event:
-    """Create an event that the first of these signals sets. Call this on the main thread.
+    """Create an event, and set it when the first of the signals arrives. Call this function on the main thread.
 
-    Python runs signal handlers on the main thread, possibly while it has the event's lock inside `wait`. Calling `set`
-    there could deadlock, so a helper thread does it; starting it with `_thread` takes no lock.
+    Python runs signal handlers on the main thread, possibly while the main thread has the event's lock inside `wait`.
+    If a handler called `set`, it could deadlock. So a helper thread calls `set`; `_thread` starts the thread without a
+    lock.
 
     Args:
         on_shutdown: called on the helper thread after the event is set.
         numbers: the signals.
-        again: handler of later signals of the same number.
+        again: the handler of a signal that arrives again.
     """
     shutdown = threading.Event()
 
@@ -196,8 +200,8 @@ def shutdown_event(
 def run_in_thread(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
     """Run `work` in a thread while the block runs.
 
-    `work` must end when `halt` is set; the end of the block sets it. If `work` fails, `halt` is set, and the end of the
-    block raises the error.
+    At its end, the block sets `halt` and waits for `work`, which must then return. If `work` raises an error, `halt` is
+    set at once, and the end of the block raises the error.
     """
     failures = list[BaseException]()
 

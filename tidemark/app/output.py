@@ -1,6 +1,6 @@
 """The output of commands: tables and sentences for people, one JSON object for programs.
 
-On a terminal, the output has colours, fits the width, and has progress bars. In a pipe or a file it has none of these.
+On a terminal, the output has colours and progress bars, and fits the width. A pipe or a file gets plain text.
 """
 
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_CELL_CHARS: Final = 48  # of a cell before the last column
 MIN_CELL_CHARS: Final = 12  # of a cell on a narrow terminal
 CLEAR_LINE: Final = "\r\x1b[K"
-"""What a terminal needs before a line that may replace a progress bar."""
+"""Terminal code that clears the current line, which may show a progress bar."""
 _HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
 _PROBLEM: Final = re.compile(r"problem: |failed ")
 _COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
@@ -36,12 +36,14 @@ def table(
 ) -> list[str]:
     """Align cells in columns. Returns a line for the headings and a line for each row.
 
+    A long cell is cut in the middle. A long cell of the last column is cut at its end, if lines have a maximum width.
+
     Args:
-        headings: one for each column.
+        headings: the heading of each column.
         rows: the cells of each row.
-        right: headings of the columns that are aligned to the right.
-        width: maximum characters of a line; None: the width of the terminal, or no maximum without a terminal. A long
-            cell is cut in the middle. A long cell of the last column is cut at its end, and only if there is a maximum.
+        right: the headings of the columns that are aligned to the right.
+        width: the maximum width of a line in characters; None: the width of the terminal, or no maximum without a
+            terminal.
     """
     width = terminal_width() if width is None else width
     limit = MAX_CELL_CHARS
@@ -68,17 +70,17 @@ def _shorten(cell: str, limit: int) -> str:
 
 
 def terminal_width() -> int | None:
-    """The columns of standard output; None if it is not a terminal."""
+    """The width of the terminal in characters; None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
 
 def printable(text: str) -> str:
-    """Escape characters that are not printable, so that a terminal does not execute untrusted text."""
+    """Escape the characters of `text` that are not printable, so that a terminal does not execute untrusted text."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def sanitize(lines: Iterable[str]) -> str:
-    """The lines in one text, each made `printable`."""
+    """Join the lines to one text. Each line is made `printable` first."""
     return "\n".join(map(printable, lines))
 
 
@@ -103,7 +105,7 @@ def applied_migrations(versions: Sequence[int]) -> str:
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun, such as `record`, `batch` or `entry`."""
+    """The plural of an English noun: `records`, `batches`, `entries`."""
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
@@ -134,12 +136,12 @@ def duration(seconds: float) -> str:
 
 
 def plain(value: "DataclassInstance") -> dict[str, Any]:
-    """The fields of a dataclass as a dict, not converted."""
+    """The fields of a dataclass: name -> value. Values are not converted."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def as_object(value: object) -> str:
-    """The value as indented JSON. msgspec must be able to encode the value."""
+    """Encode a value as indented JSON text. msgspec must be able to encode the value."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
@@ -151,7 +153,9 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def has_colour(stream: TextIO | None = None) -> bool:
-    """Whether to print colours: on a terminal that supports them, unless NO_COLOR is set (no-color.org)."""
+    """Whether to print colours to `stream` (None: standard output): if it is a terminal that supports colours, and
+    NO_COLOR is not set (no-color.org).
+    """
     return (
         _is_terminal(sys.stdout if stream is None else stream)
         and not os.environ.get("NO_COLOR")
@@ -176,13 +180,13 @@ def _colour_line(line: str) -> str:
 
 
 def shows_progress() -> bool:
-    """Whether `progress` shows a bar: standard error is a terminal."""
+    """Whether `progress` shows a bar: if standard error is a terminal."""
     return _is_terminal(sys.stderr)
 
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with rate and remaining time on standard error if it is a terminal.
+    """Show a progress bar with rate and remaining time during the block, if standard error is a terminal.
 
     Args:
         label: the description of the work, such as `reading Kafka`.

@@ -1,5 +1,5 @@
-"""`tidemark relay`: send the appended facts of a service's database to Kafka, create its schema, retire writers, and
-list blocking transactions.
+"""`tidemark relay`: send the appended facts of a service's database to Kafka. Also creates the schema in this database,
+retires writers, and lists blocking transactions.
 """
 
 import threading
@@ -47,7 +47,7 @@ class RelayPlan:
     Attributes:
         dsn: the service's database.
         writer: the writer name of the database; None: the name of the database.
-        metrics: address at which metrics and probes are served; None for none.
+        metrics: the address at which metrics and probes are served; None: serve none.
     """
 
     dsn: Dsn
@@ -56,7 +56,7 @@ class RelayPlan:
 
 
 def run(settings: Settings, plan: RelayPlan) -> None:
-    """Run the relay until SIGTERM or SIGINT. Raises `Stop` if a person must decide."""
+    """Run the relay until SIGTERM or SIGINT. Waits while servers are down. Raises `Stop` if a person must decide."""
     halt = shutdown_event()
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
@@ -88,8 +88,11 @@ def run(settings: Settings, plan: RelayPlan) -> None:
 
 
 def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
-    """Copy the published positions into the database if TIDEMARK_REDIS_URL is set. Returns a function that returns
-    whether all writers of a stream are in this database."""
+    """Start a thread that copies the published positions into the database, if TIDEMARK_REDIS_URL is set. The thread
+    ends with `stack`.
+
+    Returns a predicate: whether all writers of a stream are in this database. Without Redis, always True.
+    """
     if "redis_url" not in settings.model_fields_set:
         return lambda _: True
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - needs redis-py
@@ -100,8 +103,8 @@ def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack
 
 
 def require_facts_topic(settings: Settings) -> None:
-    """Raise `Unavailable` if Kafka does not answer or the facts topic is missing. A missing topic is no permanent
-    error, because the program that creates it may start later."""
+    """Raise `Unavailable` if Kafka does not answer, or if the facts topic is missing. The caller may try again, because
+    the program that creates the topic may start later."""
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
     except TopicMissing as problem:
@@ -110,8 +113,8 @@ def require_facts_topic(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """The health of the relay or of the bridge to Synapse, for probes. `database`: the name of its databases in
-    messages."""
+    """The health of the relay or of the bridge to Synapse, for probes. `database`: words for the databases of the
+    process, in messages."""
 
     metrics: LoopMetrics
     database: str
@@ -126,14 +129,14 @@ class LoopHealth:
         return "the loop does not run" if is_stale else None
 
     def readiness_problem(self) -> str | None:
-        """The reason why the process is not ready. A standby is ready, so that a rolling update can proceed."""
+        """Why the process is not ready; None if it is. A standby is ready, so that a rolling update can proceed."""
         works = http_health.gauge_value(self.metrics.active) or http_health.gauge_value(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCreation:
-    """A stream that `migrate` was asked to create. `created`: it did not exist before."""
+    """A stream that the caller of `migrate` asked for. If `created`, the stream did not exist before."""
 
     stream: str
     created: bool
@@ -144,9 +147,9 @@ class RelayMigration:
     """The result of `migrate`.
 
     Attributes:
-        applied: the versions that were applied now.
+        applied: the versions of the schema that were applied now.
         readers_installed: whether the functions of readers were created or updated.
-        streams: the streams that were asked for.
+        streams: the streams that the caller asked for.
     """
 
     applied: Sequence[int]
@@ -155,7 +158,8 @@ class RelayMigration:
 
 
 def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> RelayMigration:
-    """Create or update the schema and its functions, and create the missing streams. `say` prints a line.
+    """Create or update the schema and its functions, and create the missing streams. Calls `say` with a line of text
+    for each step.
 
     Raises:
         BadSetting: a stream's name is not allowed, or the database is not UTF-8.
@@ -184,7 +188,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
 
 
 def _create_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
-    """Create the stream if it is missing. Returns whether it was missing. Takes no lock if the stream exists."""
+    """Create the stream, or return False if the stream exists. Takes no lock if the stream exists."""
     existing = connection.execute(
         "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
         [name, 1 if direction == "forward" else -1],
@@ -201,7 +205,7 @@ class RetireOrder:
     Attributes:
         writer: the writer to retire.
         stream: the stream; None: all streams of the writer.
-        wait: seconds to try, for each stream.
+        wait: how long to try for each stream, in seconds.
     """
 
     writer: str
@@ -218,7 +222,8 @@ class Retirement:
 
 
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> list[Retirement]:
-    """Retire a writer. The relay sends the RETIRE after all facts of the writer.
+    """Retire a writer in one or all of its streams. The relay sends the RETIRE records later, after all facts of the
+    writer. Calls `say` with a line of text for each stream.
 
     Raises:
         Refused: the writer or the stream does not exist, or the writer is the database itself.
@@ -253,7 +258,7 @@ def _streams_of(session: PostgresSession, writer: str) -> list[str]:
 
 
 def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
-    """Retire a writer in one stream. Returns its last ID, signed."""
+    """Retire a writer in one stream. Returns the ID at which the writer retires, signed."""
     with session.use() as connection:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
@@ -267,7 +272,7 @@ def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
 
 
 def blockers(dsn: str) -> list[OpenTransaction]:
-    """The open transactions that block a stream."""
+    """Read the open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
         return queries.blockers(connection)

@@ -1,4 +1,4 @@
-"""All settings, from environment variables `TIDEMARK_...`. The only module that reads settings from the environment.
+"""All settings, from environment variables `TIDEMARK_...`. No other module reads settings from the environment.
 
 The value of a setting comes from the first of these that exists: the variable; the file that `<variable>_FILE` names
 (only secrets); `stack.env` of the local stack in TIDEMARK_HOME; the default.
@@ -46,11 +46,11 @@ def stack_env() -> Path:
 
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
-    """The exported variables in `stack.env`; empty if the file is missing, unreadable, or in the temporary directory of
-    another user.
+    """Read the exported variables in `stack.env`: name -> value. Empty if the file is missing, unreadable, or in a
+    directory that another user controls.
 
     Args:
-        path: the file; None: that of the stack in TIDEMARK_HOME.
+        path: the path of the file; None: `stack.env` of the stack in TIDEMARK_HOME.
     """
     path = path or stack_env()
     words: list[list[str]] = []
@@ -320,8 +320,8 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """The current value of a secret; None if it is not set. A file of a secret is read again at each call. If the
-        file cannot be read any more, its content at the start of the process is returned."""
+        """The current value of the secret setting `name`; None if the setting is not set. If the secret is in a file,
+        reads the file at each call; if this fails, returns the content at the start of the process."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -331,7 +331,7 @@ class Settings(SidecarSettings, Connections):
 
     @property
     def policy_defaults(self) -> dict[str, int]:
-        """By setting of a policy, the value for streams without a policy."""
+        """The settings of streams without a policy: name of the policy setting -> value."""
         same_name = {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
         return {**same_name, "gap_seconds": self.alert_gap_seconds}
 
@@ -343,7 +343,8 @@ class Settings(SidecarSettings, Connections):
     @model_validator(mode="before")
     @classmethod
     def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Complete the given values from the environment. An empty variable counts as unset."""
+        """Add the values from secret files, the environment and `stack.env` to the given values, which take precedence.
+        An empty variable counts as unset."""
         stack = read_stack_env()
         values: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
@@ -354,7 +355,8 @@ class Settings(SidecarSettings, Connections):
 
 
 def _secret_of_file(name: str, field: FieldInfo) -> str | None:
-    """Read a secret from the file that `TIDEMARK_..._FILE` names, as container platforms provide secrets.
+    """Read a secret from the file that `TIDEMARK_..._FILE` names, as container platforms provide secrets. None if the
+    field is no secret, or if the variable is not set.
 
     Raises:
         BadSetting: the file cannot be read, or the variable is also set directly.
@@ -375,7 +377,7 @@ def _read(secret: Path) -> str:
 
 
 def load() -> Settings:
-    """Load the settings of this process. Raises `BadSetting` for the first wrong setting."""
+    """Load the settings of this process. Raises `BadSetting` about the first wrong setting."""
     try:
         return Settings()
     except ValidationError as error:
@@ -396,7 +398,7 @@ def _bad_setting(error: ValidationError) -> BadSetting:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a field."""
+    """The environment variable of the field `name`."""
     alias = Settings.model_fields[name].validation_alias if name in Settings.model_fields else name
     return str(alias or variable(name))
 
@@ -406,7 +408,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def origin_of(name: str) -> str:
-    """The source of a field's effective value, as text."""
+    """The source of a field's effective value: `environment`, the path of a file, or `default`."""
     variable = variable_of(name)
     if os.environ.get(variable):
         return "environment"
@@ -418,7 +420,7 @@ def origin_of(name: str) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """`TIDEMARK_...` variables that are not settings: misspelled, or for another program."""
+    """The `TIDEMARK_...` variables in the environment that are not settings: misspelled, or for another program."""
     known = USER_VARIABLES | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
@@ -426,7 +428,7 @@ def unknown_variables() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
-    """A setting with its masked value, and the source of the value."""
+    """A setting: its environment variable, its value with masked secrets (None: not set), and the value's source."""
 
     name: str
     value: str | None
@@ -435,7 +437,7 @@ class EffectiveSetting:
 
 @dataclass(frozen=True, slots=True)
 class UnknownVariable:
-    """A `TIDEMARK_...` variable that is not a setting, and the setting with the most similar name."""
+    """A `TIDEMARK_...` variable that is not a setting, and the setting with the most similar name, if any."""
 
     name: str
     similar: str | None

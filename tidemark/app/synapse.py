@@ -1,5 +1,5 @@
-"""`tidemark synapse`: send the facts of Synapse's workers to Kafka, create the bridge's tables, retire workers, and
-list blocking transactions."""
+"""`tidemark synapse`: send the facts of Synapse's workers to Kafka. Also creates the bridge's tables, retires workers,
+and lists blocking transactions."""
 
 import threading
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class BridgePlan:
         server: Synapse's server_name.
         streams: Synapse's names of the streams to send.
         writers: for some of these streams, `stream=worker,worker` with all workers that write to the stream.
-        prefix: prefix of the streams' names in Kafka.
-        metrics: address at which metrics and probes are served; None for none.
+        prefix: the prefix of the streams' names in Kafka.
+        metrics: the address at which metrics and probes are served; None: serve none.
     """
 
     server: str
@@ -51,7 +51,7 @@ class BridgePlan:
     metrics: str | None = None
 
     def bridged(self) -> list[BridgedStream]:
-        """The streams to send. Raises `BadSetting` for a stream that cannot be sent, with the reason."""
+        """The streams to send. Raises `BadSetting` if an argument is wrong or a stream cannot be sent."""
         writers = dict(map(_parse_writers, self.writers))
         for stream in [*self.streams, *writers]:
             if stream in REFUSED:
@@ -79,7 +79,7 @@ def _parse_writers(text: str) -> tuple[str, Sequence[str]]:
 
 
 def run(settings: Settings, plan: BridgePlan) -> None:
-    """Run the bridge until SIGTERM or SIGINT. Raises `Stop` if a person must decide."""
+    """Run the bridge until SIGTERM or SIGINT. Waits while servers are down. Raises `Stop` if a person must decide."""
     streams = plan.bridged()
     dsn, redis = _address(settings), settings.secret("synapse_redis_url")
     if redis is None:
@@ -112,13 +112,15 @@ def run(settings: Settings, plan: BridgePlan) -> None:
 
 
 def _address(settings: Settings) -> str:
+    """The address of Synapse's database. Raises `BadSetting` if the setting is missing."""
     if (dsn := settings.secret("synapse_dsn")) is None:
         raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: give the address of Synapse's own database")
     return dsn
 
 
 def blockers(settings: Settings) -> list[TableWriter]:
-    """The open transactions that write to tables of Synapse's streams and are older than usual, oldest first."""
+    """Read the open transactions that write to tables of Synapse's streams, and have been open for longer than usual.
+    Oldest first."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         return [
@@ -141,7 +143,7 @@ class WorkerRetirement:
     Attributes:
         writer: the worker to retire.
         stream: the stream's name in Kafka; None: all streams of the worker.
-        wait: seconds to try, for each stream.
+        wait: how long to wait for each stream, in seconds.
     """
 
     writer: str
@@ -150,7 +152,8 @@ class WorkerRetirement:
 
 
 def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Say) -> list[Retirement]:
-    """Request that the bridge retires a worker after the bridge has sent all facts of the worker.
+    """Request the retirement of a worker, and wait until the bridge has retired the worker. The bridge first sends all
+    facts of the worker. Calls `say` with a line of text for each stream.
 
     Raises:
         BadSetting: the worker still runs.
@@ -173,7 +176,8 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
 
 
 def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:
-    """The ID at which the bridge has retired the writer. Raises `PrerequisitePending` or `BadSetting`."""
+    """Read the ID at which the bridge has retired the writer. Raises `PrerequisitePending` if the bridge has not
+    retired the writer yet, and `BadSetting` if the worker still runs."""
     with session.use() as connection:
         retired = state.retired_at(connection, writer, stream)
     if retired is None:

@@ -332,7 +332,7 @@ def missed_heartbeat_seconds(source: Source, home: int | None, now: float, readi
 def source_problem(
     source: Source, home: int | None, now: float, reading: ReadStatus | None, *, bridged: bool = False
 ) -> str:
-    """A message if a source is silent or blocked; otherwise an empty text. Arguments as for `missed_heartbeat_seconds`."""
+    """A message if a source is silent or blocked, else an empty text. Arguments as for `missed_heartbeat_seconds`."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
     if (seconds := missed_heartbeat_seconds(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"

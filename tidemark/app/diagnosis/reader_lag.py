@@ -36,8 +36,9 @@ class ReaderStatus:
         stream_linear: the linear position of the stream; None if the stream is not known.
         lag_ids: the number of IDs from `linear` to `stream_linear`; 0 if the reader has read everything; None if one of
             them is None.
-        lag_seconds: seconds since the stream passed the place of the reader; 0 if the reader has read everything; None
-            if `lag_ids` is None, or if the history is too short.
+        lag_seconds: seconds since the stream passed the place of the reader, or since the history begins, if that is
+            shorter; 0 if the reader has read everything; None if `lag_ids` is None, or if the history has no position
+            beyond the place.
         last_commit: when the reader last stored its place.
         copies: the number of connections of copies (processes that run the reader), for all partitions; None if they
             cannot be counted.
@@ -76,16 +77,16 @@ class PositionHistory(Protocol):
         """For each pair (stream, number), count the late completions of the stream with higher numbers."""
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        """When the linear position passed `id`; None if not known. `since`: a time before the linear position passed
-        `id`, if known; it makes the search shorter.
+        """When the linear position passed `id`, or when the history begins, if that is later. None if the history has
+        no position beyond `id`. `since`: a time at which the position was not beyond `id` yet, for a faster search.
         """
 
 
 class PositionSamples:
     """The history of the positions in a database of readers, in memory.
 
-    `linear_positions` adds a sample for each stream whose position has moved since the last call. If a position was
-    passed before the first call, `passed_at` returns the time of the first call.
+    `linear_positions` adds a sample for each stream whose position has moved since the last call. The history of a
+    stream begins with the first sample.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -222,7 +223,7 @@ class ReaderLag:
         )
 
     def _since(self, stored: StoredPlace) -> datetime | None:
-        """When the stream passed the reader's place; None if not known. Caches the time."""
+        """When the stream passed the reader's place, as `PositionHistory.passed_at`. Caches the time."""
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]

@@ -327,7 +327,7 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 @dataclass(frozen=True)
 class HandshakesConfig:
-    """Limits of TLS handshakes: the largest number of concurrent handshakes, and the longest duration of a handshake."""
+    """Limits of TLS handshakes: the largest number of concurrent handshakes, and the longest duration of each one."""
 
     max_open: int = 1000
     timeout_seconds: float = 5.0

@@ -39,15 +39,19 @@ class Home:
 
     @property
     def jars(self) -> Path:
+        """The directory of downloaded jars."""
         return self._directory("jars")
 
     def data(self, name: str) -> Path:
+        """The data directory of the process `name`."""
         return self._directory("data", name)
 
     def log(self, name: str) -> Path:
+        """The path of the log file of the process `name`."""
         return self._directory("log") / f"{name}.log"
 
     def pid(self, name: str) -> Path:
+        """The path of the pid file of the process `name`."""
         return self._directory("run") / f"{name}.pid"
 
     @property

@@ -45,8 +45,8 @@ _port_counter = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server ended during its start or did not answer. `cause` is the server's own message and the path of its
-    log."""
+    """A server ended during its start, or did not answer. `cause`: the server's own message, and the path of the
+    server's log."""
 
     def __init__(self, name: str, problem: str, cause: str) -> None:
         super().__init__(f"{name} did not start: {problem}: {cause}")
@@ -84,7 +84,7 @@ class ServerProcess(ABC):
         """Create the files that the process needs, such as formatted storage. Called before each start."""
 
     def environment(self) -> Mapping[str, str]:
-        """The complete environment of the process; it does not inherit the environment of this process."""
+        """The complete environment of the process. The process does not inherit the environment of this process."""
         return server_environment()
 
     def waits_for(self) -> str:
@@ -92,7 +92,15 @@ class ServerProcess(ABC):
         return f"an answer from {LOOPBACK}:{self.port}"
 
     def run_preparation(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Run a command for `prepare`, with its output in the log. Raises `StartFailed`."""
+        """Run a command for `prepare` until it ends, with its output in the log of the server.
+
+        Args:
+            command: the command line.
+            environment: the complete environment; None: the environment of the server.
+
+        Raises:
+            StartFailed: the exit code was not 0.
+        """
         with self.home.log(self.name).open("ab") as log:
             self._log_begin = log.tell()
             result = subprocess.run(
@@ -117,7 +125,7 @@ class ServerProcess(ABC):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of the last process; None while it runs and before the first start."""
+        """The exit code of the last process; None while the process runs, and before the first start."""
         code: int | None = self._process.poll() if self._process else None
         return code
 
@@ -135,7 +143,7 @@ class ServerProcess(ABC):
             raise
 
     def spawn(self) -> None:
-        """Start the process without waiting for an answer, unless it runs already."""
+        """Prepare and start the process without waiting for an answer. Does nothing if the process runs already."""
         if self.running:
             return
         self.prepare()
@@ -169,7 +177,7 @@ class ServerProcess(ABC):
             time.sleep(_POLL_SECONDS)
 
     def stop(self, seconds: float = 20.0) -> None:
-        """Stop the process. Kill it if it has not ended after `seconds`."""
+        """Stop the process, and wait until it has ended. Kills the process if it has not ended after `seconds`."""
         if self._process is not None:
             end_process(self._process, self.stop_signal, seconds)
         self.home.pid(self.name).unlink(missing_ok=True)
@@ -181,7 +189,9 @@ class ServerProcess(ABC):
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def end_leftover(self) -> int | None:
-        """Stop a process that an earlier stack in this directory left running. Returns its ID, or None."""
+        """Stop the process of this server that an earlier stack in this directory left running. Returns the process ID,
+        or None if no process was left.
+        """
         process = process_of(self.home, self.name)
         if process is not None:
             end_process(process, self.stop_signal, seconds=20)
@@ -189,7 +199,7 @@ class ServerProcess(ABC):
         return None if process is None else process.pid
 
     def failure(self) -> str:
-        """The message of the last process about its failure, and the path of its log."""
+        """The message with which the last process explained its failure, and the path of the log."""
         path = self.home.log(self.name)
         with path.open("rb") as log:
             log.seek(self._log_begin)
@@ -197,13 +207,15 @@ class ServerProcess(ABC):
         return f"{cause or 'it wrote nothing'}; its log: {path}"
 
     def log_tail(self, lines: int = 3) -> str:
-        """The last lines of the log in one line."""
+        """The last `lines` lines of the log, joined to one line."""
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
 
 
 class ActivityMonitor:
-    """Detects activity of a process: its log grows, or the process and its children use CPU time."""
+    """Detects whether a process is active: its log grows, or the process and its children use CPU time. The arguments
+    `now` are seconds of a monotonic clock.
+    """
 
     def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
         self._process = process
@@ -224,7 +236,7 @@ class ActivityMonitor:
         return now - self._active_at
 
     def _new_cpu_seconds(self) -> float:
-        """CPU time since the last check, of the process and its children."""
+        """The CPU time that the process and its children have used since the last call, in seconds."""
         total = 0.0
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
@@ -238,14 +250,14 @@ class ActivityMonitor:
 
 
 def fair_share() -> float:
-    """The share of a core that each runnable process gets now, from the load average. Less than 1 on a busy machine."""
+    """The share of a core that each runnable process gets now, from 0 to 1. Estimated from the load average."""
     return min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 1.0))
 
 
 def process_of(home: Home, name: str) -> psutil.Process | None:
-    """The running process of a server, found by its pid file; None if it does not run.
+    """Find the running process of a server by its pid file; None if the server does not run.
 
-    A process that started after the pid file was written is a different process with the same ID.
+    A process that started after the pid file was written is ignored: it is another process with the same ID.
     """
     path = home.pid(name)
     try:
@@ -256,7 +268,9 @@ def process_of(home: Home, name: str) -> psutil.Process | None:
 
 
 def end_process(process: psutil.Process, number: signal.Signals, seconds: float) -> None:
-    """Send a signal to the process, wait up to `seconds`, then kill it and its children if they still run."""
+    """Send a signal to the process, and wait up to `seconds` for its end. Then kill the process and its children if
+    they still run.
+    """
     try:
         family = [process, *process.children(recursive=True)]
         process.send_signal(number)
@@ -274,9 +288,9 @@ def end_process(process: psutil.Process, number: signal.Signals, seconds: float)
 def free_port() -> int:
     """Find a free TCP port of the loopback address.
 
-    The port is below the range of ephemeral ports: an outgoing connection could take an ephemeral port while its server
-    restarts. Each process starts its search at another port, so that processes that start servers at the same time
-    choose different ports.
+    The port is below the range of ephemeral ports, because an outgoing connection could take an ephemeral port while
+    its server restarts. Each process starts its search at another port, so that processes that start servers at the
+    same time choose different ports.
     """
     while True:
         port = _MIN_PORT + (os.getpid() * _PORT_STRIDE + next(_port_counter)) % (_FIRST_EPHEMERAL_PORT - _MIN_PORT)
@@ -285,7 +299,7 @@ def free_port() -> int:
 
 
 def port_problem(port: int) -> str | None:
-    """The reason why a port cannot be used; None if it is free."""
+    """The reason why a port of the loopback address cannot be used; None if the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
         try:
@@ -296,7 +310,7 @@ def port_problem(port: int) -> str | None:
 
 
 def listens(port: int) -> bool:
-    """Whether a process accepts connections at the port."""
+    """Whether a process accepts connections at a port of the loopback address."""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0
@@ -323,8 +337,12 @@ class KafkaServer(ServerProcess):
     name: ClassVar[str] = "kafka"
 
     def __init__(self, home: Home, port: int, *, java: str, jars: Path) -> None:
-        """`port` is the port for clients, `java` the path of the Java program, `jars` the folder of the broker's
-        jars."""
+        """
+        Args:
+            home: the directory of the stack.
+            port: the port for clients.
+            java: the path of the Java program.
+            jars: the folder of the broker's jars."""
         super().__init__(home, port)
         self._java = java
         self._jars = jars
@@ -450,8 +468,8 @@ class PipelineProcess(_TidemarkProcess):
         return readiness_problem(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether the pipeline reads and publishes. While it waits for a server or the lease, it serves HTTP but is not
-        ready."""
+        """Whether the pipeline reads and publishes. False while the pipeline waits for a server or the lease, although
+        it serves HTTP then."""
         try:
             with _HTTP.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
@@ -460,7 +478,7 @@ class PipelineProcess(_TidemarkProcess):
 
 
 def readiness_problem(url: str) -> str:
-    """What a process of Tidemark waits for, from /readyz; empty if the process is ready or does not answer."""
+    """Read from `url`/readyz what a process of Tidemark waits for. Empty if the process is ready or does not answer."""
     try:
         with _HTTP.open(f"{url}/readyz", timeout=1):
             return ""
@@ -539,7 +557,13 @@ class PaymentsProcess(ServerProcess):
     name: ClassVar[str] = "payments"
 
     def __init__(self, home: Home, variables: Mapping[str, str], *, java: str, jars: Path) -> None:
-        """`variables` contain the address of its database; `jars` is the folder of the JDBC driver."""
+        """
+        Args:
+            home: the directory of the stack.
+            variables: environment variables with the address of the service's database.
+            java: the path of the Java program.
+            jars: the folder of the JDBC driver.
+        """
         super().__init__(home, 0)
         self._variables = variables
         self._java = java

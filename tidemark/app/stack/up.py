@@ -1,4 +1,4 @@
-"""The local stack: its processes, their ports, the settings to connect to them, and their supervisor.
+"""The local stack: its processes and their ports, the settings with which programs use the stack, and a supervisor.
 
 The jars of the local broker and of the demo are downloaded once, with the Ivy that pyspark contains. The download needs
 neither Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin the versions of the jars.
@@ -60,9 +60,13 @@ JDBC = "jdbc"
 
 @dataclass(frozen=True, slots=True)
 class JarList:
-    """An Ivy file, and its configurations. Each configuration becomes a folder of jars.
+    """The jars that an Ivy file describes. Ivy first looks up the modules, then downloads the jars.
 
-    Ivy first looks up `modules`, then downloads `jars`. The counts are for progress bars.
+    Attributes:
+        description: the Ivy file.
+        configurations: the configurations in the Ivy file. Each configuration becomes a folder of jars.
+        modules: the number of modules, for the progress bar.
+        jars: the number of jars, for the progress bar.
     """
 
     description: Traversable
@@ -95,11 +99,11 @@ def fetch_jars(
     May be repeated after an interruption. If another process downloads into `directory`, waits for that process.
 
     Args:
-        directory: each configuration of `jar_list` becomes a folder below it.
+        directory: the directory in which each configuration of `jar_list` becomes a folder.
         java: the path of the Java program.
         say: called with each problem, and with the name of each jar if no progress bar shows it.
         jar_list: the jars.
-        environment: of Ivy; None inherits the environment of this process.
+        environment: the environment of Ivy; None: the environment of this process.
 
     Raises:
         JarsUnavailable: the download failed.
@@ -139,7 +143,7 @@ def _is_complete(directory: Path, jar_list: JarList) -> bool:
 
 
 def _marker(directory: Path, jar_list: JarList) -> Path:
-    """The file with the hash of the Ivy file whose jars were downloaded completely."""
+    """The path of the marker file. It contains the hash of the Ivy file, and exists if all jars were downloaded."""
     return (directory / jar_list.description.name).with_suffix(".sha256")
 
 
@@ -172,8 +176,8 @@ def _run_ivy(
 
 
 class _DownloadProgress:
-    """The progress of Ivy: a bar over the modules that it looks up, then a bar over the jars that it downloads. Without
-    a terminal, the name of each."""
+    """Shows the progress of Ivy: a bar for the modules that Ivy looks up, then a bar for the jars that Ivy downloads.
+    Without a terminal, reports the name of each module and jar through `say`."""
 
     def __init__(self, jar_list: JarList, say: Callable[[str], None]) -> None:
         self._jar_list = jar_list
@@ -207,7 +211,8 @@ class _DownloadProgress:
 
 
 def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgress) -> str | None:
-    """Report the progress of a running Ivy. Returns None if all jars were downloaded, otherwise the problem."""
+    """Report the progress of a running Ivy until Ivy ends, or receives no data for `STALL_SECONDS`. Returns None if all
+    jars were downloaded, otherwise the problem."""
     problem, rest = "no reason given", ""
     received, last = -1, time.monotonic()
     with log.open(errors="replace") as output:
@@ -233,7 +238,7 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgre
 
 
 def _ivy() -> Path:
-    """The path of the jar of Ivy in pyspark. pyspark is not imported, because that takes a second."""
+    """Find the jar of Ivy in pyspark, without importing pyspark, which takes a second."""
     spec = find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None
@@ -254,8 +259,8 @@ class PortTaken(Stop):
 
 
 class LocalStack:
-    """The processes of a stack. The constructor starts no process. It replaces a port of 0 in `settings` by a free
-    port."""
+    """Creates the processes of a stack, with consistent ports and settings. Starts no process. If a port in `settings`
+    is 0, selects a free port."""
 
     def __init__(self, home: Home, settings: Settings, java: str) -> None:
         self.home = home
@@ -301,7 +306,7 @@ class LocalStack:
                 raise PortTaken(name, port, problem)
 
     def variables(self) -> Mapping[str, str]:
-        """The settings with which programs use the stack, by environment variable."""
+        """The settings with which programs use the stack: environment variable -> value."""
         return {
             "TIDEMARK_HOME": str(self.home.root),
             "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
@@ -323,12 +328,14 @@ class LocalStack:
         }
 
     def _process_variables(self) -> Mapping[str, str]:
-        """The settings of a process of the stack. Other settings of servers are empty: an empty variable
-        overrides the value in the user's shell."""
+        """The settings of a process of the stack: environment variable -> value. Settings of other servers are empty,
+        because an empty variable overrides the value in the user's shell."""
         return {**dict.fromkeys(_server_variables(), ""), **self.variables()}
 
     def write_stack_env(self) -> Path:
-        """Write a file that a shell can source. Only its owner may read it, because it has the password of Postgres."""
+        """Write `stack.env`, which a shell can source, and return its path. The file contains the password of Postgres,
+        so only its owner may read it.
+        """
         path = self.home.stack_env
         variables = {**self.variables(), **self.postgres.libpq}
         other_names = [
@@ -340,7 +347,7 @@ class LocalStack:
 
 
 def _server_variables() -> list[str]:
-    """The environment variables of the settings that point to servers: addresses, passwords, certificates."""
+    """The names of the environment variables with addresses, passwords and certificates of servers."""
     excluded = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
     names = [name for name in Connections.model_fields if name not in excluded and not name.endswith("_topic")]
     return [*map(variable, names), variable("checkpoint_store")]
@@ -376,6 +383,7 @@ class Supervisor:
         self._supervised = [_SupervisedServer(server, started_at=self.now()) for server in self.servers]
 
     def tick(self) -> None:
+        """Start the processes that ended and whose pause is over, and report what has changed since the last call."""
         for process in self._supervised:
             if process.server.running:
                 self._report_answer(process)
