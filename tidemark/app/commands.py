@@ -68,7 +68,7 @@ class CommandGroup(OurCommand, click.Group):
 
     def error_text(self, ctx: click.Context, error: TidemarkError) -> str:
         """The error in one line."""
-        return (without_stack(error) if isinstance(error, Refused | Unavailable) else None) or one_line(error)
+        return (local_stack_hint(error) if isinstance(error, Refused | Unavailable) else None) or one_line(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -86,7 +86,7 @@ class CommandGroup(OurCommand, click.Group):
             raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
-def without_stack(error: Unavailable | Refused) -> str | None:
+def local_stack_hint(error: Unavailable | Refused) -> str | None:
     """The text of an error, with a hint to start the local stack; None if the server is not of a local stack.
 
     A server counts as a server of a local stack if its address is the default. It also counts if its address is from
@@ -240,7 +240,7 @@ def plain_text(_: click.Context, param: click.Parameter, text: str) -> str:
 
 
 CHECK_FAILED: Final = 3  # exit code of --check
-NOT_SEEN: Final = 3  # exit code if the effect of an override was not confirmed in time
+EFFECT_NOT_CONFIRMED: Final = 3  # exit code if the effect of an override was not confirmed in time
 MAX_ID: Final = 2**63 - 1
 
 _CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [

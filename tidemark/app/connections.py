@@ -97,7 +97,7 @@ def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Maskable:
     """Marks a setting with a secret address that may be shown after its passwords are masked. If `web`, only scheme and
     host may be shown, because the other parts of the URL may contain a key."""
 
@@ -112,11 +112,11 @@ def _check_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
     return None if secret is None else _check_redis_url(secret)
 
 
-WebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Shown(web=True)]
-PostgresDsn = Annotated[SecretStr, AfterValidator(_check_conninfo), Shown()]
-RedisUrl = Annotated[SecretStr, AfterValidator(_check_redis_url), Shown()]
-OtherDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Shown()]
-OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Shown()]
+WebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Maskable(web=True)]
+PostgresDsn = Annotated[SecretStr, AfterValidator(_check_conninfo), Maskable()]
+RedisUrl = Annotated[SecretStr, AfterValidator(_check_redis_url), Maskable()]
+OtherDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Maskable()]
+OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Maskable()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_check_host_port)]

@@ -200,7 +200,7 @@ class PositionFollower:
             read_at = -FULL_READ_SECONDS
             while not self._halt.is_set():
                 self._metrics.heartbeat.set_to_current_time()
-                moved = _moved(pubsub)
+                moved = _receive_moved_streams(pubsub)
                 self._is_full_read = time.monotonic() - read_at >= FULL_READ_SECONDS
                 if self._is_full_read:
                     read_at = time.monotonic()
@@ -222,7 +222,7 @@ class PositionFollower:
             for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
                 keys = read_reply(request, send_request(client, request))
-                if self._decide_source(stream, keys) and (move := self._move(stream, keys)) is not None:
+                if self._decide_source(stream, keys) and (move := self._next_update(stream, keys)) is not None:
                     moves[stream] = move
             if moves:
                 reader_database.publish(self._session, moves)
@@ -279,7 +279,7 @@ class PositionFollower:
             for event in self._events(stream, Place(known.linear, {}, keys.late, is_settled=True))
         )
 
-    def _move(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
+    def _next_update(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
         """Remember the published positions of a stream, and return the update for the database. None if the positions
         have not changed since the last call."""
         assert keys.linear is not None
@@ -343,7 +343,7 @@ def run(
         PositionFollower(settings.redis, dsn, halt, streams, history, follow_metrics).run()
 
 
-def _moved(pubsub: object) -> set[str]:
+def _receive_moved_streams(pubsub: object) -> set[str]:
     """Receive notifications, and return the streams that they name. Waits at most 50 ms for the first message, then
     takes the messages that have arrived, for at most 60 ms in all."""
     moved, wait = set[str](), 0.05

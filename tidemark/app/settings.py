@@ -26,8 +26,8 @@ from tidemark.app.connections import (
     AnyPort,
     Connections,
     HostPort,
+    Maskable,
     Positive,
-    Shown,
     masked,
     masked_url,
     require_both,
@@ -47,7 +47,7 @@ def stack_env() -> Path:
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
     """Read the exported variables in `stack.env`: name -> value. Empty if the file is missing, unreadable, or in a
-    directory that another user controls.
+    temporary directory of another user.
 
     Args:
         path: the path of the file; None: `stack.env` of the stack in TIDEMARK_HOME.
@@ -476,7 +476,9 @@ def _shown(name: str, value: Any) -> str | None:
         case None:
             return None
         case SecretStr():
-            shown = [constraint for constraint in Settings.model_fields[name].metadata if isinstance(constraint, Shown)]
+            shown = [
+                constraint for constraint in Settings.model_fields[name].metadata if isinstance(constraint, Maskable)
+            ]
             if not shown:
                 return "***"
             return (masked_url if shown[0].web else masked)(value.get_secret_value())

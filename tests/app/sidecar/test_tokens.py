@@ -32,10 +32,10 @@ def path(tmp_path: Path) -> Path:
 def test_each_listed_token_opens(path: Path, clock: Clock) -> None:
     """Several tokens count at once, so that they can be rotated; everything else stays outside."""
     tokens = Tokens(path, clock)
-    assert tokens.allow("Bearer one")
-    assert tokens.allow("bearer two")
+    assert tokens.is_authorized("Bearer one")
+    assert tokens.is_authorized("bearer two")
     for wrong in (None, "", "Bearer", "Bearer ", "Bearer three", "Basic one", "one", "Bearer # of the dashboards"):
-        assert not tokens.allow(wrong)
+        assert not tokens.is_authorized(wrong)
 
 
 def test_changed_file_counts_without_a_restart(path: Path, clock: Clock) -> None:
@@ -43,12 +43,12 @@ def test_changed_file_counts_without_a_restart(path: Path, clock: Clock) -> None
     tokens = Tokens(path, clock)
     path.write_text("three\n")
     clock.now += CHECK_INTERVAL_SECONDS
-    assert not tokens.allow("Bearer one")
-    assert tokens.allow("Bearer three")
+    assert not tokens.is_authorized("Bearer one")
+    assert tokens.is_authorized("Bearer three")
     (path.parent / "new").write_text("fours\n")
     (path.parent / "new").rename(path)
     clock.now += CHECK_INTERVAL_SECONDS
-    assert tokens.allow("Bearer fours")
+    assert tokens.is_authorized("Bearer fours")
 
 
 def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
@@ -56,8 +56,8 @@ def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
     tokens = Tokens(path, clock)
     path.unlink()
     clock.now += CHECK_INTERVAL_SECONDS
-    assert tokens.allow("Bearer one")
-    assert not tokens.allow("Bearer three")
+    assert tokens.is_authorized("Bearer one")
+    assert not tokens.is_authorized("Bearer three")
 
 
 def test_file_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
@@ -70,4 +70,4 @@ def test_empty_file_lets_nobody_in(path: Path, clock: Clock) -> None:
     """No token in the file means nobody, never everybody."""
     path.write_text("# none yet\n")
     os.utime(path)
-    assert not Tokens(path, clock).allow("Bearer ")
+    assert not Tokens(path, clock).is_authorized("Bearer ")

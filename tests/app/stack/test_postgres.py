@@ -49,7 +49,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
             replica.fall_behind()
         ask(origin, f"insert into kept values ({n})")
         replica.promote()
-        replica.succeed()
+        replica.replace_origin()
         origin.start()
         assert ask(origin, "select n from kept") == [(1,)]
         histories.append(ask(origin, HISTORY))
@@ -66,7 +66,7 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
     ask(origin, "insert into kept values (1)")
     replica.start()
     assert ask(replica, "select n from kept") == []
-    replica.succeed()
+    replica.replace_origin()
     origin.start()
     assert (ask(origin, "select n from kept"), ask(origin, HISTORY)) == ([], before)
 
@@ -81,7 +81,7 @@ def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin
         postmaster = process_of(origin.home, origin.name)
         assert postmaster is not None
         postmaster.kill()
-        replica.succeed()
+        replica.replace_origin()
         with pytest.raises(psycopg.OperationalError):
             session.execute("select 1")
     origin.start()

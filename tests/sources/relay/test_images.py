@@ -157,7 +157,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     reached = relayed.core.line
     relayed.close()
     standby.promote()
-    standby.succeed()
+    standby.replace_origin()
     server.start()
     relayed.restart()
     again = relayed.append(6)
@@ -210,7 +210,7 @@ def test_readers_in_the_database_of_a_promoted_standby(server: PostgresServer, s
     relayed.close()
     read.restart()
     standby.promote()
-    standby.succeed()
+    standby.replace_origin()
     server.start()
     relayed.restart()
     relayed.append(6)

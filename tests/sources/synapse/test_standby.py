@@ -112,7 +112,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         assert reached == lost[-1]
         bridged.synapse.close()
         standby.promote()
-        standby.succeed()
+        standby.replace_origin()
         server.start()
         bridged.reconnect()
         again = [*bridged.write(5), *bridged.write(36)]

@@ -51,7 +51,7 @@ class PipelineCondition:
     bootstrap: str = "HOST:9092"
 
     @property
-    def records(self) -> int:
+    def unread_records(self) -> int:
         """The number of unread records in all partitions; 0 if not known."""
         return sum(self.waiting.values()) if self.waiting else 0
 
@@ -77,9 +77,9 @@ class PipelineCondition:
         if (
             condition.seconds_since_batch is not None
             and condition.seconds_since_batch > MAX_QUIET_SECONDS
-            and self.records > 0
+            and self.unread_records > 0
         ):
-            lag = count(self.records, "record")
+            lag = count(self.unread_records, "record")
             problems.append(f"no batch for {duration(condition.seconds_since_batch)}, although the Kafka lag is {lag}")
         problems += [self._transaction_message(lag) for lag in condition.lagging if lag.blocked_offset is not None]
         return problems
@@ -108,7 +108,7 @@ class PipelineCondition:
             if condition.seconds_since_batch is None
             else f"last batch {duration(condition.seconds_since_batch)} ago"
         )
-        lag = "unknown" if self.waiting is None else count(self.records, "record")
+        lag = "unknown" if self.waiting is None else count(self.unread_records, "record")
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
     def lines(self, now: datetime) -> list[str]:
@@ -129,7 +129,7 @@ class PipelineCondition:
             "last_batch_seconds": None
             if condition.seconds_since_batch is None
             else round(condition.seconds_since_batch, 1),
-            "records_waiting": None if self.waiting is None else self.records,
+            "records_waiting": None if self.waiting is None else self.unread_records,
             "lagging_partitions": [
                 {
                     "topic": lag.topic,

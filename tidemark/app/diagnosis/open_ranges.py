@@ -242,11 +242,11 @@ def find_open_ranges(
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
-        ranges = [*_of_stream(name, stream, now, silent_after_seconds(policies, name), reading)]
-        ranges += _sources(name, stream, now, reading, {open_range.writer for open_range in ranges})
-        of_stream = [_fenced(span) if (name, span.writer, span.epoch) in begun else span for span in ranges]
+        ranges = [*_stream_ranges(name, stream, now, silent_after_seconds(policies, name), reading)]
+        ranges += _source_ranges(name, stream, now, reading, {open_range.writer for open_range in ranges})
+        of_stream = [_as_fenced(span) if (name, span.writer, span.epoch) in begun else span for span in ranges]
         if name in bridged:
-            of_stream = of_stream or [*_open(name, stream)]
+            of_stream = of_stream or [*_transaction_ranges(name, stream)]
         of_stream = [_with_remedy(span, stream, bridged=name in bridged) for span in of_stream]
         open_ranges += sorted(
             of_stream, key=lambda span: (span.since is not None, span.since, span.writer, abs(span.low or 0))
@@ -276,16 +276,16 @@ def silent_after_seconds(policies: Policies, stream: str) -> float:
     return policies.value(stream, "silent_seconds") or 0
 
 
-def _of_stream(
+def _stream_ranges(
     name: str, stream: StreamState, now: float, silent: float, reading: ReadStatus | None
 ) -> Iterator[OpenRange]:
     lag = linear_lag(stream)
     stream.writers.decode_waiting()
     for (writer, epoch), unjoined in stream.unjoined.items():
-        yield _unknown(name, stream, writer, epoch, unjoined)
+        yield _unjoined_range(name, stream, writer, epoch, unjoined)
     with_gaps = {writer: known for writer, known in stream.writers.decoded.items() if known.chain.pending}
     for writer, known in with_gaps.items():
-        yield from _gaps(
+        yield from _gap_ranges(
             name, stream, writer, known, writer_verdict(stream, writer, known.last_seen, now, silent, reading)
         )
     for blocker in lag.blockers if lag else ():
@@ -361,7 +361,7 @@ def source_problems(
                     yield f"{name}: {text}"
 
 
-def _sources(
+def _source_ranges(
     name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
     """An open range for each silent or blocked source, because facts of the source may be unsent. Leaves out the
@@ -386,7 +386,7 @@ def _sources(
         )
 
 
-def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
+def _transaction_ranges(name: str, stream: StreamState) -> Iterator[OpenRange]:
     """An open range for each writer of a bridge's stream with a reported transaction. The writer has no gap, because a
     bridge sends nothing beyond an open ID."""
     for writer, transactions in stream.transactions.items():
@@ -415,11 +415,11 @@ def _with_remedy(span: OpenRange, stream: StreamState, *, bridged: bool) -> Open
     return replace(span, advice=proposed.advice, verb=proposed.command)
 
 
-def _fenced(span: OpenRange) -> OpenRange:
+def _as_fenced(span: OpenRange) -> OpenRange:
     return replace(span, verdict="fenced") if span.verdict == "silent" else span
 
 
-def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, state: Verdict) -> Iterator[OpenRange]:
+def _gap_ranges(name: str, stream: StreamState, writer: str, known: WriterState, state: Verdict) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
     seen = last_seen(known.last_seen)
     waiting = known.chain.pending_edges
@@ -441,7 +441,7 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, state
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
 
 
-def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: UnjoinedWriter) -> OpenRange:
+def _unjoined_range(name: str, stream: StreamState, writer: str, epoch: int, unjoined: UnjoinedWriter) -> OpenRange:
     chain = unjoined.chain
     waiting = chain.pending_edges
     facts = sum(span.evidence.facts for span in chain.pending)

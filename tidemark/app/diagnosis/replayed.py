@@ -89,7 +89,7 @@ class Replayed:
         )
 
 
-def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
+def group_messages_by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
     """Group records by stream, in order. If key and value of a record name different streams, the record is in both
     groups: the pipeline rejected the record, and may have counted it for either stream."""
     streams: dict[str, list[RecordedMessage]] = defaultdict(list)
@@ -143,13 +143,13 @@ class SeedWriter:
     """The state of a writer after a batch, according to the history.
 
     Attributes:
-        later: whether only later batches name the writer. Then `epoch` may be later than the epoch after the batch.
+        is_named_later: whether only later batches name the writer. Then `epoch` may be a later epoch.
     """
 
     writer: str
     epoch: int
     position: int
-    later: bool
+    is_named_later: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class ReplayStart:
     highest: int
     joining: Mapping[str, int]
 
-    def has_linear(self, now: Replayed) -> bool:
+    def is_linear_comparable(self, now: Replayed) -> bool:
         """Whether the linear position of the replay can be compared. True if the linear position of `now` has reached
         `highest`, and each writer of `joining` has moved."""
         return not beyond(self.highest, now.linear) and all(
@@ -220,10 +220,10 @@ def _start_after(
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
     for writer in _writers_at(past, uncompared):
-        if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
+        if writer.is_named_later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
-        joins_later = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
+        joins_later = writer.is_named_later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
         epoch = writer.epoch - 1 if joins_later and writer.epoch else writer.epoch
         joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
         first = first_records.get(writer.writer)
@@ -255,7 +255,7 @@ def _writers_at(past: StreamBatches, uncompared: int) -> Iterator[SeedWriter]:
             later.setdefault(move.writer, (move.epoch, move.prev))
     for writer, position in past.positions.items():
         if writer in before:
-            yield SeedWriter(writer, before[writer].epoch, before[writer].id, later=False)
+            yield SeedWriter(writer, before[writer].epoch, before[writer].id, is_named_later=False)
         else:
             epoch, at = later.get(writer, (past.epochs[writer], position))
-            yield SeedWriter(writer, epoch, at, later=True)
+            yield SeedWriter(writer, epoch, at, is_named_later=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import click
 import msgspec
 
-from tidemark.app.serving.tls_listener import CA
+from tidemark.app.serving.tls_listener import CA_VARIABLE
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.streaming.wire.line_protocol import (
@@ -92,7 +92,7 @@ class WrongServer(Stop):
 
 class CertificateRefused(Stop):
     def __init__(self, address: str, problem: str) -> None:
-        super().__init__(f"the certificate of {address} is not valid ({problem}): check {CA} and the address")
+        super().__init__(f"the certificate of {address} is not valid ({problem}): check {CA_VARIABLE} and the address")
 
 
 class LinesClient:

@@ -107,7 +107,7 @@ class UnannouncedRows:
             case records.Join():
                 self._join(record)
             case records.Retire():
-                self._settle(record.id, record.epoch)
+                self._add_empty_edges(record.id, record.epoch)
 
     def find_facts(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
         """Find the facts of an advance, in order. The facts stay in the buffer until `remove_up_to`. The caller has
@@ -177,9 +177,9 @@ class UnannouncedRows:
             if edge.epoch < join.epoch and beyond(edge.id, join.id):
                 self._drop_edge(prev)  # the database of the writer was restored to an earlier state
         if not join.unseen:
-            self._settle(join.id, join.epoch)
+            self._add_empty_edges(join.id, join.epoch)
 
-    def _settle(self, upto: int, epoch: int) -> None:
+    def _add_empty_edges(self, upto: int, epoch: int) -> None:
         """Add empty edges for the open IDs up to `upto`."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):

@@ -91,7 +91,7 @@ class Follower:
             listener.put(self._stream, self._started)
         self.listeners.add(listener)
 
-    def has_reached(self, known: KnownPositions | StreamChange) -> bool:
+    def check_reached(self, known: KnownPositions | StreamChange) -> bool:
         """Trigger another read if the follower is not at or beyond the `known` positions. Returns whether it is."""
         place = self._place
         if place is not None and known.is_reached_by(place.linear, place.positions, place.late):
@@ -282,7 +282,7 @@ class Followers:
             if followed and began >= due:
                 for stream, known in (await self._snapshots.known_positions(followed)).items():
                     if stream in self._followers:
-                        self._followers[stream].has_reached(known)
+                        self._followers[stream].check_reached(known)
                 due = began + PAUSE_FACTOR * (time.monotonic() - began)
             if followed:
                 with suppress(Unavailable, Refused, SchemaMismatch):
@@ -314,7 +314,7 @@ class Followers:
         return {
             stream: moved
             for stream, moved in changes.streams.items()
-            if stream in self._followers and not self._followers[stream].has_reached(moved)
+            if stream in self._followers and not self._followers[stream].check_reached(moved)
         }
 
     def _send_watermark(self, changes: ChangesSince) -> None:
@@ -325,7 +325,7 @@ class Followers:
                 listener
                 for follower in self._followers.values()
                 for listener in follower.listeners
-                if listener.wants_watermarks
+                if listener.receives_watermarks
             }:
                 listener.put("", Watermark(changes.mark))
 

@@ -156,7 +156,7 @@ class Snapshots:
         self._now = now
         self._position_reads = ReadCoalescer(self._read_positions)
         self._details_reads = ReadCoalescer(self._read_details)
-        self._postgres_reads = ReadCoalescer(self._compare_stored)
+        self._postgres_reads = ReadCoalescer(self._read_for_comparison)
         self._compared_at: dict[str, float] = {}
         self._divergence = DivergenceDetector()
         self._details: dict[str, tuple[Details, float]] = {}
@@ -275,7 +275,7 @@ class Snapshots:
             for name, positions in stored.items()
         }
 
-    async def _compare_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
+    async def _read_for_comparison(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
         """Read the positions in Postgres, merge them into the answered positions, and compare them with Redis."""
         self._compared_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):

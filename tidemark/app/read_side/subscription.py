@@ -89,7 +89,7 @@ class Listener:
     Attributes:
         disconnect_signal: done when the listener must end, because it was too slow, its follower failed, or its slot
             went to another client. No more items follow.
-        wants_watermarks: whether the listener gets `Watermark` items.
+        receives_watermarks: whether the listener gets `Watermark` items.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Listener:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.wants_watermarks = False
+        self.receives_watermarks = False
         self._wake = wake or complete_future
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()

@@ -249,7 +249,9 @@ class FairQueue:
         return True
 
 
-CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
+CERTIFICATE_VARIABLE, KEY_VARIABLE, CA_VARIABLE = (
+    f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA")
+)
 
 
 class Certificate:
@@ -267,7 +269,7 @@ class Certificate:
 
 
 def _tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    for variable, path in ((CERTIFICATE, certificate), (KEY, key)):
+    for variable, path in ((CERTIFICATE_VARIABLE, certificate), (KEY_VARIABLE, key)):
         try:
             path.read_bytes()
         except OSError as error:
@@ -276,15 +278,19 @@ def _tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(certificate)
     except ssl.SSLError:
-        raise BadSetting(CERTIFICATE, f"{certificate} contains no certificate in PEM format") from None
+        raise BadSetting(CERTIFICATE_VARIABLE, f"{certificate} contains no certificate in PEM format") from None
     try:
         context.load_cert_chain(certificate, key, _no_password)
     except _KeyHasPassword:
-        raise BadSetting(KEY, f"the key in {key} has a password; use a key without a password") from None
+        raise BadSetting(KEY_VARIABLE, f"the key in {key} has a password; use a key without a password") from None
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error):
-            raise BadSetting(KEY, f"the key in {key} does not belong to the certificate in {certificate}") from None
-        raise BadSetting(KEY, f"{certificate} and {key} cannot be used as a certificate and its key: {error}") from None
+            raise BadSetting(
+                KEY_VARIABLE, f"the key in {key} does not belong to the certificate in {certificate}"
+            ) from None
+        raise BadSetting(
+            KEY_VARIABLE, f"{certificate} and {key} cannot be used as a certificate and its key: {error}"
+        ) from None
     return context
 
 
@@ -311,9 +317,9 @@ def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except ssl.SSLError:
-        raise BadSetting(CA, f"{ca_file} contains no certificate in PEM format") from None
+        raise BadSetting(CA_VARIABLE, f"{ca_file} contains no certificate in PEM format") from None
     except OSError as error:
-        raise BadSetting(CA, f"cannot read {ca_file}: {error.strerror}") from None
+        raise BadSetting(CA_VARIABLE, f"cannot read {ca_file}: {error.strerror}") from None
 
 
 ACCEPTS_PER_ITERATION = 4  # of the event loop; more would delay requests that have begun

@@ -89,7 +89,7 @@ class Tokens:
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_tokens(path), now)
 
-    def allow(self, authorization: str | None) -> bool:
+    def is_authorized(self, authorization: str | None) -> bool:
         """Whether `authorization`, the value of the header `Authorization`, contains one of the tokens. May read the
         file again.
         """
@@ -255,7 +255,7 @@ def _create_endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[R
         return response
 
     def _check_request(request: Request) -> OperationCall:
-        if tokens and operation.needs_token and not tokens.allow(request.headers.get("authorization")):
+        if tokens and operation.needs_token and not tokens.is_authorized(request.headers.get("authorization")):
             raise Unauthorized(
                 "the request has no valid token; send `Authorization: Bearer` with a token of this sidecar"
             )

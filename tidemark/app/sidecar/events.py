@@ -120,7 +120,7 @@ class EventsClient:
             yield text
         self._request_watermarks_if_many()
         text = await self._next_text()
-        if not text and self._places and not self._listener.wants_watermarks:
+        if not text and self._places and not self._listener.receives_watermarks:
             text = b": at\n" + self._event_id_line(None) + b"\n"
         if text:
             yield text
@@ -199,7 +199,7 @@ class EventsClient:
 
     def _request_watermarks_if_many(self) -> None:
         if len(self._places) > MAX_STREAMS_IN_EVENT_ID:
-            self._listener.wants_watermarks = True
+            self._listener.receives_watermarks = True
 
     async def _next_text(self) -> bytes:
         """Take items from the queue, encode about `CHUNK_BYTES` of them, and move the client's places.
@@ -214,7 +214,7 @@ class EventsClient:
             new = await self._encode(stream, last)
             size += sum(map(len, new))
             blocks += new
-        if blocks and not self._listener.wants_watermarks:
+        if blocks and not self._listener.receives_watermarks:
             blocks[-1] = self._event_id_line(last) + blocks[-1]
         return b"".join(blocks)
 
@@ -249,7 +249,7 @@ class EventsClient:
         else:
             text = encode_places(self._places).encode()
         if len(text) > MAX_EVENT_ID_LENGTH:
-            self._listener.wants_watermarks = True
+            self._listener.receives_watermarks = True
             return b""
         return b"id: %s\n" % text
 
@@ -295,7 +295,7 @@ async def follow_events(call: OperationCall) -> Response:
         if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has(name))):
             for snapshot in await read_side.snapshots.get(others):
                 require_existing(snapshot)
-        listener.wants_watermarks = len(names) > MAX_STREAMS_IN_EVENT_ID
+        listener.receives_watermarks = len(names) > MAX_STREAMS_IN_EVENT_ID
         if not query.stream:
             read_side.followers.follow_new_streams(listener)
         resumed_places = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))

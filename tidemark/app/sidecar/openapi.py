@@ -115,10 +115,10 @@ def etag_response(request: Request, body: msgspec.Struct, etag: str) -> Response
     return json_response(body, headers=headers)
 
 
-SCHEMAS = "#/components/schemas/"
-SUFFIX = "Answer"  # removed from the names of our types
+SCHEMA_PREFIX = "#/components/schemas/"
+ANSWER_SUFFIX = "Answer"  # removed from the names of our types
 NAME_PATTERN = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
-HEADERS = {
+HEADER_DESCRIPTIONS = {
     "If-None-Match": "The ETag of the client's copy. The answer is 304 if nothing has changed.",
     "Last-Event-ID": "The `id` of the last event that the client received: continue after it.",
 }
@@ -151,7 +151,7 @@ def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any
         for type_ in (operation.answer, operation.query, *operation.other_answers.values())
     ]
     schemas, components = msgspec.json.schema_components(
-        [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
+        [*types, answers.ProblemAnswer], ref_template=SCHEMA_PREFIX + "{name}"
     )
     schemas_by_type = dict(
         zip(map(repr, [*types, answers.ProblemAnswer]), map(_with_public_names, schemas), strict=True)
@@ -171,7 +171,7 @@ def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any
         },
         "components": {
             "schemas": {
-                name.removesuffix(SUFFIX): _with_public_names(schema)
+                name.removesuffix(ANSWER_SUFFIX): _with_public_names(schema)
                 for name, schema in components.items()
                 if name not in queries
             },
@@ -181,19 +181,19 @@ def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any
 
 
 def _with_public_names(schema: Any) -> Any:
-    """Copy a schema with the public names of our types, which have no `SUFFIX`."""
+    """Copy a schema with the public names of our types, which have no `ANSWER_SUFFIX`."""
     match schema:
         case dict():
             return {
-                key: value.removesuffix(SUFFIX)
+                key: value.removesuffix(ANSWER_SUFFIX)
                 if key == "title" and isinstance(value, str)
                 else _with_public_names(value)
                 for key, value in schema.items()
             }
         case list():
             return [_with_public_names(item) for item in schema]
-        case str() if schema.startswith(SCHEMAS):
-            return schema.removesuffix(SUFFIX)
+        case str() if schema.startswith(SCHEMA_PREFIX):
+            return schema.removesuffix(ANSWER_SUFFIX)
     return schema
 
 
@@ -267,6 +267,6 @@ def _query_parameters(operation: Operation, components: Mapping[str, Any]) -> li
 
 def _header_parameters(operation: Operation) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
+        {"name": name, "in": "header", "description": HEADER_DESCRIPTIONS[name], "schema": {"type": "string"}}
         for name in operation.headers
     ]

@@ -211,7 +211,7 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
         writers=[]
         if known is None
         else [
-            _writer_answer(name, position, details, _gap_answers(gaps.get(name, ()), _floor(name, known, details)))
+            _writer_answer(name, position, details, _gap_answers(gaps.get(name, ()), _gaps_start(name, known, details)))
             for name, position in sorted(known.vector.items())
         ],
         unknown_writers=[] if details is None else _unknown_writer_answers(details),
@@ -275,15 +275,15 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
     )
 
 
-def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
+def _gaps_start(name: str, known: KnownPositions, details: Details | None) -> int:
     """The position above which the gaps of writer `name` are still open. `details` may be a second older than `known`,
     so `details` may contain gaps that are closed by now."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
-def _gap_answers(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
+def _gap_answers(blockers: Iterable[Blocker], start: int) -> list[GapAnswer]:
     gaps = [
-        GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
+        GapAnswer(farther(gap.low, start), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, start)
     ]
     return sorted(gaps, key=lambda gap: abs(gap.low))
 

@@ -460,7 +460,7 @@ class Replacement:
                 self.verification.prepare_services_server(self._replica.dsn(), self.successor)
             else:
                 self.verification.prepare_readers_server(self._replica.dsn())
-            self._replica.succeed()
+            self._replica.replace_origin()
 
     def give_up(self) -> None:
         self._replica.discard()

@@ -70,7 +70,7 @@ class PostgresServer(ServerProcess):
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
-        if self.old_data.exists() and not self.data.exists():  # `Replica.succeed` was interrupted
+        if self.old_data.exists() and not self.data.exists():  # `Replica.replace_origin` was interrupted
             self.old_data.rename(self.data)
         if self.data.exists():
             self._forget_standbys()
@@ -244,7 +244,7 @@ class Replica(PostgresServer):
         """Suspend the origin's processes (SIGSTOP). The origin no longer answers."""
         self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
-    def succeed(self) -> None:
+    def replace_origin(self) -> None:
         """Stop the replica, kill the origin, and move the replica's data to the origin, for the origin's next start."""
         self.stop()
         shutil.rmtree(self._origin.old_data, ignore_errors=True)

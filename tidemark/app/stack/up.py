@@ -192,16 +192,16 @@ class _DownloadProgress:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
-    def found(self, module: str) -> None:
-        self._note(module, "looking up modules", self._jar_list.modules, "module")
+    def add_module(self, module: str) -> None:
+        self._report(module, "looking up modules", self._jar_list.modules, "module")
 
-    def downloading(self, jar: str) -> None:
+    def add_jar(self, jar: str) -> None:
         if not self._is_downloading:
             self._bar.close()
             self._advance, self._is_downloading = None, True
-        self._note(jar, "downloading jars", self._jar_list.jars, "jar")
+        self._report(jar, "downloading jars", self._jar_list.jars, "jar")
 
-    def _note(self, name: str, label: str, total: int, unit: str) -> None:
+    def _report(self, name: str, label: str, total: int, unit: str) -> None:
         if not shows_progress():
             self._say(name)
             return
@@ -222,9 +222,9 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgre
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
                 if (step := _STEP.match(line)) and step[1]:
-                    download.found(step[1])
+                    download.add_module(step[1])
                 elif step:
-                    download.downloading(step[2])
+                    download.add_jar(step[2])
                 elif failure := _FAILURE.search(line):
                     problem = failure[1] or failure[2]
             if not ended:

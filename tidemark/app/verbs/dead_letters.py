@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tidemark.app.commands import (
-    NOT_SEEN,
+    EFFECT_NOT_CONFIRMED,
     CommandFailed,
     CommandGroup,
     change_options,
@@ -347,7 +347,7 @@ def dead_letters_replay(
     else:
         click.echo(result)
     if final != "applied":
-        raise SystemExit(NOT_SEEN if final == "not seen" else 1)
+        raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
-from tidemark.app.commands import OurCommand, loaded, without_stack
+from tidemark.app.commands import OurCommand, loaded, local_stack_hint
 from tidemark.app.output import as_object, count, echo, one_line, printable
 from tidemark.common.environment import VariableGroup, foreign_variables, is_writable, server_environment
 from tidemark.common.errors import BadSetting, Refused, SchemaMismatch, Stop, TidemarkError, TopicMissing, Unavailable
@@ -123,7 +123,7 @@ def _run_checks() -> Iterator[Check]:
 
 def _failed(name: str, problem: TidemarkError) -> Check:
     """The failed check for an error. If the error is a `Stop`, its text after the semicolon is the remedy."""
-    if isinstance(problem, Unavailable | Refused) and (text := without_stack(problem)):
+    if isinstance(problem, Unavailable | Refused) and (text := local_stack_hint(problem)):
         fault, _, _ = text.partition(": is `tidemark up`")
         return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
     if isinstance(problem, Refused):

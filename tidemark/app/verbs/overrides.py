@@ -15,8 +15,8 @@ import click
 import msgspec
 
 from tidemark.app.commands import (
+    EFFECT_NOT_CONFIRMED,
     MAX_ID,
-    NOT_SEEN,
     CommandFailed,
     OurCommand,
     change_options,
@@ -564,4 +564,4 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         now = result(final, postgres, trial, wait)
     echo_result(to_json(trial, sent, final, now) if as_json else now)
     if final != "applied":
-        raise SystemExit(NOT_SEEN if final == "not seen" else 1)
+        raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)

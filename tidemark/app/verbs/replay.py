@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, ReplayStart, by_stream, find_start
+from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, ReplayStart, find_start, group_messages_by_stream
 from tidemark.app.output import as_object, count, echo, plain, progress, sanitize
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
@@ -164,7 +164,7 @@ def report(
     lasts = {(message.topic, message.partition): message for message in read}
     for message in read:
         firsts.setdefault((message.topic, message.partition), message.offset)
-    result, streams = ReplayReport(records=len(read)), by_stream(read)
+    result, streams = ReplayReport(records=len(read)), group_messages_by_stream(read)
     result.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
     with progress("applying", sum(map(len, streams.values())), "record") as advance:
         for stream, of_stream in sorted(streams.items()):
@@ -266,7 +266,7 @@ def compare_stream(
             stored[move.writer] = stored.get(move.writer, NO_EVIDENCE) + move.evidence
         due = [overrides.pop(0)[0] for _ in [*overrides] if overrides[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
-        goal = batch if start is None or start.has_linear(now) else replace(batch, linear=None)
+        goal = batch if start is None or start.is_linear_comparable(now) else replace(batch, linear=None)
         applied, now = _advance_to(goal, now, facts[at:], due, roles, time, show)
         at += applied
         if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
@@ -276,7 +276,7 @@ def compare_stream(
             record = facts[at - 1] if at and now.reaches(goal) else None
             return _Comparison(number, last, replace(divergence, record=record))
         last = batch
-    has_linear = start is None or start.has_linear(now)
+    has_linear = start is None or start.is_linear_comparable(now)
     divergence = _check_rest(past, stream, now, facts[at:], [override for override, _ in overrides], roles)
     if divergence is not None and (divergence.writer is not None or (has_linear and ends is None)):
         return _Comparison(len(batches), last, divergence)
