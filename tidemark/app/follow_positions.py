@@ -132,7 +132,7 @@ class PositionFollower:
         dsn: the database of readers.
         halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: do not read them.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
         metrics: the metrics to update; None: no metrics.
     """
 
@@ -325,7 +325,7 @@ def run(
         settings: the settings with the address of Redis.
         dsn: the database of readers.
         streams: the streams to copy; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: do not read them.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
         metrics: the address at which metrics and probes are served; None: serve none.
 
     Raises:

@@ -166,7 +166,7 @@ def read_condition(
         postgres: Tidemark's database.
         kafka: the connection to Kafka.
         redis: the address of Redis; None: do not query Redis, which is known to answer.
-        timeout_seconds: the longest wait for Kafka in each of two attempts, and for Redis.
+        timeout_seconds: the longest wait for Kafka, in each of up to two attempts, and for Redis.
 
     Raises:
         Unavailable, Refused: Postgres did not answer, or refused the session.
@@ -224,7 +224,7 @@ def configured_condition(settings: "Settings", postgres: Postgres) -> PipelineCo
 
 
 def _answers_ping(settings: "Settings") -> bool:
-    """Whether Redis answers PING. False also for a Sentinel or Cluster address, which needs redis-py.
+    """Whether Redis answers PING. False also for an address that only redis-py supports, such as a Sentinel.
 
     This function avoids the import of redis-py, which takes a third of the time of `tidemark status`. If it returns
     False, the caller uses redis-py, whose error explains the problem.

@@ -302,8 +302,8 @@ def _stream_ranges(
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
-    """The relay or bridge that sends the writer's records; None if nothing sends them in this way, or if the relay
-    sends no OPEN records. All JOIN records of one relay have the same start token.
+    """The relay or bridge that sends the writer's records; None if the program that sends them sends no OPEN records.
+    All JOIN records of one relay have the same start token.
     """
     known = stream.writers.get(writer)
     start = None if known is None else known.start_token

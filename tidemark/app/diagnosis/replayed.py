@@ -188,8 +188,8 @@ def find_start(
         stream: the name of the stream.
         facts: the records of the facts topic.
         bounds: the limits with which the pipeline ran.
-        is_truncated: whether records before the first of `facts` are missing. If so, batches before the first batch
-            that read one of `facts` are passed over.
+        is_truncated: whether records before the first of `facts` are missing. If so, the search begins at the first
+            batch that read one of `facts`.
 
     Returns:
         The start after the batch; None if there is no such batch.

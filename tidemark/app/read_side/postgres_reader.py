@@ -123,35 +123,42 @@ class PostgresReader:
         require_neighbour(self._postgres.pipeline_version())
 
     async def names(self) -> set[str]:
-        """The names of all streams in Postgres."""
+        """Read the names of all streams in Postgres."""
         return set(await self._read(self._postgres.streams))
 
     async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
-        """The positions of the streams that exist."""
+        """Read the positions of `streams`, by stream. Leaves out streams that do not exist."""
         return await self._read(lambda: self._postgres.positions(streams))
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
-        """The details of the streams, without unknown streams and without states of a later version."""
+        """Read the details of `streams`, by stream. Leaves out streams that do not exist, and streams whose state has a
+        later version.
+        """
         return await self._read(lambda: _read_details(self._postgres, streams, self._policy_defaults))
 
     async def condition(self) -> Condition:
-        """The condition of the pipeline."""
+        """Read the condition of the pipeline."""
         return await self._read(self._postgres.conditions.current)
 
     async def topic_progress(self, topic: str) -> TopicProgress:
+        """Read how far the pipeline has read `topic`."""
         return await self._read(lambda: _read_progress(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """The changes of `streams` since a mark. If `streams` is None, of all streams. If `since` is None, the current
-        positions.
+        """Read the changes of streams since a mark.
+
+        Args:
+            since: the mark; None: read the positions of all these streams.
+            streams: the names of the streams; None: all streams.
         """
         return await self._read(lambda: self._postgres.changes_since(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
+        """Read a page of a stream's history."""
         return await self._read_history(lambda: self._history.read_page(request))
 
     async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges | None:
-        """The moves of all streams since a mark; None if they are more than `max_moves` or no longer stored."""
+        """Read the moves of all streams since a mark; None if they are more than `max_moves`, or no longer stored."""
         return await self._read_history(lambda: self._history.missed_changes(since, max_moves))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
@@ -296,7 +303,7 @@ class StreamHistoryReader:
         self._places.close()
 
     async def chart(self, stream: str) -> StreamHistoryChart:
-        """The past hour of the stream."""
+        """Read the past hour of the stream."""
         return await self._read(
             "Postgres",
             stream,
@@ -305,7 +312,7 @@ class StreamHistoryReader:
         )
 
     async def readers(self) -> list[ReaderStatus]:
-        """The readers of all streams, by stream and name."""
+        """Read the status of the readers of all streams, sorted by stream and name."""
         return await self._read("The database of the readers", None, READERS_CACHE_SECONDS, self._read_readers)
 
     def _read_readers(self) -> list[ReaderStatus]:

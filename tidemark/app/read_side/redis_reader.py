@@ -52,7 +52,7 @@ class RedisReader:
     """
 
     def __init__(self, address: RedisAddress) -> None:
-        """Connect to nothing yet. Raises `BadSetting` if the settings of the address are invalid."""
+        """Create a client, which connects at its first use. Raises `BadSetting` if the address is invalid."""
         self.circuit_breaker = CircuitBreaker("Redis")
         self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT_SECONDS)
@@ -67,7 +67,7 @@ class RedisReader:
             await self.client.ping()
 
     async def names(self) -> set[str]:
-        """The names of all streams in Redis."""
+        """Read the names of all streams in Redis."""
         with self.circuit_breaker.guarding(), translate_errors(self.client):
             return set(await self.client.smembers(STREAMS))
 

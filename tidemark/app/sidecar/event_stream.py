@@ -218,7 +218,7 @@ class SnapshotTexts:
 
 def encode_events_after(stream: str, place: Place, item: FollowerStarted | EventBatch) -> tuple[list[bytes], Place]:
     """Encode the events of `item` that are new for a client at `place`. Also returns the place of the client after
-    these events. For clients that are not at the place of the follower."""
+    these events. Needed for a client that is not at the place of the follower."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:

@@ -64,7 +64,7 @@ MAX_CACHED_PLACES = 1000  # per item: the last item of an idle stream stays in m
 
 
 class EventsClient:
-    """One client of `/v1/events`: its place in each stream, and the texts that it is sent.
+    """One client of `/v1/events`: the client's place in each stream, and the texts for the client.
 
     A client that has caught up with a follower shares the `Place` object of the follower, and gets the batches that
     were encoded once for all clients. So the two places are usually compared by identity.
