@@ -290,7 +290,7 @@ class Followers:
 
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
         before, subscription_count = self._changes, self._subscription_count
-        # Changes that Redis has not shown since the last comparison are read from Postgres.
+        # If Redis still lacks changes of the last comparison, their streams are read from Postgres.
         lagging = {} if before is None or self._are_changes_sent else self._undelivered_changes(before)
         self._request_handler.lagging_streams = lagging
         if before is not None and not lagging:
