@@ -1,8 +1,8 @@
 """The reader library: the published positions of a stream, its advances, and the loop that reads its table.
 
-The names in `__all__` are the interface for services; `tidemark` exports them too. The other names are for a process
-that does the I/O itself, such as the sidecar: programs (`FollowProgram` and others) decide and yield requests, and a
-`Driver` runs them.
+The names in `__all__` are the interface for services; `tidemark` exports these names too. All other names are for the
+rest of Tidemark, such as the sidecar, which runs the I/O itself. *Programs* (`FollowProgram` and others) decide what to
+read and yield requests. A `Driver` runs a program step by step, and its caller carries out the requests.
 """
 
 from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions

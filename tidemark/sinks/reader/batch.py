@@ -1,4 +1,4 @@
-"""The batches that a service receives, and the parking of facts that the service fails to process."""
+"""The batches that a service receives, and the parking of facts whose effects fail."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -26,20 +26,22 @@ MAX_REASON = 2000  # characters of the stored reason
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch(Generic[C]):
-    """Rows of the backing table as dicts, in ascending order. All rows of a fact are in one batch.
+    """Rows of the backing table, and the transaction for their effects. All rows of a fact are in one batch.
 
-    Write all effects of the batch on `connection`. Its open transaction also moves the reader's checkpoint, and is
-    committed when the loop continues. Do not keep the connection, and do not end its transaction.
+    Write all effects of the batch on `connection`. The open transaction of `connection` also moves the reader's place,
+    and is committed when the loop continues. Do not use the connection after the batch, and do not end the transaction.
 
-    `late` is None for rows in order. Otherwise the rows belong to IDs that the reader has already passed; see `Late`.
-    `is_retry`: the rows belong to a parked fact that an operator has handed over again.
-
-    `withdrawn` has pairs of IDs, each the first and the last of a range, the lower one first. It is empty unless the
-    source was restored. The earlier facts of these IDs no longer exist: undo their effects, and then process `rows`,
-    which has the new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets the
-    ranges once for each `partition`, and must undo only the effects of that partition.
-
-    `partition` is the partition of the rows; None if the reader has no partitions.
+    Attributes:
+        rows: the rows, each as a dict (column -> value), ordered by ID away from 0.
+        connection: the connection of the reader's own database, or the session of your library (`Reader(effects=...)`).
+        late: None if the rows are in order. Otherwise the late completion of the rows: the reader may have passed their
+            IDs before.
+        withdrawn: ranges of IDs as pairs (lower ID, higher ID), both included. Empty unless the source was restored.
+            The earlier facts of these IDs no longer exist: undo their effects, and then process `rows`, which has the
+            new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets the ranges
+            once for each `partition`, and must undo only the effects of that partition.
+        is_retry: whether the rows belong to a parked fact for which an operator requested a retry.
+        partition: the number of the partition of the rows, from 0; None if the reader has no partitions.
     """
 
     rows: list[Row]
@@ -53,22 +55,27 @@ class ReadBatch(Generic[C]):
     _transaction: EffectsTransaction
 
     def facts(self) -> Iterator[tuple[int, list[Row]]]:
-        """Group the rows by fact: (ID, rows)."""
+        """Yield each fact of the batch as (ID, rows of the fact), in the order of `rows`."""
         for id, rows in groupby(self.rows, key=lambda row: row[self._id]):
             yield id, list(rows)
 
     def parking(self, id: int, *errors: type[Exception]) -> "Parking":
-        """A savepoint for the effects of the fact `id`: `with`, or `async with` for an `AsyncReader`.
+        """Return a context manager that parks the fact `id` if its effects fail.
 
-        If the block raises one of the `errors`, the effects are rolled back, and the error is logged. The fact and the
-        reason are stored in `tidemark_reader.parked` for an operator, and the loop continues. Other errors are raised,
-        and also errors that a retry may solve (a lost connection, a deadlock).
+        Use `with`, or `async with` for an `AsyncReader`. The block runs in a savepoint. If the block raises one of the
+        `errors`, the effects of the block are rolled back, and the error is logged. The fact and the error are stored
+        in `tidemark_reader.parked` for an operator, and the loop continues. Other errors are raised. Errors that a
+        retry may solve (a lost connection, a deadlock) and Tidemark's errors of the kind `Stop` are always raised.
+
+        Args:
+            id: the stream ID of the fact.
+            errors: the classes of errors for which the fact is parked.
         """
         return Parking(self._checkpoint_store, self._transaction, id, errors)
 
 
 class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """The context manager of `ReadBatch.parking`, for threads and asyncio."""
+    """The context manager of `ReadBatch.parking`, for `with` and for `async with`."""
 
     def __init__(
         self,
@@ -122,12 +129,14 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         return True
 
     def _can_park(self, error: BaseException | None) -> bool:
+        """Whether the fact is parked for this error: its class is listed, and a retry cannot solve the error."""
         if not isinstance(error, self._errors) or isinstance(error, Retry | Stop):
             return False
         cause = psycopg_error(error)
         return cause is None or not isinstance(explain_error(cause, "", {}), Retry)
 
     def _log_reason(self, error: BaseException | None) -> str:
+        """Log that the fact is parked, and return the reason to store: the error as text that Postgres accepts."""
         text = first_line(error) if isinstance(error, psycopg.Error) else str(error)
         reason = f"{type(error).__name__}: {text}"[:MAX_REASON].replace("\0", "?").encode(errors="replace").decode()
         log.warning("Parked a fact", reader=self._checkpoint_store.reader, id=self._id, problem=reason)

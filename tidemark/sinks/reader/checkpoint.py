@@ -1,4 +1,7 @@
-"""The checkpoint of a reader, stored in the reader's own database (`schema.sql`). No sockets."""
+"""The checkpoint of a reader, stored in the reader's own database (`schema.sql`).
+
+The functions yield requests, and open no sockets.
+"""
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +30,10 @@ RETRIES_PER_QUERY = 100  # parked facts that are handed over again after one que
 
 @dataclass(frozen=True, slots=True)
 class DeliveredFact:
-    """A fact that was handed over and may come again, as late or in order; see `read_loop`."""
+    """A fact that was handed over, and that must not be handed over again when it is read again (`read_loop`).
+
+    The same rows may be read again, as late rows or in order. `epoch` is the epoch of `writer`.
+    """
 
     id: int
     writer: str
@@ -39,11 +45,12 @@ class ReaderCheckpoint:
     """The stored state of a reader.
 
     Attributes:
-        version: 0: nothing is stored yet.
+        version: a number that grows with each change; 0 if nothing is stored yet.
+        place: what the reader has handed over.
         late_part: the number of the late completion that is being read, and the ID up to which its rows were handed
-            over.
-        must_read: ranges to read regardless of the evidence; see `read_loop`.
-        delivered: facts that must not be handed over again, by ID; see `read_loop`.
+            over; None if no late completion is being read.
+        must_read: ranges in which the reader reads the table regardless of the evidence; see `read_loop`.
+        delivered: ID -> fact that must not be handed over again; see `read_loop`.
     """
 
     version: int = 0
@@ -54,7 +61,10 @@ class ReaderCheckpoint:
 
 
 class CheckpointStore:
-    """The requests that load and store the checkpoint of one reader of one stream."""
+    """Loads and stores the checkpoint of one reader of one stream. The methods yield the requests.
+
+    `load`, `lock` and `save` raise `Refused` if row level security hides rows of the reader's tables.
+    """
 
     def __init__(self, reader: str, stream: str, mode: Mode) -> None:
         self.reader = reader
@@ -62,8 +72,12 @@ class CheckpointStore:
         self._mode = mode
 
     def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
-        """Load the checkpoint. Creates the schema and the row of the reader if they do not exist. Raises
-        `ReaderModeChanged` and `ReaderPartitionsChanged`."""
+        """Load the checkpoint. Create the schema and the row of the reader if they do not exist.
+
+        Raises:
+            ReaderModeChanged: the stored place belongs to the other mode.
+            ReaderPartitionsChanged: a place of this reader is stored for another number of partitions.
+        """
         yield from self.create_schema()
         yield from self._check_rows_visible()
         others = yield from self._rows(
@@ -103,18 +117,18 @@ class CheckpointStore:
         )
 
     def create_schema(self) -> Generator[Request, Answer, None]:
-        """Create the schema if it does not exist."""
+        """Create the schema `tidemark_reader` if its tables do not exist."""
         schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as is_created")
         if not schema[0]["is_created"]:
             # Copies of a reader may create it at the same moment. No advisory lock, because any user could hold it.
             yield from self._rows(SCHEMA_TEXT)
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
-        """Lock the row of the reader until the transaction ends. Never waits.
+        """Lock the row of the reader until the transaction ends. Does not wait for a lock of another copy.
 
         Returns:
-            The stored version, and the ID of the open transaction. None: another copy of the reader holds the lock, or
-            the place was deleted.
+            The stored version, and the ID of the open transaction. None if another copy of the reader has the lock, or
+            the row was deleted.
         """
         locked = yield from self._rows(
             "select version, txid_current()::text as transaction from tidemark_reader.places"
@@ -127,16 +141,17 @@ class CheckpointStore:
     def save(
         self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact], removed: Iterable[int], transaction: str
     ) -> Generator[Request, Answer, int]:
-        """Store the checkpoint in the open transaction.
+        """Store the checkpoint in the open transaction. Does not commit.
 
         Args:
-            checkpoint: the new checkpoint.
-            added: facts to add to the delivered facts.
-            removed: IDs of facts to remove from the delivered facts.
-            transaction: the ID of the transaction, from `lock`.
+            checkpoint: the new checkpoint. Its `version` and `delivered` are not stored.
+            added: facts to add to the stored delivered facts.
+            removed: IDs of facts to remove from the stored delivered facts.
+            transaction: the ID of the open transaction, as returned by `lock`.
 
         Returns:
-            The new version. It is a clock value, so a restored database never repeats it.
+            The new version. It is at least the time in microseconds since 1970, so a restored database never repeats a
+            version.
 
         Raises:
             TransactionEnded: the transaction in which the row was locked has ended.
@@ -179,8 +194,11 @@ class CheckpointStore:
         return int(written[0]["version"])
 
     def operator_changes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
-        """Query changes by operators. Returns the stored version (None: the place was deleted), and the IDs of up to
-        `RETRIES_PER_QUERY` parked facts to hand over again.
+        """Query the changes that operators have made.
+
+        Returns:
+            The stored version (None if the row was deleted), and the IDs of parked facts for which an operator
+            requested a retry, at most `RETRIES_PER_QUERY`, nearest to 0 first.
         """
         (row,) = yield from self._rows(
             "select (select version from tidemark_reader.places where reader = {reader} and stream = {stream}),"
@@ -191,7 +209,10 @@ class CheckpointStore:
         return row["version"], row["retries"]
 
     def unpark(self, id: int) -> Generator[Request, Answer, bool]:
-        """Remove a parked fact before it is handed over again. False: it is no longer parked."""
+        """Delete a parked fact, so that the fact can be handed over again.
+
+        Returns False, and deletes nothing, if the fact is no longer parked or its retry is no longer requested.
+        """
         removed = yield from self._rows(
             "delete from tidemark_reader.parked where reader = {reader} and stream = {stream} and id = {id}"
             " and retry_at is not null returning id",
@@ -200,7 +221,7 @@ class CheckpointStore:
         return bool(removed)
 
     def park_statement(self, id: int, reason: str) -> sql.Composed:
-        """The statement that parks the fact `id`."""
+        """Return the statement that parks the fact `id`, or replaces the reason if the fact is parked already."""
         return self._statement(
             "insert into tidemark_reader.parked (reader, stream, id, reason)"
             " values ({reader}, {stream}, {id}, {reason})"

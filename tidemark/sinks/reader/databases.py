@@ -1,11 +1,11 @@
-"""The databases of a reader: addresses, the meaning of errors, and the wait for a replica. No connections.
+"""The databases of a reader: addresses, transactions of the service's library, errors, and the wait for a replica.
 
-A position is published after the commits that it covers. So when a position is known, these commits are below the
-primary's current write-ahead log position. A replica must replay up to that log position before it is read.
+A position is published after the commits that the position covers. So when a reader has read a position, these commits
+are in the primary's write-ahead log. A replica must replay the log up to its current end before the replica is read.
 
-A service may let its own library, SQLAlchemy, a psycopg pool or Django, open the transactions in the reader's database.
-A batch is handed over with a session of the service's library, which also commits it. The statements of the reader run
-on the underlying psycopg connection, in the same transaction. No library is imported unless it is used.
+A service may let its own library (SQLAlchemy, a psycopg pool, or Django) open the transactions in the reader's own
+database. A batch is then handed over with a session of this library, which also commits the batch. The statements of
+the reader run on the underlying psycopg connection, in the same transaction. A library is imported only if it is used.
 """
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -40,7 +40,7 @@ from tidemark.common.postgres_session import (
 )
 from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
 
-BEGIN = "select 1"  # these libraries begin a transaction only when its first statement runs
+BEGIN = "select 1"  # begins the transaction: SQLAlchemy and Django begin it only at its first statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class EffectsTransaction:
 
     Attributes:
         session: the object that the service gets as `batch.connection`.
-        driver: the underlying psycopg connection.
-        savepoint: creates a context manager for a savepoint of the session.
+        driver: the underlying psycopg connection, for threads or for asyncio.
+        savepoint: returns a context manager that runs its block in a savepoint of the session.
     """
 
     session: Any
@@ -59,18 +59,24 @@ class EffectsTransaction:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the handler has committed or rolled back. False for a lost connection."""
+        """Whether the service has committed or rolled back the transaction. False if the connection was lost."""
         if self.driver.closed:
             return not self.driver.broken
         return bool(self.driver.info.transaction_status == TransactionStatus.IDLE)
 
 
 class BatchRolledBack(Exception):
-    """Ends the block of an `EffectsTransaction` without a commit."""
+    """Raised into the block of an `EffectsTransaction`, so that the block ends without a commit."""
 
 
 def transaction_factory(effects: Any) -> Callable[[], AbstractContextManager[EffectsTransaction]] | None:
-    """A function that begins a transaction of `effects`; None if `effects` is an address. Raises `BadSetting`."""
+    """Return a function that opens a transaction with `effects`; None if `effects` is an address.
+
+    The function returns a context manager that commits, or rolls back after an error.
+
+    Raises:
+        BadSetting: `effects` is neither an address nor an object of a known library.
+    """
     return None if isinstance(effects, str) else partial(_begin, _check_effects(effects))
 
 
@@ -80,13 +86,14 @@ def async_transaction_factory(effects: Any) -> Callable[[], AbstractAsyncContext
 
 
 def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
-    """The psycopg error that caused an error of SQLAlchemy or Django."""
+    """Return `error`, or the error of psycopg that caused it (in SQLAlchemy or Django); None if there is none."""
     while error is not None and not isinstance(error, psycopg.Error):
         error = getattr(error, "orig", None) or error.__cause__
     return error
 
 
 def _check_effects(effects: Any) -> Any:
+    """Return `effects`. Raise `BadSetting` unless it is a pool, an engine, a session maker or Django's connection."""
     if hasattr(effects, "getconn") or hasattr(effects, "ensure_connection") or _is_engine(effects) or callable(effects):
         return effects
     problem = (
@@ -100,6 +107,7 @@ def _is_engine(effects: Any) -> bool:
 
 
 def _check_driver(driver: Any, driver_class: type[Any]) -> Any:
+    """Return the connection `driver`. Raise `BadSetting` if it is not of psycopg 3."""
     if not isinstance(driver, driver_class):
         raise BadSetting("effects", f"its connections are of {type(driver).__module__}, and must be of psycopg 3")
     return driver
@@ -147,6 +155,7 @@ async def _async_begin(effects: Any) -> AsyncIterator[EffectsTransaction]:
 AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]
 
+# SQLSTATE, or its first two characters -> what a person must do.
 _REFUSALS: Mapping[str, str] = {
     "25P02": "a statement on the batch's connection failed and its error was swallowed: put statements that may"
     " fail into a savepoint (batch.parking, or `with batch.connection.transaction()`)",
@@ -159,6 +168,7 @@ _REFUSALS: Mapping[str, str] = {
 }
 
 
+# SQLSTATE -> the setting of Postgres that ended the transaction.
 _TIME_LIMITS: Mapping[str, str] = {
     "25P03": "idle_in_transaction_session_timeout",
     "25P04": "transaction_timeout",
@@ -167,12 +177,12 @@ _TIME_LIMITS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Databases:
-    """The addresses of the databases. They may contain passwords.
+    """The addresses of a reader's databases, which may contain passwords, and the errors of these databases.
 
     Attributes:
-        source: the database with the backing table.
-        effects: the reader's own database; empty if the service opens its transactions.
-        primary: the server that `source` is a replica of; None: `source` is not a replica.
+        source: the address of the database with the backing table.
+        effects: the address of the reader's own database; empty if a library of the service opens the transactions.
+        primary: the address of the server that `source` is a replica of; None if `source` is not a replica.
     """
 
     source: str = field(repr=False)
@@ -180,6 +190,7 @@ class Databases:
     primary: str | None = field(default=None, repr=False)
 
     def conninfo(self, role: Role, reader: str) -> str:
+        """Return the connection string of a role. Its `application_name` has the name of the reader."""
         # Operators count the copies of a reader by this name: each copy has one connection to the database with the
         # place.
         suffix = "" if role == "place" else f" ({role})"
@@ -187,7 +198,15 @@ class Databases:
 
     @contextmanager
     def translate_errors(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
-        """Convert psycopg's errors to `Unavailable` (continue from the stored checkpoint) and `Refused`."""
+        """Convert errors of psycopg in the block to `Unavailable` and `Refused`.
+
+        After `Unavailable`, the reader continues from the stored checkpoint. `BatchTimedOut` is an `Unavailable` for a
+        transaction that the server ended. Other errors are raised unchanged.
+
+        Args:
+            role: the database that the block uses.
+            sessions: the open connections. A refusal names the user of the role's connection, if there is one.
+        """
         try:
             yield
         except TidemarkError:
@@ -205,9 +224,10 @@ class Databases:
             raise problem from error
 
     def raise_if_refused(self, role: Role, error: psycopg.OperationalError) -> None:
-        """Raise `Refused` if the server answers, but refuses this user.
+        """Raise `Refused` if the server answers, but refuses this user. May connect to the server to check that.
 
-        For the first connection only: libpq reports some temporary problems like a wrong password.
+        Call this only if the first connection of the role fails with `error`. Later, an error that looks like a refusal
+        may be temporary: libpq reports some temporary problems in the same way as a wrong password.
         """
         if error.sqlstate is None and not is_outage(error) and is_reachable(conninfo(self._dsn(role), "")):
             raise Refused(
@@ -215,9 +235,9 @@ class Databases:
             ) from error
 
     def with_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
-        """A new error that also names the sessions that may hold the lock, if `error` is a lock time-out; else `error`.
+        """Return `error`; if it is a lock time-out, an error that also names the sessions that may hold the lock.
 
-        Opens a connection to query the sessions.
+        For a lock time-out, opens a connection to query these sessions. If the query fails, returns `error`.
         """
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
@@ -237,14 +257,20 @@ class Databases:
 
 
 def _time_limit_setting(error: psycopg.Error) -> str | None:
-    """The setting that made the server end an idle or long transaction; None for another error."""
+    """The setting because of which the server ended an idle or long transaction; None for another error."""
     if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
         return setting
     return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None
 
 
 def row_error(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
-    """`RowUnreadable` if the cursor's error is about one fetched row; else the error itself."""
+    """Return a `RowUnreadable` if psycopg cannot convert a fetched row of the cursor; otherwise return `error`.
+
+    Args:
+        cursor: the cursor whose fetch raised `error`.
+        request: names the column whose value names the row in the `RowUnreadable`.
+        error: the error of the fetch.
+    """
     result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
     if result is None or request.id not in names:
         return error
@@ -264,8 +290,8 @@ log = get_logger(__name__)
 APPLICATION = "tidemark reader "
 """The prefix of the `application_name` of a copy's connection, before the name of the reader."""
 
-POLL_EVERY = 0.01  # seconds
-LOG_EVERY = 1000  # polls between two warnings
+POLL_EVERY = 0.01  # seconds between two queries of the replica's replay position
+LOG_EVERY = 1000  # queries of the replay position between two warnings
 
 _WRITTEN_LSN = sql.SQL(
     "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
@@ -281,7 +307,7 @@ SHORT_HEADER, LONG_HEADER = 24, 40  # bytes of a page header, and of the header 
 
 
 def wait_for_replica() -> Generator[Request, Answer, None]:
-    """Wait until `source` has replayed everything that `primary` has written before the call."""
+    """Wait, without a time limit, until `source` has replayed everything that `primary` has written before the call."""
     (written,) = yield from rows(RunSql("primary", _WRITTEN_LSN))
     target = end_of_records(written["lsn"], written["segment"])
     polls = 0
@@ -296,10 +322,14 @@ def wait_for_replica() -> Generator[Request, Answer, None]:
 
 
 def end_of_records(insert: int, segment: int) -> int:
-    """The end of the last record of a primary whose insert position is `insert`.
+    """Return the end of the last record in the write-ahead log of a primary. All values are in bytes.
 
-    If `insert` is the first byte after a page header, no record reaches into that page. A replica that has replayed
+    If `insert` is the first byte after a page header, no record reaches into the new page. A replica that has replayed
     everything then reports the position before the header, until the next record is written.
+
+    Args:
+        insert: the insert position of the primary, in bytes from the start of the log.
+        segment: the size of a log segment.
     """
     if insert % segment == LONG_HEADER:
         return insert - LONG_HEADER

@@ -1,6 +1,7 @@
 """The events that a follower hands over, and the place of a follower. Values only.
 
-IDs are signed. Times are the batch times of the pipeline, in milliseconds since 1970.
+IDs have the sign of their stream: negative on a backward stream. A range `(prev, id]` excludes `prev` and includes
+`id`, and `id` is farther from 0. Times are in milliseconds since 1970.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,19 @@ from tidemark.streaming.values.limits import Evidence
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The position of `writer` moved over `(prev, id]`. `prev` is where the last event of the writer ended.
+    """The position of a writer moved over the range `(prev, id]`: all IDs that the writer reserved there are complete.
 
     Attributes:
-        evidence: how the IDs of `(evidence_prev, id]` were settled, the whole stored advance. `evidence_prev` is below
-            `prev` if the reader began inside that range; then the counts are upper bounds for `(prev, id]`.
-        linear: the linear position after the batch of the advance.
+        writer: the name of the writer.
+        epoch: the epoch of the writer.
+        prev: the position of the writer before the move, and the `id` of the writer's event before.
+        id: the position of the writer after the move.
+        evidence: how many IDs of the range `(evidence_prev, id]` were settled in which way.
+        evidence_prev: where the stored advance begins. Below `prev` if the follower began inside the stored advance.
+            Then the counts of `evidence` are upper bounds for `(prev, id]`.
+        linear: the linear position after the pipeline's batch with the advance.
+        batch: the number of the pipeline's batch.
+        time: the time of the pipeline's batch, in milliseconds since 1970.
     """
 
     writer: str
@@ -32,16 +40,20 @@ class Advance:
 
     @property
     def proven_empty(self) -> bool:
-        """Whether the range certainly has no facts: a reader of the table finds no rows."""
+        """Whether the range certainly has no facts of the writer, so that a reader need not read the table."""
         return self.evidence.proves_empty
 
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """`(prev, id]` of `writer` is complete, but its evidence is no longer available: read the table.
+    """The range `(prev, id]` of a writer is complete, but its evidence is no longer available: read the table.
 
-    If `writer` is None, the event is about every writer except those in `besides`, up to the linear position `id`. A
-    writer may have joined and retired before this reader could see its name.
+    Attributes:
+        writer: the name of the writer. None: the range has the IDs of all writers except `besides`, because a writer
+            may have joined and retired before the follower could read its name.
+        prev: the end of the writer's event before. If `writer` is None: the linear position before.
+        id: the last ID of the range. If `writer` is None: a linear position.
+        besides: names of writers whose IDs are not part of the range; empty if `writer` is not None.
     """
 
     writer: str | None
@@ -51,17 +63,21 @@ class Reread:
 
     @property
     def proven_empty(self) -> bool:
+        """Always False: the range may have facts."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class LinearMove:
-    """The linear position moved over `(prev, id]`.
+    """The linear position moved over the range `(prev, id]`: the range is complete for all writers.
 
     Attributes:
-        advances: the advances that overlap the range. An advance across an end of the range is in two moves.
-        known: whether `advances` are all advances of the range, each with its evidence. If not, the range may have
-            facts that no advance counts.
+        prev: the linear position before the move.
+        id: the linear position after the move.
+        advances: the known advances that overlap the range. An advance that crosses an end of the range is also part of
+            the neighbouring move.
+        known: whether `advances` has all advances of the range. If False, the range may have facts that no advance
+            counts.
     """
 
     prev: int
@@ -71,21 +87,29 @@ class LinearMove:
 
     @property
     def proven_empty(self) -> bool:
-        """Whether the range certainly has no facts of any writer: a reader of the table finds no rows."""
+        """Whether the range certainly has no facts of any writer, so that a reader need not read the table."""
         return self.known and all(advance.proven_empty for advance in self.advances)
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Late completions in `(prev, id]` of `writer`: the range had been settled without them. Each is handed over once.
+    """IDs of a writer in the range `(prev, id]` completed late: the range had been settled without these IDs.
+
+    The range has no ID of the writer that completed in time.
 
     Attributes:
-        number: ascends with each late completion of the stream.
-        why: `skipped`: an operator skipped the range. `regressed`: the source database was restored and gave these IDs
-            out again. `final`: the linear position had passed the ID, or another writer had completed it. `announced`:
-            their writer had declared the range empty.
-
-    The range holds no ID of `writer` that was completed in time.
+        number: the number of the late completion. The numbers of a stream ascend.
+        writer: the name of the writer.
+        epoch: the epoch of the writer that completed the IDs.
+        prev: the range begins after this ID.
+        id: the last ID of the range.
+        facts: the number of facts that completed late; 0 if only empty IDs did.
+        why: why the completion is late. `skipped`: an operator had settled the range, or the epoch never joined.
+            `regressed`: the source database was restored and may have given the IDs out again, or an operator's
+            override was taken back. `final`: the linear position had passed the ID, or another writer had completed the
+            ID. `announced`: the writer had declared that it has no facts in the range.
+        batch: the number of the pipeline's batch.
+        time: the time of the pipeline's batch, in milliseconds since 1970.
     """
 
     number: int
@@ -101,8 +125,11 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class LateLost:
-    """Redis no longer lists the late completions with numbers in `(after, number]`. Tidemark's Postgres may still have
-    them.
+    """Redis no longer lists some late completions of the stream. Tidemark's Postgres may still have these.
+
+    Attributes:
+        after: the number of the late completion before the first missing one.
+        number: the number of the last missing late completion.
     """
 
     after: int
@@ -111,20 +138,18 @@ class LateLost:
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """The progress that a reader reports after each commit, and whenever it has read everything: see
-    `Reader(observe=...)`.
+    """The progress of a reader, for metrics. `Reader(observe=...)` gets one after each commit, and when all is read.
 
     Attributes:
-        reader: the name of the reader.
+        reader: the name of the reader. With partitions, it ends with the partition, such as `mailer[3/8]`.
         stream: the name of the stream.
-        position: the position up to which the reader has read and committed.
-        lag_ids: the number of IDs from `position` to the position up to which the stream is complete, as far as the
-            reader knows.
-        rows: rows of the committed batch; 0 without a batch.
-        is_late: the batch had late facts.
-        seconds: seconds from the handover of the batch to its commit.
-        timed_out: how often the server had ended the transaction of this batch before, because the handler was too
-            slow.
+        position: the token up to which the reader has read all rows and committed their effects.
+        lag_ids: the number of IDs from the linear part of `position` to the linear position that the reader read last.
+        rows: the number of rows of the committed batch; 0 if no batch was committed.
+        is_late: whether the committed batch had late facts.
+        seconds: seconds from the handover of the committed batch to its commit; 0 if no batch was committed.
+        timed_out: the number of attempts to process the batch that failed because the server ended the transaction: the
+            service was slower than the server's time limit.
     """
 
     reader: str
@@ -142,15 +167,16 @@ Event = Advance | Reread | LinearMove | Late | LateLost
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a follower has handed over: a value that may be stored in any form. A token states what is complete; a place
-    states what one reader has received.
+    """What one follower or reader of a stream has received. (A `Token` is what is complete.)
+
+    A service may store a place in any form, and continue from it with `follow(since=place)`.
 
     Attributes:
-        linear: the place of every writer that has no entry in `positions`.
-        positions: by writer; an entry may be below `linear`. Empty in linear mode.
-        late: the number of the last late completion.
-        is_settled: whether a reader of a table also has the rows up to `linear` that no known writer wrote. A table has
-            such rows if it is older than its stream. False is always safe: the range is read again.
+        linear: the ID up to which each writer without an entry in `positions` was handed over.
+        positions: writer -> the ID up to which the writer was handed over. May be below `linear`. Empty in linear mode.
+        late: the number of the last late completion that was handed over; 0 if there was none.
+        is_settled: whether the place includes the rows up to `linear` that no known writer wrote. A table has such rows
+            if it is older than its stream. False is always safe: these rows are then read again. Ignored by `==`.
     """
 
     linear: int = 0
@@ -160,5 +186,5 @@ class Place:
 
     @classmethod
     def after(cls, token: Token, late: int = 0) -> "Place":
-        """The place of a reader that has everything up to `token`, and the late completions up to number `late`."""
+        """Return the place of a reader that has everything up to `token`, and late completions up to number `late`."""
         return cls(token.linear, dict(token.positions), late)

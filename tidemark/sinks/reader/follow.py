@@ -1,14 +1,14 @@
-"""The program behind `follow`: turns a stream's list of advances into events. No sockets.
+"""The program that follows a stream: turns the stream's list of advances in Redis into events. No sockets.
 
-The list in Redis may be cut, cleared and filled again at any time. So each read begins with the last entry of the
-previous read. If that entry is gone, the list is read from its start, and Postgres is queried for missing advances;
-without Postgres the reader must read the table. A read is complete only when each writer is at the position that Redis
-returns in the same transaction.
+Entries may be removed from the list, and the list may be deleted and filled again, at any time. So each read begins
+with the last entry of the previous read. If that entry is gone, the program reads the list from its start, and queries
+Postgres for missing advances. Without Postgres, the events name ranges that a reader must read from the table
+(`Reread`). A read is complete only when each writer is at the position that Redis returned in the same transaction.
 
-`EventMerge` merges the lists, history and positions of a stream into one chain of events per writer. Its input may have
-duplicates and gaps, and a list may start again. The events of each writer join exactly: the `prev` of an event is the
-`id` of the event before (Rule 3), and no event is handed over twice. A writer that retired and joins again begins at
-the linear position, like a new writer. `LinearEvidence` makes moves of the linear position from the events of writers.
+`EventMerge` merges the list, the history and the positions of a stream into one chain of events per writer. Its input
+may have duplicates and gaps. The output has neither: the `prev` of an event is the `id` of the writer's event before
+(Rule 3), and no event is handed over twice. A writer that retired and joins again begins at the linear position, like a
+new writer. `LinearEvidence` makes the moves of the linear position from the events of writers.
 """
 
 import time
@@ -40,9 +40,15 @@ from tidemark.streaming.values.direction import beyond, farther
 class LinearEvidence:
     """Turns moves of the linear position into `LinearMove` events.
 
-    The linear position may pass an ID before the follower has the position of its writer. It may also pass IDs of
-    writers that joined and retired unseen. So `known` is true only if the range begins beyond every position at the
-    start, if every writer has passed the range, and if all its advances have their evidence.
+    The linear position may pass an ID before the follower has read the position of the ID's writer. The linear position
+    may also pass IDs of writers that joined and retired between two reads. So `LinearMove.known` is true only if all
+    of these hold:
+
+    - The range begins at or beyond every position at the end of the first read (or the first after `mark_uncertain`).
+    - Every writer's position is at or beyond the end of the range.
+    - No event that overlaps the range is a `Reread`.
+
+    `linear` is the linear position after the last move.
     """
 
     def __init__(self, linear: int) -> None:
@@ -51,18 +57,20 @@ class LinearEvidence:
         self._events: list[Advance | Reread] = []
 
     def add_event(self, event: Advance | Reread) -> None:
-        """Add an event that moved the position of a writer."""
+        """Add an event of a writer. The evidence of the event is used for later moves."""
         if beyond(event.id, self.linear):
             self._events.append(event)
 
     def mark_uncertain(self) -> None:
-        """Note that advances may have been missed."""
+        """Note that advances may have been missed: the next moves are not `known`."""
         self._watched_from = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
-        """Yield the move to the linear position `linear`, if it is beyond the last move.
+        """Yield the move to the linear position `linear`; nothing if `linear` is not beyond the last move.
 
-        Every event up to the positions of `writers` must have been added.
+        Args:
+            linear: the published linear position.
+            writers: writer -> its published position. Every event up to these positions must have been added.
         """
         if beyond(linear, self.linear):
             overlapping = [event for event in self._events if beyond(linear, event.prev)]
@@ -81,9 +89,10 @@ class LinearEvidence:
 
 
 class EventMerge:
-    """Merges published advances and positions, in any order, and yields new events.
+    """Merges published advances, late completions and positions, in any order, and yields the new events.
 
-    The place moves when the caller takes an event from the iterator.
+    Methods that return an iterator do their work only when the caller takes the events. The place moves with each
+    event.
     """
 
     def __init__(self, place: Place) -> None:
@@ -98,12 +107,12 @@ class EventMerge:
 
     @property
     def is_settled(self) -> bool:
-        """See `Place`."""
+        """See `Place.is_settled`."""
         return self._is_settled
 
     @property
     def linear(self) -> int:
-        """The place of unknown writers."""
+        """The position up to which every writer without an entry in `positions` was handed over."""
         return self._linear
 
     @property
@@ -112,19 +121,21 @@ class EventMerge:
 
     @property
     def positions(self) -> Mapping[str, int]:
-        """The place of each known writer."""
+        """Each known writer -> the position up to which the writer was handed over."""
         return self._positions
 
     def position_of(self, writer: str) -> int:
         return self._positions.get(writer, self._linear)
 
     def leaves_gap(self, advance: Advance) -> bool:
-        """Whether the advance begins beyond the place of its writer, so that the evidence for the IDs between is
-        missing.
+        """Whether the advance begins beyond the last position of its writer.
+
+        If so, the evidence of the IDs between the two is missing.
         """
         return beyond(advance.prev, self.position_of(advance.writer))
 
     def add_advance(self, advance: Advance) -> Iterator[Advance | Reread]:
+        """Yield the new part of the advance, after a `Reread` of the gap before it. Nothing if no part is new."""
         reached = self.position_of(advance.writer)
         if beyond(advance.id, reached):
             if self.leaves_gap(advance):
@@ -133,27 +144,36 @@ class EventMerge:
             yield replace(advance, prev=reached) if beyond(reached, advance.prev) else advance
 
     def move_to(self, writer: str, position: int) -> Iterator[Reread]:
-        """Move the writer to `position` without its advances, which are not available."""
+        """Move the writer to `position` without advances, and yield the range as a `Reread`.
+
+        Yields nothing if the writer is already at or beyond `position`.
+        """
         reached = self.position_of(writer)
         if beyond(position, reached):
             self._positions[writer] = position
             yield Reread(writer, reached, position)
 
     def add_late(self, late: Late) -> Iterator[Late]:
+        """Yield the late completion, if its number is higher than all numbers before."""
         if late.number > self._late:
             self._late = late.number
             yield late
 
     def note_late_lost(self, number: int) -> Iterator[LateLost]:
-        """Pass the late completions up to `number`, which are not available."""
+        """Yield the late completions up to `number` as one `LateLost`: they are not available.
+
+        Yields nothing if a late completion with this or a higher number was handed over.
+        """
         if number > self._late:
             after, self._late = self._late, number
             yield LateLost(after, number)
 
     def reread_unlisted(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
-        """Hand over ranges up to `linear` of the writers that are not in `writers`: they retired, and their last
-        advances are not available. A writer is removed only when the linear position has passed it, so it was not
-        beyond `linear`.
+        """Yield a `Reread` up to `linear` of each known writer that is not in `writers`, and of unknown writers.
+
+        A known writer that is not in `writers` has retired, and its last advances are not available. Tidemark removes a
+        writer only when the linear position has passed the writer. So no advance of the writer was beyond `linear`.
+        Unknown writers may have joined and retired since the last read.
         """
         for retired_writer in sorted(self._positions.keys() - writers.keys()):
             yield from self.move_to(retired_writer, linear)
@@ -163,22 +183,26 @@ class EventMerge:
             yield Reread(None, prev, linear, frozenset(self._positions))
 
     def reread_all(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
-        """On the first read of a stream, hand over every range up to `linear` that no event has named.
+        """Yield a `Reread` for every range up to `linear` that no event has named. For the first read of a stream.
 
-        The table may be older than the stream. Then it has rows of writers that Tidemark does not know, rows without a
-        writer, and rows of known writers beyond their advances. All of them are committed, because they are below the
-        linear position.
+        The table may be older than the stream. Then the table has rows of writers that Tidemark does not know, rows
+        without a writer, and rows of known writers beyond their advances. All these rows are committed, because their
+        IDs are not beyond the linear position.
         """
         for writer in sorted(writers):
             yield from self.move_to(writer, linear)
         yield from self.reread_unlisted(linear, writers)
 
     def mark_settled(self, linear: int, writers: Iterable[str]) -> None:
-        """Note that no other writers exist than the known ones and `writers`. A later writer begins beyond `linear`.
+        """Set the position of unknown writers to `linear`, set `is_settled`, and forget retired writers.
 
-        A writer joins before it reserves, so the linear position cannot pass an ID of a writer that has not joined
-        (docs/design.md 3). A writer that has left and that the linear position has passed is removed, so names do not
-        accumulate.
+        Call this when everything up to `linear` was handed over. A new writer begins beyond `linear`: a writer joins
+        before it reserves, so the linear position cannot pass an ID of a writer that has not joined (docs/design.md 3).
+
+        Args:
+            linear: the published linear position.
+            writers: the names of the published writers. Any other writer that the linear position has passed is
+                forgotten, so that names do not accumulate.
         """
         listed = {*writers}
         self._is_settled = True
@@ -196,7 +220,12 @@ class EventMerge:
             self._positions.setdefault(writer, self._linear)
 
     def is_missing_any(self, positions: Mapping[str, int], late: int) -> bool:
-        """Whether the merge lacks published positions or late completions."""
+        """Whether something that was published is still to be handed over.
+
+        Args:
+            positions: writer -> its published position.
+            late: the number of the newest published late completion.
+        """
         return late > self._late or any(beyond(id, self.position_of(writer)) for writer, id in positions.items())
 
 
@@ -204,18 +233,19 @@ log = get_logger(__name__)
 
 LOG_EVERY = 60.0  # seconds between two warnings that a stream is not known
 
-PAGE = 5000  # advances of one query of Postgres: bounds memory and response time
+PAGE = 5000  # the most advances that one query of Postgres returns: bounds memory and response time
 
 
 class ListMerge:
-    """One list, merged into the events of a stream.
+    """Merges one list of advances in Redis, and history from Postgres, into the events of a stream.
 
-    For each page of the list, call `may_lack_evidence`, then `add_history` if it returned True, then `add_entries`.
-    After the last page, call `end`.
+    For each page of the list, call `may_lack_evidence`. If the result is True, call `add_history` for each page of the
+    history. Then call `add_entries`. After the last page of the list, call `end`.
 
     Args:
         merge: the merge of the stream's events.
-        is_complete: the reader has everything up to the positions that came with the newest entry of the list.
+        is_complete: whether `merge` is at the positions that Redis returned with the newest entry of the list, so that
+            earlier entries are not needed.
     """
 
     def __init__(self, merge: EventMerge, *, is_complete: bool) -> None:
@@ -227,14 +257,14 @@ class ListMerge:
         self._has_overlap = False
 
     def may_lack_evidence(self, keys: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
-        """Whether the list may lack evidence for the positions in `keys`, so that Postgres should be queried before
-        `add_entries`.
+        """Whether the list may lack evidence for the positions in `keys`: then query Postgres before `add_entries`.
 
-        True for every list at first, because entries may have been cut off, and writers may have joined and retired.
+        Unless `is_complete` was given, True until all history was added: old entries may have been removed from the
+        list, and writers may have joined and retired. Later, True only if this page leaves a gap.
 
         Args:
-            keys: the keys of the stream.
-            items: their list entries, parsed.
+            keys: the keys of the stream, with one page of the list.
+            items: the entries of the page, parsed by `parse_entry`.
         """
         if not self._is_complete:
             return not self.has_history
@@ -249,8 +279,9 @@ class ListMerge:
         return not keys.has_more and trial.is_missing_any(keys.positions, keys.late)
 
     def add_history(self, history: StreamHistory) -> Iterator[Event]:
-        """Add a page of history from Postgres. After the last page, the merge has everything that was
-        published before the query.
+        """Add a page of history from Postgres, and yield the new events.
+
+        After the last page, the merge has everything that was published before the query.
         """
         self.has_history = not history.has_more
         for writer, (position, advances) in history.chains.items():
@@ -261,6 +292,7 @@ class ListMerge:
             yield from self._merge.add_late(late)
 
     def add_entries(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
+        """Add the parsed entries of a page, and yield the new events. None (an unknown kind of entry) is left out."""
         for item in items:
             if isinstance(item, Advance):
                 new = [*self._merge.add_advance(item)]
@@ -274,7 +306,10 @@ class ListMerge:
                 yield from new_late
 
     def end(self, keys: StreamKeys) -> Iterator[Event]:
-        """End the list. Call this when all entries that were published before `keys` were taken."""
+        """Yield what the list lacks up to the positions in `keys`, as `Reread` and `LateLost`.
+
+        Call this when all entries that were published before `keys` were added.
+        """
         assert keys.linear is not None
         for writer, position in keys.positions.items():
             yield from self._merge.move_to(writer, position)
@@ -292,23 +327,25 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """A value that follows the last event of a read: everything that was published then is handed over."""
+    """Follows the last event of a read: everything that was published when the list was read is handed over."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
 
 
 class FollowProgram:
-    """The program that follows one stream.
+    """The program that follows one stream. Use a `Driver` to run `steps`.
 
-    A token has no number of late completions. So if `since` is a token, late completions that are known at the first
-    read are not handed over.
+    A token has no number of late completions. So if `since` is a token, late completions that were published before the
+    first read are not handed over.
 
     Args:
-        since: the reader's position; None: the positions at the first read.
-        page: the number of advances of one query of Postgres.
-        reads_table: the caller reads a table, which may be older than the stream. Until its place `is_settled`, ranges
-            of unknown writers are handed over too.
+        stream: the name of the stream.
+        mode: "vector" for events of each writer, "linear" for moves of the linear position.
+        since: the place or token after which to begin; None: the positions at the first read.
+        page: the most advances that one query of Postgres returns.
+        reads_table: whether the caller reads the table of the stream, which may be older than the stream. If so, and
+            the place is not `is_settled`, the first read also hands over ranges of unknown writers.
     """
 
     def __init__(
@@ -325,8 +362,9 @@ class FollowProgram:
 
     @property
     def place(self) -> Place | None:
-        """The place after the last event that was handed over; None while the stream is unknown and no `since` was
-        given.
+        """The place after the last event that was handed over.
+
+        While the stream is unknown: the `Place` that was given as `since`; None if `since` was not a `Place`.
         """
         if self._merge is None:
             return self._since if isinstance(self._since, Place) else None
@@ -335,15 +373,16 @@ class FollowProgram:
 
     @property
     def writers(self) -> int:
-        """The number of known writers of the stream."""
+        """The number of known writers of the stream; 0 while the stream is unknown."""
         return len(self._merge.positions) if self._merge else 0
 
     def steps(self) -> Steps:
+        """Yield requests, events, and a `CaughtUp` after each complete read. Never ends."""
         while True:
             yield from self._follow_list()
 
     def _follow_list(self) -> Steps:
-        """Follow one list until it is no continuation of the entries read before."""
+        """Follow the list in Redis until it no longer has the entry that was read last."""
         # Vector mode starts at the newest entry, because Postgres has all advances before. Linear mode reads the whole
         # list: entries beyond the linear position are the evidence of the next linear moves.
         starts_at_end = self._mode == "vector"
@@ -387,7 +426,7 @@ class FollowProgram:
                 return
 
     def _log_unknown(self) -> Generator[Request, Answer, None]:
-        """Log at once, and again every minute, that the stream is unknown: the name may be misspelled."""
+        """Log that the stream is unknown, at the first call and then once a minute: its name may be misspelled."""
         now = time.monotonic()
         self._unknown_since = self._unknown_since or now
         if self._logged_at and now - self._logged_at < LOG_EVERY:
@@ -402,6 +441,7 @@ class FollowProgram:
         )
 
     def _begin(self, keys: StreamKeys) -> None:
+        """Create the merge at `since`, or at the positions in `keys`. In linear mode, also the linear evidence."""
         assert keys.linear is not None
         match self._since:
             case None:
@@ -431,7 +471,7 @@ class FollowProgram:
         return keys
 
     def _add_history(self, list_merge: ListMerge, merge: EventMerge) -> Generator[Request | Event, Answer, None]:
-        """Add the history in Postgres, page by page."""
+        """Read the history in Postgres page by page, and yield its new events. Nothing without a Postgres."""
         while True:
             history = yield from repeat_while_unavailable(ReadHistory(self._stream, merge.place, self._page))
             if history is None:
@@ -442,4 +482,5 @@ class FollowProgram:
                 return
 
     def _await_entry(self, keys: StreamKeys) -> Generator[Request, Answer, None]:
+        """Wait until the list has an entry after the last one in `keys`, or for `LONGEST_WAIT`."""
         yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last, LONGEST_WAIT))

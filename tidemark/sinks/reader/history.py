@@ -1,4 +1,4 @@
-"""The history of a stream in Tidemark's Postgres, for advances that Redis no longer lists, and while Redis is down."""
+"""Queries of the history in Tidemark's Postgres, for advances that Redis no longer lists, and while Redis is down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
-MAX_ADVANCES = 10_000  # newest advances per writer; older ranges are read from the table
+MAX_ADVANCES = 10_000  # the most advances per writer that a page has: the newest; older ranges are read from the table
 STATEMENT_SECONDS = 4.0  # time limit of one statement; its work is bounded, so a longer time means an overloaded server
 
 
 class History:
-    """Queries of the history. Needs the rights of the role tidemark_reader.
+    """Queries the history of streams in Tidemark's Postgres. Needs the rights of the role tidemark_reader.
 
-    Any thread may call. Raises `Unavailable` (call again) and `Refused`.
+    Any thread may call. All methods raise `Unavailable` (call again) and `Refused`.
     """
 
     def __init__(self, dsn: Dsn) -> None:
@@ -26,7 +26,10 @@ class History:
         self._postgres.close()
 
     def keys(self, stream: str) -> StreamKeys:
-        """The positions of `stream`, in the form of an answer of Redis with an empty list."""
+        """Query the positions of `stream`. Returns them like Redis does, without list entries and not `is_continuous`.
+
+        `linear` of the result is None if Postgres does not know the stream.
+        """
         positions = self._postgres.positions([stream]).get(stream)
         if positions is None:
             return StreamKeys(None, {}, is_continuous=False)
@@ -35,6 +38,7 @@ class History:
         )
 
     def read_page(self, request: ReadHistory) -> StreamHistory:
+        """Query the page that `request` describes, with at most `MAX_ADVANCES` advances of each writer."""
         place, stream = request.place, request.stream
         page = self._postgres.page_after(
             stream,
@@ -49,8 +53,9 @@ class History:
         )
 
     def missed_changes(self, since: DurableMark, limit: int) -> "MissedChanges | None":
-        """The changes of all streams since a mark. None if they have more than `limit` advances, or are no longer
-        stored.
+        """Query the changes of all streams since a mark.
+
+        Returns None if the changes have more than `limit` advances, or if the history does not reach back to the mark.
         """
         changes = self._postgres.full_changes_since(since, limit, STATEMENT_SECONDS)
         if changes is None:
@@ -69,7 +74,12 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class MissedChanges:
-    """The events of each changed stream, in order per writer, and its positions after them."""
+    """The changes of all streams since a mark.
+
+    Attributes:
+        events: stream -> its advances, in order per writer, and then its late completions.
+        streams: stream -> its positions after the events.
+    """
 
     events: Mapping[str, Sequence[Advance | Late]]
     streams: Mapping[str, StreamChange]

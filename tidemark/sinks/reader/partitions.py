@@ -1,9 +1,9 @@
 """A reader with partitions: each partition has a place, and the running copies share the partitions. No sockets.
 
-All rows of a key are in one partition (`tidemark_reader.partition_of`), and each partition is read in order. Each copy
-registers in `tidemark_reader.copies` while it runs, and takes its share of the partitions by its rank among the copies.
-If copies disagree, the result is still correct: a batch locks its place, and a place that another copy moved is loaded
-again (`read_loop`).
+All rows with the same key are in one partition (`tidemark_reader.partition_of`), and each partition is read in order.
+Each running copy sends heartbeats to the table `tidemark_reader.copies`, and takes its share of the partitions by its
+rank among the copies. If two copies read the same partition for a moment, the result is still correct: each batch locks
+the place of its partition, and a copy loads the place again if another copy has moved it (`read_loop`).
 """
 
 import time
@@ -36,7 +36,7 @@ from tidemark.sinks.reader.token import ZERO, Token
 log = get_logger(__name__)
 
 HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats of a copy
-DEAD_AFTER = 5.0  # seconds after the last heartbeat
+DEAD_AFTER = 5.0  # seconds after its last heartbeat, a copy no longer counts
 MAX_PARTITIONS = 1000
 
 _HEARTBEAT = """
@@ -60,13 +60,13 @@ select array(
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """The number of partitions, and the column that determines the partition of a row."""
+    """How the rows of a table are divided: the number of `partitions`, and the column `key` that selects one."""
 
     partitions: int
     key: str
 
     def table(self, table: Table, partition: int) -> Table:
-        """`table`, with a condition that selects the rows of one partition."""
+        """Return `table` with a condition for the rows of one partition. `partition` is its number, from 0."""
         text = sql.SQL("(('x' || left(md5(coalesce({}::text, '')), 8))::bit(32)::bigint % {}) = {}").format(
             sql.Identifier(self.key), self.partitions, partition
         )
@@ -74,12 +74,12 @@ class Partitioning:
         return replace(table, where=condition if table.where is None else f"({table.where}) and {condition}")
 
     def name(self, reader: str, partition: int) -> str:
-        """The name of the place of a partition, as `tidemark_reader.place_name` returns it."""
+        """Return the name of a partition's place, such as `mailer[3/8]`. The same as `tidemark_reader.place_name`."""
         return f"{reader}[{partition}/{self.partitions}]"
 
 
 def make_partitioning(partitions: int | None, key: str | None, config: ReadConfig) -> Partitioning | None:
-    """The partitioning of a reader; None if it has no partitions. Raises `BadSetting`."""
+    """Return the partitioning of a reader; None if `partitions` and `key` are None. Raises `BadSetting`."""
     if partitions is None and key is None:
         return None
     if partitions is None or key is None:
@@ -93,7 +93,11 @@ def make_partitioning(partitions: int | None, key: str | None, config: ReadConfi
 
 @dataclass
 class _PartitionProgram:
-    """One partition: its program, and the request at which the program was suspended."""
+    """One partition: its number, its program, and the request at which the program is suspended.
+
+    `suspended_request` is None before the first step. The request was not carried out yet if it is a
+    `BeginTransaction`. Other requests are answered with None when the program continues.
+    """
 
     number: int
     program: ReadProgram
@@ -105,8 +109,12 @@ class _PartitionProgram:
 
 
 class PartitionedReadProgram:
-    """`ReadProgram` for a reader with partitions: runs the programs of this copy's partitions in turn. A program is
-    suspended when it would wait, and after each batch; it has no open transaction then.
+    """Reads the partitions of this copy in turn. Has the attributes of `ReadProgram`.
+
+    Each partition has a `ReadProgram`. A program is suspended when it would wait, and after each batch. It then has no
+    open transaction.
+
+    `promised` is the token that all partitions, also those of other copies, had reached at the last heartbeat.
     """
 
     def __init__(self, config: ReadConfig, partitioning: Partitioning) -> None:
@@ -134,21 +142,22 @@ class PartitionedReadProgram:
 
     @property
     def checkpoint_store(self) -> CheckpointStore:
-        """The checkpoint store of the current batch."""
+        """The checkpoint store of the partition that runs, or ran last."""
         return self._current.program.checkpoint_store
 
     @property
     def partition(self) -> int:
-        """The partition of the current batch."""
+        """The number of the partition that runs, or ran last."""
         return self._current.number
 
     @property
     def complete_token(self) -> Token:
-        """The token up to which everything is complete, as far as the copy knows."""
+        """The token up to which the stream was complete at the last read of positions by any partition."""
         tokens = (partition.program.complete_token for partition in self._partitions)
         return max(tokens, key=lambda token: abs(token.linear))
 
     def steps(self) -> Steps:
+        """Yield requests and portions. Never ends. Raises only errors of the kind `Stop`."""
         while True:
             if time.monotonic() - self._heartbeat_at >= HEARTBEAT_EVERY:
                 yield from self._take_share()
@@ -159,10 +168,10 @@ class PartitionedReadProgram:
                 yield from self._wait()
 
     def _run(self, partition: _PartitionProgram) -> Generator[Request | Portion, Answer, bool]:
-        """Run the program of a partition until it would wait, or has done a batch.
+        """Run the program of a partition until the program would wait, or begins the next batch.
 
         Returns:
-            Whether it has handed over rows or moved its place.
+            Whether the program has handed over rows or moved its place.
         """
         step: Request | Portion
         if isinstance(partition.suspended_request, BeginTransaction):
@@ -185,10 +194,12 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """Wait for an entry in the stream's Redis list after the last one that the first waiting partition has read.
+        """Wait until the stream's Redis list has an entry that a partition has not read, at most `HEARTBEAT_EVERY`.
 
-        That partition read the list first in this round. The others have read at least the same entries, so no
-        partition misses an entry.
+        Of the partitions that wait for an entry, the first one has read the list first in this round. The others have
+        read at least the same entries. So the wait for the first one ends in time for all.
+
+        If no partition waits for an entry, pause: another copy has locked the places, or this copy has no partition.
         """
         waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
@@ -204,7 +215,7 @@ class PartitionedReadProgram:
             self._wait_log.note_success()
 
     def _take_share(self) -> Generator[Request | Portion, Answer, None]:
-        """Send the heartbeat of this copy, and take its share of the partitions."""
+        """Send the heartbeat of this copy, take its share of the partitions, and move `promised`."""
         try:
             yield from self.checkpoint_store.create_schema()
             (row,) = yield from rows(

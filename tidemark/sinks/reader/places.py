@@ -1,4 +1,4 @@
-"""The stored places of readers and their parked facts, for operators: to list, move and delete them.
+"""Lists and changes the stored places and the parked facts of readers, for operators.
 
 A place may be changed while copies of its reader run. A copy detects the change by the version of the place, and
 continues from the new place.
@@ -69,15 +69,21 @@ class StoredPlace:
     """The stored place of a reader in a stream.
 
     Attributes:
-        has_begun: False: the reader has committed no batch yet, and begins at the `since` of its service.
+        reader: the name of the reader; with its partition if it has partitions, such as `mailer[3/8]`.
+        stream: the name of the stream.
+        mode: "linear" or "vector".
+        linear: the ID up to which each writer without an entry in `positions` was handed over.
+        positions: writer -> the ID up to which the writer was handed over. Empty in linear mode.
         late: the number of the last late completion that was handed over.
-        committed_at: when the place was stored.
+        has_begun: False if the reader has committed no batch yet. Its next batch then begins at the `since` of its
+            service.
+        committed_at: when the place was stored; None if not `has_begun`.
         parked: the number of parked facts.
-        retried: how many of the parked facts will be handed over again.
-        copies: the number of connections of the reader's copies to this database, for all partitions; None if they
+        retried: the number of parked facts for which a retry is requested and not done yet.
+        copies: the number of connections of the reader's copies to this database, for all partitions. None if they
             cannot be counted: the name of the reader is too long or not ASCII, or the reader uses SQL.
-        busy_since: when a copy began its current batch; None if no copy has one or it is not visible, and always None
-            for a partition.
+        busy_since: when the oldest current batch of a copy began. None if no copy has a batch, if the batch is not
+            visible to this user, or if the place is that of a partition.
     """
 
     reader: str
@@ -100,18 +106,28 @@ class StoredPlace:
 
     @property
     def partition(self) -> tuple[int, int] | None:
-        """The number of the partition and the number of partitions; None if the reader has no partitions."""
+        """(Number of the partition, number of partitions); None if the reader has no partitions."""
         match = _PARTITION.search(self.reader)
         return (int(match[1]), int(match[2])) if match else None
 
     @property
     def token(self) -> Token:
+        """The place as a token."""
         return Token.of(self.linear, self.positions)
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedFact:
-    """A fact that a reader has passed without its effects. `retry_at`: when an operator requested a retry."""
+    """A fact that a reader has passed without the effects of the fact.
+
+    Attributes:
+        reader: the name of the reader, with its partition if it has partitions.
+        stream: the name of the stream.
+        id: the stream ID of the fact.
+        reason: the error of the service.
+        parked_at: when the fact was parked.
+        retry_at: when an operator requested a retry; None if no retry is requested.
+    """
 
     reader: str
     stream: str
@@ -123,14 +139,17 @@ class ParkedFact:
 
 @dataclass(frozen=True, slots=True)
 class DeletedFactCounts:
-    """The number of stored parked and delivered facts that a change of a place deleted."""
+    """The numbers of parked and of delivered facts (`checkpoint.DeliveredFact`) that a change of a place deleted."""
 
     parked: int
     delivered: int
 
 
 class ReaderPlaces:
-    """One database with places of readers; a context manager. Raises `Unavailable` and `Refused`."""
+    """Lists and changes the places in one database of readers. A context manager.
+
+    All methods raise `Unavailable` (call again) and `Refused`. `where` is the address of the database for messages.
+    """
 
     def __init__(self, dsn: Dsn, application: str = "tidemark readers") -> None:
         self._session = PostgresSession(dsn, application, _USE)
@@ -146,19 +165,26 @@ class ReaderPlaces:
         self._session.close()
 
     def places(self, reader: str | None = None, stream: str | None = None) -> list[StoredPlace]:
-        """The stored places, ordered by stream, reader and partition; empty if no reader has used this database yet.
+        """Query the stored places, ordered by stream, reader and partition. Empty if the schema does not exist.
 
         Args:
-            reader: a reader, for all its partitions, or one partition, such as `mailer[3/8]`.
+            reader: a reader, for all its partitions, or one partition, such as `mailer[3/8]`; None: all readers.
+            stream: the name of a stream; None: all streams.
         """
         return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
 
     def parked(self, reader: str | None, stream: str | None, limit: int) -> list[ParkedFact]:
-        """The parked facts, newest first."""
+        """Query the parked facts, newest first. Empty if the schema does not exist.
+
+        Args:
+            reader: a reader, or one partition, such as `mailer[3/8]`; None: all readers.
+            stream: the name of a stream; None: all streams.
+            limit: the largest number of facts.
+        """
         return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, limit=limit)
 
     def parked_with_ids(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
-        """The parked facts with these IDs. Facts that are not parked are left out."""
+        """Query the parked facts with these IDs, ordered by ID away from 0. Other IDs are left out."""
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
 
@@ -173,13 +199,16 @@ class ReaderPlaces:
         """Move a place to `token`, forwards or backwards.
 
         The reader then reads the table for every ID up to the stream's current positions, regardless of the evidence.
-        Facts beyond the token are handed over again, including parked ones.
+        All facts beyond the token are handed over again. So this method deletes the delivered facts beyond the token,
+        and the parked facts beyond the linear position of the token.
 
         Args:
-            must_read: (writer, prev, ID) of late completions beyond the token that the reader already had.
+            stored: the place to move.
+            token: the new place. In linear mode, only the linear position of the token is used.
+            must_read: (writer, prev, ID) of the late completions beyond the token that the reader has already read.
 
         Raises:
-            Refused: a copy keeps the place locked.
+            Refused: a copy has locked the place for 5 s or longer.
         """
         positions = dict(token.positions) if stored.mode == "vector" else {}
         beyond = (
@@ -213,8 +242,9 @@ class ReaderPlaces:
             return DeletedFactCounts(parked.rowcount, delivered.rowcount)
 
     def reset(self, stored: StoredPlace) -> DeletedFactCounts:
-        """Reset the place, so that the reader begins again at the `since` of its service. Raises the errors of
-        `seek`.
+        """Reset a place, and delete its parked and delivered facts. Raises the errors of `seek`.
+
+        The reader then begins again at the `since` of its service.
         """
         with self._locked(stored) as connection:
             connection.execute(
@@ -226,7 +256,7 @@ class ReaderPlaces:
             return _delete_facts(connection, stored)
 
     def delete(self, stored: StoredPlace) -> DeletedFactCounts:
-        """Delete all stored data of a reader of a stream. Raises the errors of `seek`."""
+        """Delete a place, and its parked and delivered facts. Raises the errors of `seek`."""
         with self._locked(stored) as connection:
             connection.execute(
                 "delete from tidemark_reader.places where reader = %s and stream = %s", (stored.reader, stored.stream)
@@ -234,11 +264,14 @@ class ReaderPlaces:
             return _delete_facts(connection, stored)
 
     def retry(self, facts: Sequence[ParkedFact]) -> int:
-        """Request that parked facts are handed over again. Returns the number of facts that are still parked."""
+        """Request that the reader hands parked facts over again. All `facts` are of one reader and stream.
+
+        Returns the number of facts that are still parked.
+        """
         return self._change_parked("update tidemark_reader.parked set retry_at = now()", facts)
 
     def drop(self, facts: Sequence[ParkedFact]) -> int:
-        """Delete parked facts: their effects stay missing. Returns the number of deleted facts."""
+        """Delete parked facts of one reader and stream. Their effects stay missing. Returns the number of deletions."""
         return self._change_parked("delete from tidemark_reader.parked", facts)
 
     def _change_parked(self, statement: LiteralString, facts: Sequence[ParkedFact]) -> int:
@@ -251,7 +284,7 @@ class ReaderPlaces:
 
     @contextmanager
     def _locked(self, stored: StoredPlace) -> Iterator[Connection]:
-        """Run the block in a transaction that holds the lock of the place."""
+        """Run the block in a transaction that has locked the place. Raises `Refused` after 5 s without the lock."""
         with self._session.use() as connection, connection.transaction():
             connection.execute("set local lock_timeout = '5s'")
             try:

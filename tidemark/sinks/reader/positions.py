@@ -1,6 +1,7 @@
-"""The published positions of streams: read them, wait for them, follow their advances.
+"""The published positions of streams: to read positions, to wait for positions, and to follow advances.
 
-The decisions are in `wait` and `follow`.
+This module carries out the requests of programs. The programs, which decide what to request, are in `wait` and
+`follow`.
 
 The version for threads of `async_positions`.
 """
@@ -58,12 +59,19 @@ R = TypeVar("R")
 
 
 class Positions:
-    """The published positions, as a context manager. Any thread may use it.
+    """Reads the published positions of streams, waits for positions, and follows advances.
+
+    The object is a context manager. Any thread may use the object.
 
     Args:
-        redis: an address (a URL or `RedisAddress`), or your own client, which stays open.
-        dsn: the address of Tidemark's Postgres (role tidemark_reader). With `dsn` a follower gets the evidence of
-            advances that Redis no longer lists, and all methods work while Redis is down or has lost its data.
+        redis: the address of Tidemark's Redis (a URL or `RedisAddress`), or a redis-py client of your service, which
+            `close` does not close.
+        dsn: the address of Tidemark's Postgres, for a user with the role tidemark_reader; None to read Redis only. With
+            `dsn`, the methods also answer while Redis is down or has lost its data, and followers get the evidence of
+            advances that Redis no longer lists.
+
+    Raises:
+        BadSetting: `redis` is not a valid address.
     """
 
     def __init__(self, redis: "str | RedisAddress | redis.Redis", dsn: str | None = None) -> None:
@@ -79,16 +87,22 @@ class Positions:
         self.close()
 
     def close(self) -> None:
+        """Close the connections, but not a redis-py client of your service."""
         self._session.close()
         if self._history is not None:
             self._history.close()
 
     def get(self, stream: str) -> PositionSnapshot | Recovering:
-        """The published positions of `stream` now.
+        """Read the published positions of `stream`.
+
+        The positions of a stream never go back from one call to the next, even if Redis loses writes.
+
+        Returns:
+            The positions; `Recovering` if no server knows the stream, or while Redis is being filled.
 
         Raises:
-            Unavailable: neither server answers; call again.
-            Refused: a server answers, but not to this user.
+            Unavailable: no server answers; call again.
+            Refused: a server refuses this user.
         """
         return self._result(Driver[PositionSnapshot | Recovering](read_positions(stream)))
 
@@ -100,22 +114,25 @@ class Positions:
         timeout: float | None = None,
         grace: float = GRACE,
     ) -> PositionSnapshot:
-        """Wait until `stream` is complete up to `until`.
+        """Wait until `stream` is complete up to `until`, and return the positions of the stream.
 
         Args:
             stream: the name of the stream.
-            until: a token, or an ID (of `writer`, or of all writers).
-            writer: the writer whose ID `until` is; None if `until` is a token.
-            timeout: seconds; None: no limit.
-            grace: seconds to wait for an unknown stream.
+            until: a token (`Token` or its text), or an ID.
+            writer: the writer up to whose ID `until` the stream must be complete. None: `until` is a token, or the ID
+                up to which all writers must be complete.
+            timeout: the longest wait, in seconds; None: no limit.
+            grace: the longest wait, in seconds, while Tidemark has read no record of the stream.
 
         Raises:
-            NotReached: after `timeout`. If `is_ahead`, no record that Tidemark has read names the ID: the relay or the
-                pipeline has lag, or the token belongs to another stream or database.
-            StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
-            BadToken: `until` is not a token of this stream, or is a token although `writer` is given.
-            Unavailable: Redis is down at the end of `timeout`.
-            Refused: a server answers, but not to this user.
+            NotReached: the stream is not complete up to `until` after `timeout`. If the error's `is_ahead` is true, no
+                record that Tidemark has read names the ID: the relay or the pipeline has lag, or the token belongs to
+                another stream or database.
+            StreamNotKnown: Tidemark has read no record of the stream for `grace` seconds.
+            BadToken: `until` is neither a token nor an ID, or is a token although `writer` is given. Also raised if the
+                IDs of `until` and of the stream have different signs.
+            Unavailable: no server answers when `timeout` ends.
+            Refused: a server refuses this user.
         """
         program = wait_for_token(stream, target_token(until, writer), WaitConfig(timeout, grace))
         return self._result(Driver[PositionSnapshot](program))
@@ -127,22 +144,36 @@ class Positions:
         since: Place | Token | str | int | None = None,
         stopping: threading.Event | None = None,
     ) -> "Follow":
-        """Iterate over the advances after `since`: each once, without gaps, in order per writer. For one thread
-        at a time.
+        """Return an iterator over the events of `stream` after `since`.
 
-        Logs and waits while servers are down. Raises `Refused`.
+        Each event is handed over once. The events of a writer are in order and leave no gap. While servers are down, or
+        the stream is unknown, the iterator logs a message and waits. Only one thread at a time may use it.
 
         Args:
             stream: the name of the stream.
-            mode: "vector" for advances of writers, "linear" for moves of the linear position.
-            since: where to begin; None: at the positions published now.
-            stopping: once set, the iteration ends within about a second.
+            mode: "vector" for the advances of each writer (`Advance`, `Reread`), "linear" for the moves of the linear
+                position (`LinearMove`). Late completions (`Late`, `LateLost`) are events in both modes.
+            since: the place, token or ID after which to begin. None: the positions that are published when the
+                iteration begins. Only a `Place` has the number of the last late completion. Without a `Place`, the
+                iterator omits the late completions that are published before the iteration begins.
+            stopping: once this event is set, the iteration ends within about a second.
+
+        Raises:
+            BadToken: `since` is a text or number that is neither a token nor an ID.
+            Refused: raised by the iterator, if a server refuses this user.
         """
         start = since if since is None or isinstance(since, Place) else as_token(since)
         return Follow(self, FollowProgram(stream, mode, start), stopping or threading.Event())
 
     def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
-        """Run a request of a program. Raises `Unavailable` (the request may be repeated) and `Refused`."""
+        """Carry out a request of a program, and return its answer.
+
+        A wait of the request ends early if `stopping` is set, except a wait for a list entry in Redis.
+
+        Raises:
+            Unavailable: a server does not answer; the request may be repeated.
+            Refused: a server refuses this user.
+        """
         match request:
             case ReadKeys():
                 return keep_keys_monotonic(self._monotonic, request.stream, self._keys(request))
@@ -195,9 +226,9 @@ class Positions:
 
 
 class Follow(Iterator[Event]):
-    """An iterator of events.
+    """An iterator of the events of a stream, made by `Positions.follow`.
 
-    `place` is the place after the last event that was handed over: another `follow` can continue from it.
+    The iteration ends once the event `stopping` is set.
     """
 
     def __init__(self, positions: Positions, program: FollowProgram, stopping: threading.Event) -> None:
@@ -208,7 +239,11 @@ class Follow(Iterator[Event]):
 
     @property
     def place(self) -> Place | None:
-        """The place after the last event; None while the stream is unknown and no `since` was given."""
+        """The place after the last event that was handed over; `follow(since=place)` continues from there.
+
+        Before the first event, this is the place at which the iteration began. While the stream is unknown, the value
+        is the `Place` that was given as `since`; None if `since` was not a `Place`.
+        """
         return self._program.place
 
     def __next__(self) -> Event:
@@ -227,7 +262,16 @@ def read_redis_or_postgres(
     read_redis: Callable[[ReadList | ReadNewest | ReadKeys], StreamKeys],
     read_postgres: Callable[[str], StreamKeys] | None,
 ) -> StreamKeys:
-    """The keys of a stream in Redis; from Postgres if Redis is down or does not know the stream."""
+    """Read the keys of a stream from Redis, or from Postgres if Redis is down or does not know the stream.
+
+    Args:
+        request: the request for the keys.
+        read_redis: reads the keys from Redis. Raises `Unavailable` if Redis is down.
+        read_postgres: stream -> its keys in Postgres; None if there is no Postgres.
+
+    Raises:
+        Unavailable: no server answers; the request may be repeated.
+    """
     try:
         keys = read_redis(request)
     except Unavailable:
@@ -242,8 +286,9 @@ def read_redis_or_postgres(
 def run_to_next_value(
     driver: Driver[R], carry_out: Callable[[Request], Answer], is_stopped: Callable[[], bool]
 ) -> R | None:
-    """Run requests of the program until it yields a value; return the value. None: the program has ended, or
-    `is_stopped()` is true.
+    """Carry out the requests of a program until the program yields a value, and return the value.
+
+    Returns None if the program has ended, or if `is_stopped()` is true before the next step of the program.
     """
     while not is_stopped():
         step = driver.step()

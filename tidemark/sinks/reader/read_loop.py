@@ -1,19 +1,19 @@
-"""The program behind `Reader`: follows a stream, reads the rows of its advances, and stores the checkpoint.
+"""The program behind `Reader`: follows a stream, reads the rows of its events, and stores the checkpoint. No sockets.
 
-No sockets. Each portion of rows is handed over in one transaction of the reader's own database, together with the
-checkpoint after it. The transaction begins with a lock on the checkpoint's row. So the effects of a portion are written
+Each portion of rows is handed over in one transaction of the reader's own database. The same transaction stores the
+checkpoint after the portion, and begins with a lock on the checkpoint's row. So the effects of a portion are written
 exactly once, even if processes are killed or several copies run.
 
 `plan` computes the ranges to read for a batch of events. Late completions are read before the ranges of the batch. A
 late range has up to three parts:
 
-- The part at or below the reader's place: its rows are handed over as late.
-- The part that the batch passes is `must_read`: the table is read there regardless of the evidence.
-- The part beyond the batch (of an earlier timeline, or of an epoch that never joined) may never be passed. Its rows are
-  handed over as late. They are remembered, so that they are not handed over again if the place reaches them.
+- The part at or below the reader's place. Its rows are handed over as late.
+- The part that the batch passes. The reader reads the table there regardless of the evidence (`must_read`).
+- The part beyond the batch, which belongs to an earlier timeline or to an epoch that never joined. Its rows are handed
+  over as late, and stored as `delivered`, so that they are not handed over again if the place reaches them.
 
 A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
-skipped range are remembered until the next epoch of the writer. Then the old epoch is a zombie (docs/design.md 3).
+skipped range are stored as `delivered` until the next epoch of the writer: then the old epoch is a zombie.
 """
 
 import math
@@ -54,10 +54,12 @@ class ReadPlan:
 
     Attributes:
         goal: the place after the batch.
-        ranges: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
-        skipped: epoch and range of each advance that has skipped IDs.
-        late_lost: late completions that are no longer listed; None: all are known.
-        epochs: the newest epoch of each writer in the batch.
+        ranges: the ranges to read, one per writer. All other IDs up to `goal` are proven empty.
+        skipped: (epoch, range) of each advance that has skipped IDs.
+        late: the late completions of the batch, in order.
+        late_lost: late completions that no server lists; None if there are none.
+        epochs: writer -> its newest epoch in the batch.
+        must_read: the ranges in which the table is read regardless of the evidence.
     """
 
     goal: Place
@@ -69,16 +71,16 @@ class ReadPlan:
     must_read: tuple[Range, ...] = ()
 
     def place_before(self, remaining: Sequence[Range]) -> Place:
-        """The place of the reader while the ranges `remaining` are still to be read."""
+        """Return the place of the reader while the ranges `remaining` are still to be read."""
         linear = next((span.prev for span in remaining if span.writer is None), self.goal.linear)
         writers = {span.writer: span.prev for span in remaining if span.writer is not None}
         is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in remaining)
         return Place(linear, {**self.goal.positions, **writers}, self.goal.late, is_settled)
 
     def with_null_writer(self, checkpoint: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
-        """Add the rows whose writer is NULL to the plan. Only the linear position covers them.
+        """Return the plan with a range for rows whose writer is NULL, if such rows may exist up to `goal.linear`.
 
-        `facts_upto`: the farthest ID that may have a fact, according to moves before this batch; None: unknown.
+        `facts_upto`: the farthest ID that may have a fact, according to the events before this batch; None if unknown.
         """
         span = Range(None, checkpoint.place.linear, self.goal.linear, has_null=True)
         if any(span.writer is None for span in self.ranges) or not beyond(span.id, span.prev):
@@ -89,7 +91,7 @@ class ReadPlan:
         return replace(self, ranges=(*self.ranges, span))
 
     def select_uncertain(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
-        """Select the (ID, writer or None) for which a late completion may still come."""
+        """Yield the facts, given as (ID, writer or None), for which a late completion may still come."""
         for id, writer in ids:
             for epoch, span in self.skipped:
                 if span.contains(id) and writer in {None, span.writer}:
@@ -99,7 +101,7 @@ class ReadPlan:
 
 
 def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> ReadPlan:
-    """Compute what to read for `events`, which all come after the stored place. `goal`: the place after them."""
+    """Compute what to read for `events`, which follow the place of `checkpoint`. `goal` is the place after `events`."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     late_lost = next((event for event in events if isinstance(event, LateLost)), None)
     must_read = [
@@ -137,12 +139,12 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
 
 
 def passed_by_events(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
-    """The part of a late range between the current place and `goal`, the place after the events that were read."""
+    """Yield the part of a late range between the stored place and `goal`, the place after the batch of events."""
     yield from _split_late(checkpoint, late, goal)[1]
 
 
 def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
-    """The parts of a late range whose rows are now handed over as late, in order."""
+    """Yield the parts of a late range whose rows are still to be handed over as late, in order."""
     passed, _, ahead = _split_late(checkpoint, late, goal)
     for span in (*passed, *ahead):
         handed_over = checkpoint.late_part if checkpoint.late_part and checkpoint.late_part[0] == late.number else None
@@ -152,8 +154,9 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
 
 
 def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (first ID, last ID), both
-    included."""
+    """The IDs of `(prev, id]` that are not in `present`, as pairs (lower ID, higher ID), both included.
+
+    `present` is sorted away from 0."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
         if high - low > 1:
@@ -168,10 +171,9 @@ def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]
 
 
 def _split_late(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
-    """Divide a late range: (the part already passed, the part that the batch passes, the part beyond).
+    """Divide a late range into the part at or below the place, the part that the batch passes, and the part beyond.
 
-    If only voids came late, all parts are empty. After a restore the first one is not, because its IDs may have had
-    facts.
+    If no facts came late, the parts are empty, except the first one after a restore: its IDs may have had facts.
     """
     span = Range(late.writer, late.prev, late.id)
     reached, passed_to = _position_of(checkpoint.place, late.writer), _position_of(goal, late.writer)
@@ -194,10 +196,8 @@ def _overlaps(must_read: Range, span: Range) -> bool:
     return same and beyond(must_read.id, span.prev) and beyond(span.id, must_read.prev)
 
 
-log = get_logger(__name__)
-
-RANGES_PER_QUERY = 64
-REGRESSED = "regressed"  # the reason of late facts after a restore of their source
+RANGES_PER_QUERY = 64  # branches of one query of the table
+REGRESSED = "regressed"  # `Late.why` after a restore of the source
 IDS_PER_QUERY = 10_000  # of a late range, to find the IDs without rows
 
 
@@ -206,11 +206,11 @@ class ReadConfig:
     """The configuration of a reader.
 
     Attributes:
-        reader: the name of the reader.
-        since: where a new reader begins.
+        reader: the name of the reader, with its partition if it has partitions.
+        since: the token after which a reader without a stored place begins.
         rows: the largest number of rows of a portion, unless one fact has more.
-        replica: the backing table is read from a replica, which must catch up first.
-        observe: called with the progress after each commit.
+        replica: whether the table is read from a replica, which must replay the published commits first.
+        observe: called with the progress after each commit, and when everything is read; None: no function.
     """
 
     stream: str
@@ -231,8 +231,7 @@ class ReadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Rows to hand over, in an open transaction that ends when the program continues. `late`: the late completion of
-    the rows, or None. `withdrawn`: see `ReadBatch`. `is_retry`: the rows of a parked fact."""
+    """Rows to hand over in the open transaction, which the program commits when it continues. See `ReadBatch`."""
 
     rows: list[Row]
     late: Late | None
@@ -242,14 +241,13 @@ class Portion:
 
 Steps = Generator[Request | Portion, Answer, None]
 
-
-BUSY_PAUSE = 0.5  # seconds until a copy tries again if another one holds the lock
+BUSY_PAUSE = 0.5  # seconds until a copy tries again if another copy has locked the place
 OPERATOR_QUERY_EVERY = 5.0  # seconds between two queries for changes by operators
 PROGRESS_EVERY = 10.0  # seconds between two log lines of a reader that catches up
 
 
 class CatchUpLog:
-    """Logs the rate and the remaining IDs of a reader that needs longer than `PROGRESS_EVERY` to catch up."""
+    """Logs the progress of a reader that needs longer than `PROGRESS_EVERY` for one batch of events."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
@@ -258,7 +256,7 @@ class CatchUpLog:
         self._is_logged = False
 
     def note_page(self, rows: int, passed: int, remaining: int) -> None:
-        """Note a committed page: its `rows`, the number of IDs `passed`, and the IDs `remaining`."""
+        """Add a committed page: its number of rows, and the numbers of IDs that it passed and that remain. May log."""
         self._rows += rows
         self._ids += passed
         now = time.monotonic()
@@ -282,21 +280,20 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """Another copy of the reader has moved the place, or holds the lock of the place (`is_locked`)."""
+    """The stored place has changed. `is_locked`: another copy has locked the place, or the place was deleted."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
 
 
 class ReadProgram:
-    """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
+    """The program of one reader of one stream. Use a `Driver` to run `steps`.
 
-    `promised`: the token up to which the reader has read and committed. `complete_token`: the token up to which
-    everything is complete, as far as the reader knows.
-    """
+    `promised`: the token up to which the reader has read and committed. `complete_token`: the token up to which the
+    stream was complete at the last read of positions."""
 
     partition: int | None = None
-    """The partition of the current batch, set by `PartitionedReadProgram`."""
+    """Always None. `PartitionedReadProgram.partition` is the partition of the current portion."""
 
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
@@ -309,10 +306,11 @@ class ReadProgram:
         self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._handed_over_at = 0.0
         self._current_portion: Portion | None = None
-        self._facts_upto: int | None = None  # the farthest ID that may have a fact of the table
+        self._facts_upto: int | None = None  # the farthest ID that may have a fact; None: unknown
         self.promised = self.complete_token = ZERO
 
     def steps(self) -> Steps:
+        """Yield requests and portions. Never ends. Raises only errors of the kind `Stop`."""
         while True:
             try:
                 yield from self._follow()
@@ -341,7 +339,7 @@ class ReadProgram:
         )
 
     def _follow(self) -> Steps:
-        """Follow the stream from the stored place, until another copy moves the place or a database fails."""
+        """Follow the stream from the stored place. Returns, or raises `_PlaceMoved`, if the place was changed."""
         yield BeginTransaction()
         self._checkpoint = yield from self.checkpoint_store.load()
         yield CommitTransaction()
@@ -378,8 +376,9 @@ class ReadProgram:
                 queried_at = time.monotonic()
 
     def _apply_operator_changes(self) -> Generator[Request | Portion, Answer, bool]:
-        """Hand over the parked facts to retry, each in its own transaction. Returns True, and hands over none, if an
-        operator or another copy changed the stored place."""
+        """Hand over the parked facts to retry, each in its own transaction.
+
+        Returns True, and hands over nothing, if an operator or another copy has changed the stored place."""
         version, retries = yield from self.checkpoint_store.operator_changes()
         if version != self._checkpoint.version:
             return True
@@ -396,7 +395,7 @@ class ReadProgram:
         return False
 
     def _read_events(self, follower: FollowProgram, events: Sequence[Event]) -> Steps:
-        """Read the ranges of the events, and move the place to the follower's place."""
+        """Hand over the rows of the events, late rows first, and move the place to the follower's place."""
         goal = follower.place
         assert goal is not None
         read_plan = plan(self._checkpoint, events, goal)
@@ -432,6 +431,7 @@ class ReadProgram:
                 return
 
     def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
+        """Hand over the rows of a late completion. `writers` is the number of writers. Raises `LateNeedsWriter`."""
         before = self._checkpoint
         remaining = [*late_parts(before, late, goal)]
         if self._config.table.writer is None:
@@ -465,9 +465,9 @@ class ReadProgram:
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
-        """Query whether the late facts include the rows whose writer is NULL. Raises `LateNeedsWriter` if there are
-        more such rows than late facts.
-        """
+        """Query whether the facts of the late range whose writer is NULL are late.
+
+        Raises `LateNeedsWriter` if only some of these facts can be late."""
         span = Range(late.writer, late.prev, late.id)
         (counts,) = yield from rows(RunSql("source", self._config.table.count_of_writer(span)))
         if not counts["have_none"] or counts["have_writer"] >= late.facts:
@@ -491,8 +491,8 @@ class ReadProgram:
     def _find_withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """Query the IDs whose earlier facts no longer exist. Returns the ID up to which the span was checked, and the
-        IDs as in `absent_ranges`: all IDs without rows of other writers, which have their own late completions."""
+        """Query the IDs whose earlier facts no longer exist: all IDs of `span` without rows of other writers. `own` has
+        the rows of the late completion. Returns the ID up to which `span` was checked, and the `absent_ranges`."""
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
         with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
@@ -512,14 +512,14 @@ class ReadProgram:
         return None if writer is None else str(writer)
 
     def _expired_deliveries(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
-        """Delivered IDs that can no longer be announced as late, because their writer is in a later epoch."""
+        """Yield the delivered IDs that cannot be read again: passed by the place, and of an earlier epoch."""
         for fact in self._checkpoint.delivered.values():
             position = place.positions.get(fact.writer, place.linear)
             if epochs.get(fact.writer, fact.epoch) > fact.epoch and not beyond(fact.id, position):
                 yield fact.id
 
     def _lock(self) -> Generator[Request, Answer, None]:
-        """Begin a transaction in which no other copy moves the place. Raises `_PlaceMoved`."""
+        """Begin a transaction and lock the place, so that no other copy moves the place. Raises `_PlaceMoved`."""
         yield BeginTransaction()
         locked = yield from self.checkpoint_store.lock()
         if locked is None or locked[0] != self._checkpoint.version:
@@ -529,7 +529,7 @@ class ReadProgram:
     def _save(
         self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact] = (), expired: Iterable[int] = ()
     ) -> Generator[Request, Answer, None]:
-        """Store the place and commit the transaction."""
+        """Store the checkpoint, commit the transaction, and report the progress."""
         new, removed = {fact.id: fact for fact in added}, {*expired}
         delivered = {id: fact for id, fact in {**checkpoint.delivered, **new}.items() if id not in removed}
         checkpoint = replace(
@@ -575,12 +575,12 @@ def _token(place: Place) -> Token:
 
 
 def _lowest_token(place: Place) -> Token:
-    """A token whose linear part is the lowest position: with unread ranges, a writer may be below `place.linear`."""
+    """A token whose linear part is the lowest position of the place: a writer may be below `place.linear`."""
     return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 
 def _next_events(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
-    """Run the follower until it would wait. Returns its events."""
+    """Run the follower until its next `CaughtUp`. Returns the events before the `CaughtUp`."""
     events: list[Event] = []
     while True:
         step = driver.step()

@@ -1,4 +1,6 @@
-"""The loop with which a service reads the table of a stream. The decisions are in `read_loop`.
+"""The loop with which a service reads the table of a stream.
+
+This module carries out the requests of `read_loop.ReadProgram`, which decides what to read.
 
 The version for threads of `async_reader`.
 """
@@ -48,15 +50,26 @@ Connection = psycopg.Connection[TupleRow]
 
 
 class Reader(Iterator[ReadBatch[Any]]):
-    """A context manager and an iterator of batches, for one thread.
+    """Reads the rows of a stream's table, and commits the effects of each batch exactly once.
+
+    A context manager and an iterator of `ReadBatch`, for one thread.
 
     The effects of a batch are committed when the loop requests the next batch, and only then. `break` or an error in
-    the loop rolls back the current batch with its effects. The loop ends between two batches once `stopping` is set.
-    The reader logs and waits while servers are down.
+    the loop rolls back the current batch with its effects. Once `stopping` is set, the loop ends between two batches.
+    While a server is down, the reader logs the outage and waits.
 
-    Raises `Refused`, `ReaderInUse` (another thread reads from the same object), `ReaderModeChanged`,
-    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, `RowUnreadable`, `TransactionEnded`, and psycopg's
-    errors about invalid statements.
+    The loop raises these errors:
+
+    - `Refused`: a server refuses this user, or the table does not exist.
+    - `BadSetting`: `effects` opens connections that the reader cannot use.
+    - `ReaderInUse`: another thread reads from the same object.
+    - `ReaderModeChanged`: the reader has read the stream in the other mode.
+    - `ReaderPartitionsChanged`: the reader has read the stream with another number of partitions.
+    - `LateUnknown`: Redis no longer lists late completions that the reader needs.
+    - `LateNeedsWriter`: the rows of a late completion cannot be distinguished from rows of other writers.
+    - `RowUnreadable`: a row cannot be converted to Python values.
+    - `TransactionEnded`: the service has committed or rolled back the transaction of a batch.
+    - errors of psycopg about invalid statements.
     """
 
     def __init__(
@@ -77,28 +90,37 @@ class Reader(Iterator[ReadBatch[Any]]):
         stopping: threading.Event | None = None,
         observe: Callable[[ReadProgress], object] | None = None,
     ) -> None:
-        """Raises `BadSetting`.
+        """Does not connect: the loop connects when it begins.
 
         Args:
-            positions: the source of positions.
+            positions: reads the published positions of the stream.
             stream: the name of the stream.
             table: the backing table of the stream.
-            name: the name of the stored place. All copies of a service use the same name, and take turns.
+            name: the name under which the reader's place is stored. All copies of a service use one name. The copies
+                take turns, or share the partitions if there are `partitions`.
             source: the address of the database with the backing table.
-            effects: the reader's own database: its address; or an object of your service, on psycopg 3: a psycopg pool,
-                a SQLAlchemy engine or session maker, or `django.db.connection`. Then `batch.connection` is a connection
-                of the pool, a session, or Django's connection, inside the transaction of the batch.
-            mode: "linear", or "vector" to read the rows of each writer as soon as its position passes them.
-            since: where a new reader begins: a token, its text, or an ID. A reader with a stored place continues from
-                it, and logs that.
-            rows: the largest number of rows of a batch, unless one fact has more.
-            primary: the address of the primary, if `source` is a replica.
-            partitions: number of partitions, which the running copies divide among them. Linear mode only.
-            key: the column of the table that determines the partition of a row. Rows with equal values are read in
-                order.
-            stopping: once set, the loop ends between two batches.
-            observe: for metrics: called with the progress after each commit, and whenever everything is read. It must
-                not block. Its errors are logged.
+            effects: the reader's own database, which also stores the reader's place: an address, or an object of your
+                service that uses psycopg 3. Such an object is a psycopg pool, a SQLAlchemy engine or session maker, or
+                `django.db.connection`. Then `batch.connection` is a connection of the pool, a session, or Django's
+                connection, inside the transaction of the batch.
+            mode: "linear" to read all rows in the order of their IDs, up to the linear position. "vector" to read the
+                rows of each writer as soon as the position of the writer passes them.
+            since: the token or ID after which a reader without a stored place begins. If the reader has a stored place,
+                `since` is ignored, and the reader logs a message.
+            rows: the largest number of rows of a batch, at least 1. A fact with more rows is a batch by itself.
+            primary: the address of the primary, if `source` is a replica; None: `source` is not a replica. The reader
+                waits until the replica has all published rows.
+            partitions: the number of partitions, from 1 to 1000. The running copies share the partitions. None: no
+                partitions. Needs `key` and the linear mode.
+            key: the column of the table that determines the partition of a row. Rows with equal values are in one
+                partition, and are read in order.
+            stopping: once this event is set, the loop ends between two batches.
+            observe: a function for metrics. The loop calls it with the progress after each commit, and when the reader
+                has read everything that is published. The function must not block. Errors of the function are logged.
+
+        Raises:
+            BadSetting: an argument is invalid, or does not fit another argument.
+            BadToken: `since` is neither a token nor an ID.
         """
         self._positions = positions
         self._begin_transaction = transaction_factory(effects)
@@ -113,6 +135,7 @@ class Reader(Iterator[ReadBatch[Any]]):
         self._reset()
 
     def _reset(self) -> None:
+        """Begin again at the stored place, without sessions and without a batch. After a fork, replace the step."""
         if getattr(self, "_process", None) != os.getpid():
             self._step = Step(self._config.reader, self._config.stream)
         self._process = os.getpid()
@@ -134,7 +157,10 @@ class Reader(Iterator[ReadBatch[Any]]):
         self.close()
 
     def close(self) -> None:
-        """Roll back uncommitted work and close the sessions. The next use begins at the stored place."""
+        """Roll back the uncommitted batch, if there is one, and close the connections.
+
+        The object may be used again: the next loop begins at the stored place.
+        """
         self._step.close()
         self._close_sessions()
         self._reset()
@@ -152,9 +178,9 @@ class Reader(Iterator[ReadBatch[Any]]):
         self._sessions.clear()
 
     def __iter__(self) -> Self:
-        """Begin a loop. If an earlier loop ended with an error, its unfinished batch is not committed.
+        """Begin a loop. If an earlier loop ended with an error, the first step rolls back its unfinished batch.
 
-        Raises `ReaderInUse` if another thread is processing that batch.
+        Raises `ReaderInUse` if another thread is processing the unfinished batch.
         """
         if self._transaction_context is not None:
             self._step.check_can_begin_loop()
@@ -163,14 +189,19 @@ class Reader(Iterator[ReadBatch[Any]]):
 
     @property
     def promised(self) -> Token:
-        """The token up to which this reader has read and committed; it may promise this to processes that wait for
-        it.
+        """The token up to which the reader has read all rows and committed their effects; `ZERO` before the first loop.
+
+        The service may promise this token to processes that wait for these effects. With partitions, all partitions
+        have reached the token.
         """
         return self._program.promised
 
     @property
     def complete_token(self) -> Token:
-        """The token up to which everything is complete, as far as this reader knows. It may use these facts already."""
+        """The token up to which the stream was complete at the last read of positions; `ZERO` before the first loop.
+
+        The reader may not have handed over all facts up to this token yet.
+        """
         return self._program.complete_token
 
     def __next__(self) -> ReadBatch[Any]:
@@ -251,7 +282,10 @@ class Reader(Iterator[ReadBatch[Any]]):
         return None
 
     def _rows_with_lock_limit(self, connection: Connection, request: RunSql) -> list[Row]:
-        """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
+        """Run a statement in the open transaction, with a limit on its waits for locks, and return its rows.
+
+        The limit holds until the end of the transaction, which must have no other statements.
+        """
         connection.execute(SET_LOCK_TIMEOUT)
         return self._rows(connection, request)
 
@@ -264,6 +298,7 @@ class Reader(Iterator[ReadBatch[Any]]):
                 raise row_error(cursor, request, error) from error
 
     def _session(self, role: Role) -> Connection:
+        """Return the connection of a role; connect first if there is none."""
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)

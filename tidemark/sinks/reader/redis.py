@@ -1,6 +1,6 @@
-"""The Redis side of the reader library: commands for requests, parsing of replies, sessions and errors.
+"""The Redis side of the reader library: the commands of requests, the parsing of replies, sessions and errors.
 
-A redis-py client, for threads or for asyncio, runs the commands. `publish.lua` writes the lists.
+A redis-py client, for threads or for asyncio, runs the commands. The script `publish.lua` writes the keys and lists.
 """
 
 import asyncio
@@ -51,10 +51,14 @@ REMEDIES = Remedies(
 
 
 class AsyncSession:
-    """A client for asyncio. `aclose` closes it unless it is the caller's.
+    """Carries out requests with a redis-py client for asyncio.
 
     Tasks share connections: one connection reads the keys of all streams, and one or two wait for entries of all lists.
-    So the number of waiting tasks is not limited by connections. With a Cluster, each stream has its own connections.
+    So any number of tasks can wait. With a Cluster, each stream has such connections of its own.
+
+    Args:
+        client: the redis-py client.
+        is_owned: whether `aclose` closes `client`; False for the client of a service.
     """
 
     def __init__(self, client: Any, *, is_owned: bool) -> None:
@@ -67,13 +71,19 @@ class AsyncSession:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Any]:
-        """The client. Converts redis-py's errors to `Unavailable` (call again) and `Refused`."""
+        """Give the block the client. Waits while `MAX_UNSHARED_CONNECTIONS` blocks run.
+
+        Converts errors of redis-py to `Unavailable` (call again) and `Refused`.
+        """
         async with self._unshared_limit:
             with translate_errors(self._client):
                 yield self._client
 
     async def read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
-        """Read the keys of a stream, possibly in one transaction with requests of other tasks."""
+        """Read the keys of a stream. Raises `Unavailable` and `Refused`.
+
+        Requests of several tasks may be carried out in one transaction.
+        """
         if isinstance(request, ReadList):
             async with self.use() as client:
                 return read_reply(request, await send_request(client, request))
@@ -83,13 +93,17 @@ class AsyncSession:
             return read_reply(request, await reads.reply(request))
 
     async def await_entry(self, request: AwaitEntry) -> None:
-        """Return when the list has an entry after `request.after`, or after `request.seconds`."""
+        """Wait until the list has an entry after `request.after`, at most `request.seconds`.
+
+        Raises `Unavailable` and `Refused`.
+        """
         group = request.stream if self._is_cluster else ""
         watch = self._watches.get(group) or self._watches.setdefault(group, _SharedWatch(self._client))
         with translate_errors(self._client):
             await watch.wait(request)
 
     async def aclose(self) -> None:
+        """Stop the shared reads and waits. Close the client if it is owned."""
         for reads in self._reads.values():
             await reads.aclose()
         for watch in self._watches.values():
@@ -98,13 +112,13 @@ class AsyncSession:
             await aclose(self._client)
 
 
-MAX_UNSHARED_CONNECTIONS = 32  # of an asyncio client, for commands of single tasks
+MAX_UNSHARED_CONNECTIONS = 32  # connections of an asyncio client that each serve one task
 STREAMS_PER_READ = 100  # streams in one transaction of Redis
 SECOND_CONNECTION_WAIT = 0.05  # seconds of one wait of the second connection; it can take further streams afterwards
 
 
 class _SharedReads:
-    """Reads the keys of streams with one connection. A request joins the next read."""
+    """Reads the keys of streams with one connection. All requests that arrive during a read share the next read."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -112,6 +126,7 @@ class _SharedReads:
         self._task: asyncio.Task[None] | None = None
 
     async def reply(self, request: ReadNewest | ReadKeys) -> Any:
+        """Carry out the request with the next read, and return the reply of Redis. Raises errors of redis-py."""
         if request not in self._answers:
             self._answers[request] = asyncio.get_running_loop().create_future()
         if self._task is None:
@@ -160,8 +175,8 @@ class _SharedReads:
 class _SharedWatch:
     """Waits for new entries of the lists of all streams, with one connection.
 
-    This connection cannot add a stream during a wait. A second connection waits for added streams, with a short
-    time-out, until the wait of the first one has ended.
+    A connection cannot add a stream to its wait. So a second connection waits for the streams that are added, with a
+    short time-out, until the wait of the first connection has ended.
     """
 
     def __init__(self, client: Any) -> None:
@@ -171,6 +186,10 @@ class _SharedWatch:
         self._tasks: dict[bool, asyncio.Task[None]] = {}
 
     async def wait(self, request: AwaitEntry) -> None:
+        """Wait until the list has an entry after `request.after`, at most `request.seconds`.
+
+        Raises errors of redis-py.
+        """
         done, after = asyncio.get_running_loop().create_future(), _entry_number(request.after)
         self._waiting.setdefault(request.stream, {})[done] = after
         if True not in self._tasks:
@@ -189,6 +208,7 @@ class _SharedWatch:
             await cancel_until_done(task)
 
     def _covers(self, stream: str, after: tuple[int, int]) -> bool:
+        """Whether the first connection waits, or is about to wait, for entries of the list after `after`."""
         watched = self._watched.get(True)
         return watched is None or watched.get(stream, (after[0] + 1, 0)) <= after
 
@@ -230,13 +250,13 @@ class _SharedWatch:
 
 
 def _entry_number(name: str) -> tuple[int, int]:
-    """The name of an entry of a Redis stream as numbers, for comparison."""
+    """Parse the name of a list entry, such as `1700000000000-0`, to numbers that can be compared."""
     time, _, number = name.partition("-")
     return int(time), int(number or 0)
 
 
 def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> None:
-    """Raise `error` in the tasks that wait for the answers. A cancellation becomes a connection error."""
+    """Make the tasks that wait for `answers` raise `error`; a connection error if `error` is a cancellation."""
     for answer in answers:
         if not answer.done():
             cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
@@ -255,7 +275,7 @@ async def async_await_entry(session: AsyncSession, request: AwaitEntry) -> None:
 
 
 class CallerSession:
-    """Adapts the caller's own client for threads to the interface of `RedisSession`."""
+    """Adapts the redis-py client of a service, for threads, to the interface of `RedisSession`."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -266,7 +286,7 @@ class CallerSession:
             yield self._client
 
     def close(self) -> None:
-        """Do nothing: the caller's client stays open."""
+        """Do nothing: the client of the service stays open."""
 
 
 def open_async_session(redis: "str | RedisAddress | redis.asyncio.Redis") -> AsyncSession:
@@ -283,7 +303,10 @@ def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | Ca
 
 @contextmanager
 def translate_errors(client: Any) -> Iterator[None]:
-    """Convert the errors of `client` (for threads or asyncio) to `Unavailable` (call again) and `Refused`."""
+    """Convert errors of redis-py in the block to `Unavailable` (call again) and `Refused`.
+
+    `client` is the client (for threads or asyncio) whose address the errors name.
+    """
     try:
         yield
     except REDIS_PY_ERRORS as error:
@@ -300,7 +323,7 @@ def _cached_evidence(*counts: str) -> Evidence:
 
 
 def parse_entry(entry: ListEntry) -> Advance | Late | None:
-    """Parse a list entry; None for a kind that this version does not know."""
+    """Parse a list entry. Returns None if this version does not know the kind of the entry."""
     fields = entry.fields
 
     def number(name: str) -> int:
@@ -343,11 +366,11 @@ for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
 end
 return replies
 """
-PAGE = 1000  # list entries per reading: an event loop decodes them in about 15 ms
+PAGE = 1000  # list entries of one `ReadList`: an event loop decodes them in about 15 ms
 
 
 def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
-    """Add the commands of `request` to a pipeline (for threads or asyncio)."""
+    """Add the five commands of `request` to `pipe`, a redis-py pipeline for threads or asyncio. Sends nothing."""
     pipe.get(key(request.stream, "linear"))
     pipe.hgetall(key(request.stream, "positions"))
     pipe.hget(key(request.stream, "fence"), "late")
@@ -362,7 +385,10 @@ def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None
 
 
 def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
-    """Run the commands of `request` atomically. Returns the replies, or a coroutine with an asyncio client."""
+    """Run the commands of `request` atomically, and return the list of replies (`read_reply` parses it).
+
+    With an asyncio client, returns a coroutine of the list.
+    """
     if not isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         pipe = client.pipeline(transaction=True)
         queue_commands(pipe, request)
@@ -387,30 +413,30 @@ class _CommandRecorder(CoreCommands):
 
 
 def query_listed(client: Any, stream: str) -> Any:
-    """Whether Redis lists the stream. Returns a coroutine with an asyncio client."""
+    """Query whether Redis lists the stream. Returns 1 or 0; with an asyncio client, a coroutine of it."""
     return client.sismember(STREAMS, stream)
 
 
 def query_filled(client: Any) -> Any:
-    """Whether a pipeline publishes to this Redis. Returns a coroutine with an asyncio client."""
+    """Query whether a pipeline publishes to this Redis. Returns 1 or 0; with an asyncio client, a coroutine of it."""
     return client.exists(SENTINEL)
 
 
 def read_keys(session: RedisSession | CallerSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
-    """Read the keys of a stream."""
+    """Carry out `request` and return the keys of the stream. Raises `Unavailable` and `Refused`."""
     with session.use() as client:
         return read_reply(request, send_request(client, request))
 
 
 def await_entry(session: RedisSession | CallerSession, request: AwaitEntry) -> None:
-    """Block until the list has a new entry, or for `request.seconds`."""
+    """Block until the list has an entry after `request.after`, at most `request.seconds`."""
     milliseconds = max(1, round(1000 * request.seconds))  # 0 would block without a limit
     with session.use() as client:
         client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
 def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
-    """Parse the reply to `request`. Raises redis-py's `ResponseError` if the keys have invalid content."""
+    """Parse the replies to the commands of `request`. Raises redis-py's `ResponseError` if a value is no number."""
     try:
         return _read_reply(request, reply)
     except ValueError as error:
@@ -446,7 +472,10 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
 
 
 def _decode_fields(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
-    """Fields as text. The replies of a script are flat lists of names and values."""
+    """Return the fields of a hash or entry as text: name -> value.
+
+    The replies of a script are flat lists of names and values.
+    """
     pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
     return {
         name.decode() if isinstance(name, bytes) else name: value.decode() if isinstance(value, bytes) else value

@@ -1,8 +1,8 @@
-"""Requests of a program, their answers, and the driver of a program. No sockets.
+"""Requests of a program, the answers to the requests, and the driver of a program. No sockets.
 
-A program is a generator that decides what to do and yields requests. `async_positions` and `async_reader` run the
-requests with asyncio; `positions` and `reader`, which are generated from them, run them in threads. So both versions
-share every decision.
+A program is a generator that decides what to do, and yields requests and values. `async_positions` and `async_reader`
+carry out the requests with asyncio. `positions` and `reader`, which are generated from these two modules, carry out the
+requests in threads. So both versions share every decision.
 """
 
 import asyncio
@@ -19,12 +19,17 @@ from tidemark.common.errors import ReaderInUse, Unavailable
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-LONGEST_WAIT = 1.0  # seconds between two reads: the linear position may move without a list entry (a writer retires)
+LONGEST_WAIT = 1.0  # seconds between two reads: when a writer retires, the linear position moves without a list entry
 
 
 @dataclass(frozen=True, slots=True)
 class ListEntry:
-    """An entry of a stream's list of advances in Redis, unparsed."""
+    """An entry of a stream's list of advances in Redis, not parsed yet (`redis.parse_entry`).
+
+    Attributes:
+        name: the ID that Redis gave the entry, such as `1700000000000-0`.
+        fields: field -> value.
+    """
 
     name: str
     fields: Mapping[str, str] = field(hash=False)
@@ -32,12 +37,15 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step of I/O, which may be repeated any number of times."""
+    """One step of I/O, which may be repeated any number of times. Each class names the answer to its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadList(Request):
-    """Read all keys of `stream` in one transaction, and the list entries after `after` (None: from its start)."""
+    """Read the keys of `stream`, and a page of its list, in one transaction. The answer is `StreamKeys`.
+
+    The page begins after the entry `after`; if `after` is None, at the start of the list.
+    """
 
     stream: str
     after: ListEntry | None
@@ -45,14 +53,14 @@ class ReadList(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadNewest(Request):
-    """Read all keys of `stream` in one transaction, and the newest entry of its list, to continue from there."""
+    """Read the keys of `stream`, and the newest entry of its list, in one transaction. The answer is `StreamKeys`."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReadKeys(Request):
-    """Read the keys of `stream` in one transaction, without its list."""
+    """Read the keys of `stream`, and the name of its newest entry, in one transaction. The answer is `StreamKeys`."""
 
     stream: str
 
@@ -62,13 +70,15 @@ class StreamKeys:
     """The answer to `ReadList`, `ReadNewest` and `ReadKeys`.
 
     Attributes:
-        linear: None if Redis does not know the stream.
-        late: the number of the newest late completion.
-        allocated: the highest ID that any record of the stream named; None: not known.
-        entries: the entries after `after` of a `ReadList`.
-        is_continuous: whether `after` is still on the list. True without an `after`.
-        has_more: whether the list has more entries.
-        last: the name of the newest entry that was read.
+        linear: the linear position; None if the stream is unknown.
+        positions: writer -> position.
+        late: the number of the newest late completion; 0 if there is none.
+        allocated: the ID farthest from 0 that any record of the stream has named; None if unknown.
+        entries: the entries that the request asked for, oldest first; empty for `ReadKeys`.
+        is_continuous: False if the entry `after` of a `ReadList` is no longer on the list, or if the keys come from
+            Postgres. Otherwise True.
+        has_more: whether another `ReadList` gets more entries.
+        last: the name of the last entry that was read; `0-0` if none was read.
     """
 
     linear: int | None
@@ -83,8 +93,9 @@ class StreamKeys:
 
 @dataclass(frozen=True, slots=True)
 class CheckStreamName(Request):
-    """Query whether a stream with this name may exist. Answered by a bool. False: Postgres, or without Postgres a
-    filled Redis, does not know the stream.
+    """Query whether a stream with this name may exist. The answer is a bool.
+
+    False: Postgres does not know the stream, or, without Postgres, a Redis that is filled does not know the stream.
     """
 
     stream: str
@@ -92,7 +103,7 @@ class CheckStreamName(Request):
 
 @dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
-    """Wait until the list of `stream` has an entry after the entry named `after`, or for `seconds`. No answer."""
+    """Wait until the list of `stream` has an entry after the entry named `after`, at most `seconds`. No answer."""
 
     stream: str
     after: str
@@ -101,8 +112,10 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """Read the history of `stream` beyond `place` in Postgres: at most `limit` advances and `limit` late completions.
-    Answered by `StreamHistory`, or None without a Postgres."""
+    """Read a page of the history of `stream` beyond `place` from Postgres. The answer is `StreamHistory`.
+
+    The page has at most `limit` advances and `limit` late completions. Without a Postgres, the answer is None.
+    """
 
     stream: str
     place: Place
@@ -114,10 +127,11 @@ class StreamHistory:
     """A page of the history of a stream, beyond a place.
 
     Attributes:
-        chains: for each writer beyond the place: its position, and its newest stored advances up to that position,
-            oldest first.
-        late: the late completions after the place's one, oldest first.
-        has_more: whether another page follows. If so, a position may be an intermediate one.
+        chains: writer -> (position, advances). Has the writers whose position is beyond the place. The advances are the
+            newest stored ones up to this position, oldest first, and may begin beyond the place.
+        late: the late completions with higher numbers than the place's `late`, oldest first.
+        has_more: whether another page follows. If so, some writers may be missing, and the position of one writer may
+            be lower than the published position.
     """
 
     chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
@@ -134,17 +148,18 @@ class Pause(Request):
 
 @dataclass(frozen=True, slots=True)
 class PlaceBusy(Pause):
-    """A pause because another copy of the reader has locked the place."""
+    """Wait `seconds` because another copy of the reader has locked the place. No answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSql(Request):
-    """Run a statement on the session of a role. Answered by its rows, or [].
+    """Run a statement on one of the databases. The answer is a list with its rows, empty if it returns none.
 
     Attributes:
-        role: `place`: the reader's own database, inside its transaction if one is open; `source`: the database with the
-            backing table; `primary`: the server that `source` is a replica of.
-        id: the column that names a row in an error.
+        role: the database. `place`: the reader's own database, inside the open transaction if there is one. `source`:
+            the database with the backing table. `primary`: the server that `source` is a replica of.
+        statement: the SQL statement.
+        id: the column whose value names the row in a `RowUnreadable`; empty if no row can be named.
     """
 
     role: "Role"
@@ -159,7 +174,7 @@ class BeginTransaction(Request):
 
 @dataclass(frozen=True, slots=True)
 class CommitTransaction(Request):
-    """Commit the transaction. No answer. After a failure the outcome is unknown."""
+    """Commit the open transaction of the reader's own database. No answer. If this fails, the outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +188,7 @@ Answer = StreamKeys | StreamHistory | list[Row] | bool | None
 
 
 def repeat_while_unavailable(request: Request) -> Generator[Request, Answer, Answer]:
-    """Repeat the request while it fails with `Unavailable`."""
+    """Yield the request until it succeeds, with pauses after each `Unavailable`, and return its answer."""
     wait_log = WaitLog()
     while True:
         try:
@@ -186,7 +201,7 @@ def repeat_while_unavailable(request: Request) -> Generator[Request, Answer, Ans
 
 
 def rows(request: RunSql) -> Generator[Request, Answer, list[Row]]:
-    """Run the statement and return its rows."""
+    """Yield the request and return the rows of its statement, each as a dict (column -> value)."""
     answer = yield request
     assert isinstance(answer, list)
     return answer
@@ -196,10 +211,11 @@ R = TypeVar("R")
 
 
 class Driver(Generic[R]):
-    """Runs a program.
+    """Runs a program step by step.
 
-    `step` returns the same request or value until `send_answer`, `throw` or `mark_handed_over` is called. So an
-    interrupted request is repeated.
+    `step` returns the current request or value. The caller carries out a request and calls `send_answer` or `throw`, or
+    takes a value and calls `mark_handed_over`. Until one of these calls, `step` returns the same request or value. So
+    an interrupted request is repeated.
     """
 
     def __init__(self, program: Generator[Request | R, Answer, None]) -> None:
@@ -207,20 +223,25 @@ class Driver(Generic[R]):
         self._step: Request | R | None = None
 
     def step(self) -> Request | R | None:
-        """Return the current request or value, and run the program to the next one if there is none. None: the program
-        has ended. Errors of the program are raised and end it."""
+        """Return the current request or value. If there is none, first run the program to the next one.
+
+        Returns None if the program has ended. An error of the program is raised, and ends the program.
+        """
         if self._step is None:
             self._step = next(self._program, None)
         return self._step
 
     def mark_handed_over(self) -> None:
+        """Note that the caller has taken the current value."""
         self._step = None
 
     def send_answer(self, answer: Answer) -> None:
+        """Give the program the answer to the current request, and run the program to its next request or value."""
         self._step = None
         self._step = self._program.send(answer)
 
     def throw(self, problem: Unavailable) -> None:
+        """Raise `problem` in the program at the current request, and run the program to its next request or value."""
         self._step = None
         self._step = self._program.throw(problem)
 
@@ -237,10 +258,10 @@ def pause(stopping: threading.Event, seconds: float) -> None:
 
 
 class AsyncStep:
-    """The next step of a reader, for one asyncio task at a time.
+    """Runs the steps of a reader, for one asyncio task at a time.
 
-    A step is a separate task: if the caller is cancelled, for example by a time-out, the step continues, and the next
-    call gets its result.
+    Each step runs in a task of its own. If the caller is cancelled, for example by a time-out, the step continues, and
+    the next call of `result` gets the result of the step.
     """
 
     def __init__(self, reader: str, stream: str) -> None:
@@ -250,7 +271,10 @@ class AsyncStep:
         self._task: asyncio.Task[Any] | None = None
 
     async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
-        """Start `begin`, unless a step still runs, and wait for the result. Raises `ReaderInUse`."""
+        """Return the result of the step that still runs; if there is none, run `begin` as a new step.
+
+        Raises `ReaderInUse` if another task is waiting for a result.
+        """
         if self._is_in_use:
             raise ReaderInUse(*self._reader_and_stream, "task")
         self._is_in_use, self._caller = True, asyncio.current_task()
@@ -266,19 +290,19 @@ class AsyncStep:
             self._is_in_use = False
 
     def check_can_begin_loop(self) -> None:
-        """Check that a new loop may begin. Raises `ReaderInUse` if the task of the current batch is running."""
+        """Raise `ReaderInUse` if another task called `result` last and still runs: it may be processing a batch."""
         if self._caller not in {None, asyncio.current_task()} and not self._caller.done():
             raise ReaderInUse(*self._reader_and_stream, "task")
 
     async def aclose(self) -> None:
-        """Cancel a step that still runs."""
+        """Cancel the step that still runs, if there is one, and wait for its end."""
         task, self._task = self._task, None
         if task is not None:
             await cancel_until_done(task)
 
 
 class Step:
-    """`AsyncStep` for threads."""
+    """`AsyncStep` for threads. A step runs in the thread of the caller."""
 
     def __init__(self, reader: str, stream: str) -> None:
         self._reader_and_stream = reader, stream
@@ -286,7 +310,7 @@ class Step:
         self._lock = threading.Lock()
 
     def result(self, begin: Callable[[], R]) -> R:
-        """Run `begin` and return its result. Raises `ReaderInUse`."""
+        """Run `begin` and return its result. Raises `ReaderInUse` if another thread is running a step."""
         if not self._lock.acquire(blocking=False):
             raise ReaderInUse(*self._reader_and_stream, "thread")
         self._caller = threading.current_thread()
@@ -296,7 +320,7 @@ class Step:
             self._lock.release()
 
     def check_can_begin_loop(self) -> None:
-        """Check that a new loop may begin. Raises `ReaderInUse` if the thread of the current batch is running."""
+        """Raise `ReaderInUse` if another thread called `result` last and still runs: it may be processing a batch."""
         if self._caller not in {None, threading.current_thread()} and self._caller.is_alive():
             raise ReaderInUse(*self._reader_and_stream, "thread")
 

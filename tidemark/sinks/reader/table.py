@@ -1,4 +1,4 @@
-"""The backing table of a stream: its queries, and paging that never divides a fact. No sockets.
+"""The queries of the backing table of a stream, and pages of rows that never divide a fact. No sockets.
 
 SQL is built with `psycopg.sql`, so names are always quoted.
 """
@@ -15,18 +15,19 @@ from tidemark.streaming.values.direction import beyond, farther, nearer
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The table that contains the facts of a stream.
+    """Describes the table that contains the facts of a stream.
 
-    An index on the ID, or on writer and ID for the vector mode, makes reading cheap.
+    The table needs an index on `id`, or on `writer` and `id` for the vector mode. Without an index, each query reads
+    the whole table.
 
     Attributes:
-        name: may include the schema (`app.events`).
-        id: the column with the stream ID.
-        writer: the column with the writer's name. Needed in vector mode.
-        columns: the columns of the rows; empty: all columns.
-        then: the columns by which rows of one ID are ordered.
-        where: an SQL condition for the rows that the reader gets, such as `"kind = 'sale'"`. Never put users' input
-            into it.
+        name: the name of the table, with or without a schema (`app.events`).
+        id: the name of the column with the stream ID.
+        writer: the name of the column with the writer's name; None if there is no such column. Needed in vector mode.
+        columns: the names of the columns to read; empty: all columns. `id` and `writer` are always read.
+        then: the names of the columns that order the rows of one ID; empty: no order.
+        where: an SQL condition for the rows that the reader gets, such as `"kind = 'sale'"`; None: all rows. The
+            condition is not quoted: it must not contain users' input.
     """
 
     name: str
@@ -37,11 +38,14 @@ class Table:
     where: LiteralString | None = None
 
     def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
-        """The query of the rows of the ranges, ascending (away from 0), at most `limit`. All ranges have the same
-        direction.
+        """Return the query of the rows of some ranges, ordered by ID away from 0. Each row is returned once.
 
         Each range is a branch of a union. An index returns each branch in order, so Postgres merges the branches and
         stops at the limit. With one condition for all ranges, each page would read and sort all rows.
+
+        Args:
+            ranges: at least one range; all in the same direction. The ranges may overlap.
+            limit: the largest number of rows; None: no limit.
         """
         by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
         limit_clause = sql.SQL("" if limit is None else " limit {}").format(limit)
@@ -60,7 +64,7 @@ class Table:
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
     def ids(self, span: "Range", limit: int) -> sql.Composed:
-        """The query of the IDs of the range that have rows, ascending (away from 0), at most `limit`."""
+        """Return the query of at most `limit` IDs in `span` that have rows, nearest to 0 first. Ignores `where`."""
         return sql.SQL("select distinct {id} from {table} where {range} order by {id}{direction} limit {limit}").format(
             id=sql.Identifier(self.id),
             table=self._identifier(),
@@ -70,8 +74,10 @@ class Table:
         )
 
     def count_of_writer(self, span: "Range") -> sql.Composed:
-        """The query that counts the facts of the range with its writer (`have_writer`) and without a writer
-        (`have_none`). Needs `writer`.
+        """Return the query that counts the facts in `span`. Ignores `where`. Needs the column `writer`.
+
+        The query returns one row: `have_writer` counts the facts of the writer of `span`, and `have_none` the facts
+        whose writer is NULL.
         """
         null = Range(None, span.prev, span.id, has_null=True)
         count = "(select count(distinct {}) from {} where {})"
@@ -82,6 +88,7 @@ class Table:
         return sql.SQL("select {} as have_writer, {} as have_none").format(of_writer, of_null)
 
     def _row_condition(self, span: "Range", others: "Sequence[Range]") -> sql.Composed:
+        """The condition `where` and the condition for rows of `span` that are not rows of `others`."""
         conditions = self._range_condition(span, others)
         return conditions if self.where is None else sql.SQL("{} and ({})").format(conditions, sql.SQL(self.where))
 
@@ -116,10 +123,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """IDs `(prev, id]` of `writer`. Without a `writer`: of all writers except `besides`, and of rows whose writer is
-    NULL.
+    """A set of rows: IDs in `(prev, id]`, of one writer or of many.
 
-    `has_null`: rows whose writer is NULL belong to the range too; without a `writer`, only these rows.
+    Attributes:
+        writer: the writer of the rows. None: the rows of all writers except `besides`, and the rows whose writer is
+            NULL; if `has_null`, only the rows whose writer is NULL.
+        prev: the range begins after this ID.
+        id: the last ID of the range.
+        besides: the names of writers whose rows are not part of the range, if `writer` is None.
+        has_null: with a `writer`: the rows whose writer is NULL are part of the range too.
     """
 
     writer: str | None
@@ -129,6 +141,7 @@ class Range:
     has_null: bool = False
 
     def contains(self, id: int) -> bool:
+        """Whether `id` is in `(prev, id]`, of any writer."""
         return beyond(id, self.prev) and not beyond(id, self.id)
 
     def overlaps(self, other: "Range") -> bool:
@@ -152,24 +165,30 @@ class Range:
         return self.writer is None and self.has_null
 
     def after(self, id: int) -> "Range | None":
-        """The part beyond `id`; None if it is empty."""
+        """Return the part of the range beyond `id`; None if this part is empty."""
         return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
 
     def upto(self, id: int) -> "Range | None":
-        """The part up to `id`; None if it is empty."""
+        """Return the part of the range up to `id`; None if this part is empty."""
         return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
 
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """The first rows of some ranges, ascending over all ranges. `unread`: the ranges that are still to be read."""
+    """The first rows of some ranges, ordered by ID away from 0 over all ranges.
+
+    `unread` has the parts of the ranges that are still to be read; empty after the last page.
+    """
 
     rows: list[Row]
     unread: list[Range]
 
 
 def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
-    """Read the next page: at most `limit` rows, but a fact with more rows is a page by itself."""
+    """Read the first page of some ranges: at most `limit` rows, but a fact with more rows is a page by itself.
+
+    `ranges` has at least one range; all ranges have the same direction.
+    """
     page = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
     if len(page) <= limit:
         return TablePage(page, [])

@@ -1,13 +1,13 @@
-"""Positions as text: tokens for services (`m7~first.9`), and IDs by writer for people. Pure.
+"""Positions as text: tokens for services, such as `m7~first.9`, and sets of IDs for people. Pure.
 
-`m7~first.9` means: every ID up to 7, of any writer, and the IDs of `first` up to 9. Redis contains the same text
-(`publish.lua`). Writers at or below the linear position are left out. The others are sorted by the bytes of their
-names. In a name, `%` is written `%25` and `~` is written `%7E`. A name may contain dots: the last dot separates it from
-the ID.
+The token `m7~first.9` means: the IDs of all writers up to 7, and the IDs of the writer `first` up to 9. Redis has the
+same text (`publish.lua`). Writers that are not beyond the linear position are left out. The other writers are sorted by
+the bytes of their names. In a name, `%` is written `%25` and `~` is written `%7E`. A name may contain dots: the last
+dot of an entry separates the name from the ID.
 
-`first:1-7:9,second:8` means 1 to 7 and 9 of `first`, and 8 of `second`; on a backward stream, `first:-1--7:-9`. In a
-name, colons, commas and percent signs are written `%3A`, `%2C` and `%25`. Dashes are not escaped, because ranges follow
-the last colon.
+The set of IDs `first:1-7:9,second:8` means: IDs 1 to 7 and 9 of the writer `first`, and ID 8 of `second`. On a backward
+stream, the IDs are negative: `first:-1--7:-9`. In a name, colons, commas and percent signs are written `%3A`, `%2C` and
+`%25`. Dashes are not escaped, because the first colon ends the name.
 """
 
 import re
@@ -22,7 +22,7 @@ from tidemark.common.errors import BadToken
 from tidemark.streaming.values.direction import Direction, DirectionName, beyond, farther, nearer
 
 TOKEN_PATTERN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"
-"""For interface descriptions. `Token.parse` is authoritative, and its errors are clearer."""
+"""A regular expression for the text of a token, for interface descriptions. `Token.parse` checks more."""
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")
@@ -30,7 +30,10 @@ _INVALID_ESCAPE = re.compile(r"%(?!25|7E)")
 
 
 class Order(Enum):
-    """The order of two tokens. `INCOMPARABLE`: each of the two is beyond the other for some writer."""
+    """The order of a token relative to another one, as `Token.compare` returns it.
+
+    `INCOMPARABLE`: each of the two tokens is beyond the other for some writer.
+    """
 
     BEFORE = "before"
     EQUAL = "equal"
@@ -40,8 +43,14 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, made by `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so equal tokens compare
-    equal.
+    """The positions of all writers of a stream. Make tokens with `Token.of` or `Token.parse`.
+
+    `str(token)` is the text of the token, such as `m7~first.9`: all writers up to 7, and the writer `first` up to 9.
+
+    Attributes:
+        linear: the position of every writer that is not in `positions`.
+        positions: pairs (writer, position) of the writers beyond `linear`, sorted by name. So tokens with the same
+            positions are equal.
     """
 
     linear: int
@@ -49,7 +58,15 @@ class Token:
 
     @classmethod
     def of(cls, linear: int, positions: Mapping[str, int] | None = None) -> Self:
-        """Make a token. Raises `BadToken` if signs are mixed, which no stream does."""
+        """Return the token of these positions.
+
+        Args:
+            linear: the linear position: an ID, or 0.
+            positions: writer -> position. Writers that are not beyond `linear` are left out of the token.
+
+        Raises:
+            BadToken: some IDs are positive and others are negative.
+        """
         reached = abs(linear)
         positions = positions or {}
         above = [(writer, id) for writer in sorted(positions) if abs(id := positions[writer]) > reached]
@@ -61,7 +78,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a token. Raises `BadToken` if `text` is not a token."""
+        """Return the token with the text `text`, such as `m7~first.9`. Raises `BadToken` if `text` is not a token."""
         first, *entries = text.split("~")
         if not first.startswith("m"):
             raise BadToken(text, "it does not begin with m and the linear position")
@@ -84,11 +101,14 @@ class Token:
         return "~".join((f"m{self.linear}", *entries))
 
     def at(self, writer: str) -> int:
-        """The position of `writer`, which is the linear position if the token does not name it."""
+        """Return the position of `writer`: the linear position if the token does not name the writer."""
         return dict(self.positions).get(writer, self.linear)
 
     def covers(self, other: "Token | str | int") -> bool:
-        """Whether no position of `other` is beyond this token. Raises the errors of `compare`."""
+        """Whether each position of this token is at or beyond that of `other`: a token, its text, or an ID.
+
+        Raises `BadToken` as `compare` does.
+        """
         other = as_token(other)
         _check_direction(self, other)
         if beyond(other.linear, self.linear):
@@ -97,8 +117,13 @@ class Token:
         return not any(beyond(id, own.get(name, self.linear)) for name, id in other.positions)
 
     def compare(self, other: "Token | str | int") -> Order:
-        """Compare two tokens. Raises `BadToken` if only one belongs to a backward stream, or if `other` is not a
-        token.
+        """Compare this token with `other`: a token, its text, or an ID of all writers.
+
+        Returns:
+            `Order.BEFORE` if this token is before `other`.
+
+        Raises:
+            BadToken: `other` is neither a token nor an ID, or the IDs of the two tokens have different signs.
         """
         other = as_token(other)
         _check_direction(self, other)
@@ -110,15 +135,21 @@ class Token:
         return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL
 
     def least_upper(self, other: "Token | str | int") -> "Token":
-        """The least token that covers both: everything that at least one of two readers has read."""
+        """Return the least token that covers this token and `other`: everything that either of two readers has read.
+
+        Raises `BadToken` as `compare` does.
+        """
         return self._merge(as_token(other), farther)
 
     def greatest_lower(self, other: "Token | str | int") -> "Token":
-        """The greatest token that both cover: everything that both of two readers have read."""
+        """Return the greatest token that this token and `other` cover: everything that both of two readers have read.
+
+        Raises `BadToken` as `compare` does.
+        """
         return self._merge(as_token(other), nearer)
 
     def farthest(self) -> int:
-        """The ID furthest from 0 that the token names."""
+        """Return the ID farthest from 0 that the token names."""
         ids = self._ids()
         return max(max(ids), min(ids), key=abs)
 
@@ -128,7 +159,7 @@ class Token:
         return Token.of(choose(self.linear, other.linear), merged)
 
     def _writers_of_both(self, other: "Token") -> Iterator[tuple[str, int, int]]:
-        """Each writer that one of the tokens names, with its position in both."""
+        """Yield each writer that either token names, with its position in this token and in `other`."""
         own, other_id = dict(self.positions), dict(other.positions)
         for name in own.keys() | other_id.keys():
             yield name, own.get(name, self.linear), other_id.get(name, other.linear)
@@ -138,7 +169,7 @@ class Token:
 
 
 def as_token(value: Token | str | int) -> Token:
-    """Convert a token, its text, or an ID (everything up to it) to a token. Raises `BadToken`."""
+    """Convert a token, its text, or an ID (all writers up to this ID) to a token. Raises `BadToken`."""
     match value:
         case Token():
             return value
@@ -150,7 +181,7 @@ def as_token(value: Token | str | int) -> Token:
 
 
 ZERO = Token(0)
-"""The token of a reader that has read nothing."""
+"""The token `m0`: no ID of any writer."""
 
 
 def _unescape(text: str, name: str) -> str:
@@ -160,8 +191,9 @@ def _unescape(text: str, name: str) -> str:
 
 
 def _parse_ids(text: str, ids: Sequence[str]) -> list[int]:
-    """Parse all IDs of a token in one call, because separate calls for thousands of writers would block an event
-    loop.
+    """Parse the IDs of a token. Raises `BadToken` if one is not a 64-bit integer in its shortest form.
+
+    One regular expression checks all IDs, because thousands of separate checks would block an event loop.
     """
     if _IDS.fullmatch("~".join(ids)):
         numbers = [*map(int, ids)]
@@ -172,6 +204,7 @@ def _parse_ids(text: str, ids: Sequence[str]) -> list[int]:
 
 
 def _check_direction(a: Token, b: Token) -> None:
+    """Raise `BadToken` if the IDs of the tokens have different signs."""
     if a.farthest() * b.farthest() < 0:
         raise BadToken(str(b), f"its stream runs in the other direction than that of {a}")
 
@@ -180,9 +213,11 @@ _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
 
 
 def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: DirectionName = "forward") -> str:
-    """Format sets of magnitudes, in the form that `parse_intervals` returns.
+    """Format sets of IDs as text, such as `first:1-7:9,second:8`. The writers are sorted; empty sets are left out.
 
-    Writers are sorted; empty sets are left out.
+    Args:
+        sets: writer -> intervals `(low, high]` of magnitudes, as `parse_intervals` returns them.
+        direction: `forward`, or `backward` for negative IDs in the text.
     """
     signed = Direction.from_name(direction).signed
     spans = {
@@ -193,9 +228,13 @@ def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: Dire
 
 
 def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
-    """The sets of magnitudes that `text` names: sorted, disjoint intervals `(low, high]` by writer.
+    """Parse sets of IDs, such as `first:1-7:9,second:8`, or `first:-1--7` on a backward stream.
 
-    Raises `BadToken` if `text` cannot be read or mixes signs.
+    Returns:
+        Writer -> intervals `(low, high]` of magnitudes (IDs without a sign), sorted and disjoint.
+
+    Raises:
+        BadToken: `text` has another form, or has positive and negative IDs.
     """
     sets: dict[str, list[tuple[int, int]]] = {}
     signs: set[bool] = set()

@@ -1,6 +1,6 @@
-"""Programs that read or wait for the published positions of a stream, and a cache whose positions never go back.
+"""Programs that read the published positions of a stream or wait for positions. No sockets.
 
-No sockets.
+`MonotonicPositions` remembers the positions that were returned, so that positions never go back.
 """
 
 import math
@@ -33,19 +33,24 @@ RETRY_EVERY = 0.2  # seconds between two reads while Redis is down
 
 @dataclass(frozen=True, slots=True)
 class Recovering:
-    """`stream` is unknown: it has no facts yet, or Redis lost its data and is being filled."""
+    """The positions of a stream are unknown: the stream has no facts yet, or Redis lost its data and is being filled.
+
+    Attributes:
+        stream: the name of the stream.
+    """
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class PositionSnapshot:
-    """The published positions of a stream. They form a range from `promised` to `usable`.
+    """The published positions of a stream at one time.
 
     Attributes:
-        linear: every ID up to here is complete.
-        vector: by writer, the ID up to which everything of the writer is complete.
-        allocated: the highest ID that any record of the stream named; None: not known.
+        stream: the name of the stream.
+        linear: the ID up to which the stream is complete, for all writers.
+        vector: writer -> the ID up to which everything of the writer is complete.
+        allocated: the ID farthest from 0 that any record of the stream has named; None if unknown.
     """
 
     stream: str
@@ -55,27 +60,32 @@ class PositionSnapshot:
 
     @property
     def token(self) -> Token:
+        """The positions as a token."""
         return Token.of(self.linear, self.vector)
 
     @property
     def promised(self) -> int:
-        """The lower end: every ID up to it, of any writer, is complete. It may be promised to a process that waits for
-        an ID.
+        """The ID up to which the stream is complete for all writers: the same as `linear`.
+
+        A service may promise this ID to processes that wait for an ID.
         """
         return self.linear
 
     @property
     def usable(self) -> int:
-        """The upper end: beyond `promised`, the facts of each writer are complete up to its position, and may be used.
-        This is the farthest position."""
+        """The farthest position of all writers.
+
+        Beyond `promised`, a service may use the facts of each writer up to the position of that writer in `vector`.
+        """
         return self.token.farthest()
 
     def reached(self, token: Token | str | int) -> bool:
-        """Whether everything up to `token` is complete."""
+        """Whether the stream is complete up to `token`: a token, its text, or an ID. Raises `BadToken`."""
         return self.token.covers(token)
 
 
 def snapshot_of(stream: str, keys: StreamKeys) -> PositionSnapshot | Recovering:
+    """The positions in `keys`; `Recovering` if Redis does not know the stream."""
     if keys.linear is None:
         return Recovering(stream)
     return PositionSnapshot(stream, keys.linear, keys.positions, keys.allocated)
@@ -83,13 +93,13 @@ def snapshot_of(stream: str, keys: StreamKeys) -> PositionSnapshot | Recovering:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPositions:
-    """The published positions of a stream.
+    """The published positions of a stream, with the number of its newest late completion.
 
     Attributes:
-        linear: every ID up to here is complete.
-        vector: by writer, the ID up to which everything of the writer is complete.
-        late: the number of the newest late completion.
-        allocated: the highest ID that any record of the stream named; None: not known.
+        linear: the ID up to which the stream is complete, for all writers.
+        vector: writer -> the ID up to which everything of the writer is complete.
+        late: the number of the newest late completion; 0 if there is none.
+        allocated: the ID farthest from 0 that any record of the stream has named; None if unknown.
     """
 
     linear: int
@@ -102,11 +112,10 @@ P = TypeVar("P", bound=PublishedPositions)
 
 
 class MonotonicPositions(Generic[P]):
-    """The farthest positions that were returned for each stream, so that returned positions never go back (Rule 2).
+    """Stores the positions that were returned for each stream, so that returned positions never go back (Rule 2).
 
-    Redis may lose its last writes or be restored from an older copy, and Postgres may be ahead of Redis.
-
-    For one thread.
+    The servers may return lower positions than before: Redis may lose its last writes or be restored from an older
+    copy, and Postgres may be ahead of Redis. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -116,23 +125,24 @@ class MonotonicPositions(Generic[P]):
         return stream in self._farthest
 
     def get(self, stream: str) -> P | None:
-        """The positions that were returned last."""
+        """The positions that `update` returned last for the stream; None if there are none."""
         return self._farthest.get(stream)
 
     def items(self) -> Iterable[tuple[str, P]]:
+        """Each stream, and the positions that `update` returned last for it."""
         return self._farthest.items()
 
     def update(self, stream: str, published: P) -> P:
-        """Raise each position of `published` to the one that was returned before. Stores and returns the result."""
+        """Store and return `published`, with each position that is lower than before replaced by the one before."""
         before = self._farthest.get(stream)
         farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
         return farthest
 
     def merge(self, before: P, published: P) -> P:
-        """The farther position of each writer.
+        """Return `published` with the farther position of each writer. Stores nothing.
 
-        A writer that `published` does not list is left out once the linear position has passed it. That changes no
-        token.
+        A writer of `before` that is not in `published` is left out if the linear position has passed the writer. The
+        token is the same without this writer.
         """
         linear = farther(published.linear, before.linear)
         vector = {name: farther(id, before.vector.get(name, id)) for name, id in published.vector.items()} | {
@@ -151,8 +161,9 @@ class MonotonicPositions(Generic[P]):
 
 
 def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
-    """The keys of a stream, with each position raised to the one that was returned before. Unknown fields stay
-    unknown.
+    """Return `keys` with no position lower than the ones that were returned before, and store the positions.
+
+    If Redis does not know the stream, `keys` is returned unchanged.
     """
     if keys.linear is None:
         return keys
@@ -161,7 +172,7 @@ def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], strea
 
 
 def read_positions(stream: str) -> Generator[Request | PositionSnapshot | Recovering, Answer, None]:
-    """Yields one `PositionSnapshot` or `Recovering`."""
+    """Yield a request for the keys of the stream, and then one `PositionSnapshot` or `Recovering`."""
     keys = yield ReadKeys(stream)
     assert isinstance(keys, StreamKeys)
     yield snapshot_of(stream, keys)
@@ -169,11 +180,11 @@ def read_positions(stream: str) -> Generator[Request | PositionSnapshot | Recove
 
 @dataclass(frozen=True, slots=True)
 class WaitConfig:
-    """How long to wait for a token, in seconds.
+    """How long to wait for a token.
 
     Attributes:
-        timeout: limit of the wait; None: no limit.
-        grace: limit of the wait while the stream is unknown.
+        timeout: the longest wait, in seconds; None: no limit.
+        grace: the longest wait, in seconds, while Tidemark has read no record of the stream.
     """
 
     timeout: float | None
@@ -183,11 +194,22 @@ class WaitConfig:
 def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | PositionSnapshot, Answer, None]:
-    """Yields a snapshot that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
-    deadline, `Unavailable`.
+    """Wait until the stream has reached `token`, and yield the snapshot that has reached it.
 
     Also waits for a token beyond every known ID. The relay and the pipeline may have lag, so only the writer's database
     has the information whether the ID was given out (Rule 9).
+
+    Args:
+        stream: the name of the stream.
+        token: the token to wait for.
+        config: the limits of the wait.
+        clock: returns the current time, in seconds.
+
+    Raises:
+        NotReached: the stream has not reached `token` after the time-out.
+        StreamNotKnown: Tidemark has read no record of the stream for the grace period.
+        BadToken: the IDs of `token` and of the stream have different signs.
+        Unavailable: no server answers when the time-out ends.
     """
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout
@@ -232,8 +254,11 @@ def wait_for_token(
 
 
 def target_token(until: Token | str | int, writer: str | None) -> Token:
-    """Convert `until` (a token or an ID) to a token. An ID means the position of `writer`, or the linear position if
-    `writer` is None. Raises `BadToken`, also for a token with a `writer`."""
+    """Convert `until` (a token, its text, or an ID) to a token.
+
+    An ID means the position of `writer`, or the linear position if `writer` is None. Raises `BadToken`, also if `until`
+    is a token and `writer` is given.
+    """
     token = as_token(until)
     if writer is None:
         return token
