@@ -1,4 +1,4 @@
-"""Threads that run while this pipeline has the lease: maintenance, and reports of batches that wait for a lock."""
+"""Threads that run while this pipeline has the lease: maintenance of the sinks, and reports of batches that wait."""
 
 import threading
 import time
@@ -23,10 +23,13 @@ LOG_EVERY = 30.0  # seconds between two log lines about the same wait
 
 
 class LeasedThread(ABC):
-    """A context manager that calls `work` repeatedly until the block ends, the lease is lost, or `work` raises.
+    """A thread that calls `work` repeatedly until the lease is lost or `work` raises. A context manager.
 
-    `failure` is an error that `work` raised, or stored there before it returned. The supervising thread raises
-    `failure`.
+    Entering the context starts the thread. Leaving it waits until the thread has ended.
+
+    Attributes:
+        failure: the error that `work` raised or stored here; None if there is none. The supervising thread raises it.
+            A lost lease is no failure: the thread calls `Lease.note_lost` instead.
     """
 
     def __init__(self, name: str, lease: Lease) -> None:
@@ -45,7 +48,7 @@ class LeasedThread(ABC):
 
     @abstractmethod
     def work(self) -> float:
-        """Do one step; returns the seconds until the next step."""
+        """Do one step. Returns the number of seconds to wait before the next step."""
 
     def _run(self) -> None:
         try:
@@ -59,7 +62,7 @@ class LeasedThread(ABC):
 
 
 MAX_CLOCK_DIFFERENCE = 60.0
-"""Seconds. A larger difference is logged, and the alert TidemarkClocksDiffer fires."""
+"""Seconds. A larger difference between two clocks is logged, and the alert TidemarkClocksDiffer fires."""
 TIDY_RETRY_PAUSE = 60.0  # seconds until an incomplete run of retention is retried
 # The pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams.
 PAUSE_FACTOR = 20
@@ -67,12 +70,12 @@ PAUSE_FACTOR = 20
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Seconds between two runs of each task.
+    """How often each task of `Maintenance` runs.
 
     Attributes:
-        poll_seconds: checks whether a sink has lost data.
-        compare_seconds: comparisons of all streams with Postgres.
-        retention_seconds: runs of retention.
+        poll_seconds: seconds between two checks whether a sink has lost data.
+        compare_seconds: seconds between two comparisons of a sink, and of the clock, with Postgres.
+        retention_seconds: seconds between two runs of retention.
     """
 
     poll_seconds: float = 1.0
@@ -81,9 +84,9 @@ class MaintenanceConfig:
 
 
 class Maintenance(LeasedThread):
-    """Refills sinks, stores their faults, runs retention and compares clocks.
+    """Refills the sinks, stores the faults of the sinks in Postgres, runs retention, and compares clocks.
 
-    Problems are retried; a `Stop` becomes the `failure`.
+    A task that fails is logged and tried again. An error of the kind `Stop` also becomes the `failure`.
     """
 
     def __init__(
@@ -94,8 +97,15 @@ class Maintenance(LeasedThread):
         config: MaintenanceConfig,
         on_clock_difference: Callable[[float], object] = lambda _: None,
     ) -> None:
-        """`on_clock_difference` is called after each comparison with the seconds by which this host's clock is ahead of
-        the clock of Postgres.
+        """Prepare the thread; entering the context starts it.
+
+        Args:
+            sinks: the sinks to refill.
+            postgres: the Postgres with the positions and the history.
+            lease: the lease of this pipeline.
+            config: how often each task runs.
+            on_clock_difference: called after each comparison of clocks, with the number of seconds by which the clock
+                of this host is ahead of the clock of Postgres. Negative if the clock of this host is behind.
         """
         super().__init__("maintenance", lease)
         self._on_clock_difference = on_clock_difference
@@ -118,6 +128,10 @@ class Maintenance(LeasedThread):
         return self._config.poll_seconds
 
     def _try(self, task: str, step: Callable[[], None]) -> None:
+        """Call `step`. Log each error once, and store a `Stop` as the failure. Raises `LeaseLost`.
+
+        `task` names the step in the log.
+        """
         try:
             self._lease.check()
             step()
@@ -134,6 +148,7 @@ class Maintenance(LeasedThread):
                 log.info(f"Maintaining {task} again")
 
     def _refill(self, sink: Sink) -> None:
+        """Refill the sink if it may have lost data, or if its next comparison with Postgres is due."""
         began = time.monotonic()
         due = began >= self._next_comparison.get(sink.name, -float("inf"))
         if sink.check_for_loss() or due:
@@ -145,6 +160,7 @@ class Maintenance(LeasedThread):
             self._next_comparison[sink.name] = ended + max(self._config.compare_seconds, pause)
 
     def _store_faults(self) -> None:
+        """Store the faults of all sinks in Postgres and log the changes, if the faults have changed."""
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
         if faults == self._stored_faults:
             return
@@ -163,6 +179,7 @@ class Maintenance(LeasedThread):
         self._stored_faults = faults
 
     def _compare_clocks(self) -> None:
+        """Compare the clocks of this host and of Postgres, if `compare_seconds` have passed. Log a large difference."""
         if time.monotonic() < self._next_clock_check:
             return
         difference = self._postgres.clock.difference()
@@ -179,6 +196,7 @@ class Maintenance(LeasedThread):
             log.info("The clocks of this host and of Postgres agree again")
 
     def _tidy(self) -> None:
+        """Run retention if it is due. An incomplete run is repeated after at most `TIDY_RETRY_PAUSE`."""
         if time.monotonic() >= self._next_tidy:
             # Set before the run, so that a failed run is not retried at once: its waits for locks may block batches.
             self._next_tidy = time.monotonic() + min(self._config.retention_seconds, TIDY_RETRY_PAUSE)
@@ -189,8 +207,12 @@ class Maintenance(LeasedThread):
 
 
 class BatchWaitMonitor(LeasedThread):
-    """Checks every second what a batch waits for; logs it and stores it in the row of the lease. Probes read
-    `problem`.
+    """Checks every second whether a batch has been waiting in Postgres for some seconds, for example for a lock.
+
+    Logs the problem, and stores it in the row of the lease.
+
+    Attributes:
+        problem: what the batch waits for, as text for a person; None if no batch waits. Health probes read this text.
     """
 
     def __init__(self, batch_wait: BatchWait, lease: Lease) -> None:

@@ -1,11 +1,11 @@
 """Reads records from Kafka again by offset, and produces them unchanged: dead letters and requeued records.
 
-*Dead letters* are rejected records, and go to their own topic. At least once: a repeated batch sends its dead letters
-again. Their headers identify copies of the same record.
+*Dead letters* are copies of rejected records in a topic of dead letters. Each is sent at least once: a repeated batch
+sends its dead letters again. The headers of a dead letter identify the rejected record.
 
-*Requeued* records were deferred, and go to the end of their own partition. The pipeline reads them like any other
-record. At least once: after a crash some records are produced again, as duplicates. A separate thread requeues, because
-it may read hours of records to find a few, while batches continue.
+*Requeued* records are copies of deferred records at the end of the same partition. The pipeline reads these copies like
+any other record. Each record is requeued at least once: after a crash, some records are produced again as duplicates. A
+separate thread requeues, because it may have to read hours of records to find a few, while batches continue.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,11 +28,11 @@ from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Topic, read
 
 Headers = Sequence[tuple[str, Any]]
-ANY_PARTITION = -1
+ANY_PARTITION = -1  # lets the producer choose the partition
 
 
 class OutgoingRecord(NamedTuple):
-    """A record to produce. `tidemark_headers` are appended to its own `headers`."""
+    """A record to produce. `tidemark_headers` are appended to `headers`, the headers of the copied record."""
 
     tidemark_headers: Headers = ()
     key: Any = None
@@ -42,10 +42,14 @@ class OutgoingRecord(NamedTuple):
 
 
 class UnacknowledgedRecords:
-    """Records that were produced and are not acknowledged yet.
+    """Produces records and waits for their acknowledgements.
 
-    `replacement_of` returns the replacement of a record that is too large for the topic; None to drop the record.
     `gone` is the number of records that were replaced or dropped.
+
+    Args:
+        producer: produces the records.
+        topic: the topic of the records.
+        replacement_of: returns the replacement of a record that is too large for the topic; None to drop the record.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class UnacknowledgedRecords:
         self._error: KafkaError | None = None
 
     def put(self, record: OutgoingRecord) -> None:
-        """Produce a record; waits while the producer's queue is full. `flush` reports its failure."""
+        """Produce a record. Waits while the producer's queue is full. If this fails later, `flush` returns the error."""
 
         def note_delivery(error: KafkaError | None, _: Message) -> None:
             is_empty = not (record.key or record.value or record.headers)
@@ -86,15 +90,15 @@ class UnacknowledgedRecords:
                 return
 
     def put_replacement(self, record: OutgoingRecord | None) -> None:
-        """Produce the replacement of a record, if there is one, and count the record as gone."""
+        """Produce the replacement `record` of a record, unless it is None, and count the replaced record as gone."""
         self.gone += 1
         if record is not None:
             self.put(record)
 
     def flush(self) -> KafkaError | None:
-        """Wait until all records are acknowledged, or one has failed. Returns the error, or None.
+        """Replace records that are too large, and wait until all records are acknowledged or one has failed.
 
-        A record fails at the latest after the message timeout.
+        A record fails at the latest after the message time-out. Returns the error of a record; None if none failed.
         """
         self._wait_for_acknowledgements()
         too_large, self._too_large = self._too_large, []
@@ -114,13 +118,13 @@ class UnacknowledgedRecords:
 
 
 class KafkaConnections:
-    """A reader and a producer, each connected at its first use. `errors` collects the errors of both.
+    """A Kafka reader and a producer, each created at its first use. `errors` collects the errors of both.
 
     Args:
         client: librdkafka settings of the reader.
         producer: librdkafka settings of the producer.
         patience: seconds until a read without progress, or an unacknowledged record, is an error.
-        isolation: the isolation level of the reader.
+        isolation: the isolation level of the reader: `read_committed` or `read_uncommitted`.
     """
 
     def __init__(self, client: Mapping[str, str], producer: Mapping[str, str], patience: float, isolation: str) -> None:
@@ -152,7 +156,7 @@ class KafkaConnections:
         return self._producer
 
     def close(self) -> None:
-        """Close both and drop unsent records. The next use connects again."""
+        """Close the reader and the producer, and drop unsent records. The next use connects again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -163,15 +167,16 @@ class KafkaConnections:
 
 log = get_logger(__name__)
 
-SEEK_DISTANCE = 2_000  # a smaller distance is read and dropped instead of a seek
+SEEK_DISTANCE = 2_000  # offsets to the next wanted record: up to this distance, reading on is faster than a seek
 MAX_DETAIL_LENGTH = 500  # characters: a detail may quote the record
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLettersConfig:
-    """`client` and `producer` are librdkafka settings and may contain a password.
+    """The topic of dead letters, and how to connect to Kafka.
 
-    `patience`: seconds until a read without progress, or an unacknowledged record, is an error.
+    `client` (of the reader) and `producer` are librdkafka settings and may contain a password. `patience` is the number
+    of seconds until a read without progress, or an unacknowledged record, is an error.
     """
 
     topic: str
@@ -182,14 +187,17 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterResult:
-    """The number of records sent to the dead letters; `gone` of them were sent without key, value and headers."""
+    """`sent` is the number of dead letters; `gone` of these were sent without key, value and headers of the record."""
 
     sent: int = 0
     gone: int = 0
 
 
 class DeadLetters:
-    """A context manager for one thread at a time. Connects when the first record is rejected."""
+    """Sends rejected records to the dead letters. A context manager for one thread at a time.
+
+    Connects when the first record is rejected.
+    """
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._config = config
@@ -203,7 +211,7 @@ class DeadLetters:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and drop unsent records. The next call opens new ones."""
+        """Close the connections and drop unsent records. The next `send` connects again."""
         self._kafka.close()
 
     def send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
@@ -216,7 +224,7 @@ class DeadLetters:
         Raises:
             Unavailable: call again; all records are then sent again.
             Refused: the brokers refuse the client.
-            TopicMissing: the topic does not exist.
+            TopicMissing: the topic of dead letters does not exist.
         """
         if not rejected:
             return DeadLetterResult()
@@ -266,7 +274,7 @@ class DeadLetters:
         return DeadLetterResult(sent, unacknowledged.gone)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
-        """Each wanted offset (ascending) and its record; None if the record no longer exists."""
+        """Yield each wanted offset and its record; None if the record no longer exists. `wanted` is ascending."""
         reader = self._kafka.reader()
         pending = list(reversed(wanted))
         while pending:
@@ -292,9 +300,9 @@ class DeadLetters:
 
 
 def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
-    """The text of the header `detail`: the defect and the fact concerned; empty if neither is known.
+    """Return the text of the header `detail`: what is wrong with the record or its fact; empty if that is unknown.
 
-    `id` is the first ID that contradicts its stream; 0 if the record itself is invalid.
+    `id` is the ID nearest to 0 that contradicts its stream; 0 if the record itself is invalid.
     """
     if reason == Reason.NOT_STORABLE:
         return "Postgres refused the effects of this record: the pipeline's log has the error"
@@ -329,10 +337,16 @@ class DeadLetter:
     """A dead letter.
 
     Attributes:
-        partition, offset, time: of the dead letter (`time` in ms since 1970).
-        origin: topic, partition and offset of the rejected record.
+        partition: the partition of the dead letter, in the topic of dead letters.
+        offset: the offset of the dead letter.
+        time: the time of the dead letter, in milliseconds since 1970.
+        reason: why the record was rejected, as in `Reason`.
+        origin: (topic, partition, offset) of the rejected record. A number is -1 if it is unknown.
+        detail: what is wrong with the record, as text for a person; empty if unknown.
         gone: why key, value and headers are missing; empty if the dead letter has the whole record.
-        headers: headers of the rejected record.
+        key: the key of the rejected record; None if there is none.
+        value: the value of the rejected record; None if there is none.
+        headers: pairs (name, value): the headers of the rejected record.
     """
 
     partition: int
@@ -348,7 +362,7 @@ class DeadLetter:
 
     @property
     def stream(self) -> str:
-        """The key as printable text."""
+        """The key of the rejected record, usually the name of its stream, as printable text."""
         return _printable_text(self.key or b"")
 
     @property
@@ -358,7 +372,7 @@ class DeadLetter:
 
 
 class DeadLetterReader:
-    """A context manager for one thread. Methods raise `Unavailable` and `Refused`."""
+    """Reads dead letters. A context manager for one thread. Methods raise `Unavailable` and `Refused`."""
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._topic = config.topic
@@ -371,12 +385,12 @@ class DeadLetterReader:
         self._kafka.close()
 
     def newest(self, partitions: Collection[int], most: int) -> list[DeadLetter]:
-        """The dead letters at the last `most` offsets of each partition, newest first."""
+        """Read the dead letters at the last `most` offsets of each partition, and return them newest first."""
         dead_letters = [letter for partition in partitions for letter in self._last(partition, most)]
         return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
     def read_at(self, partition: int, offset: int) -> DeadLetter | None:
-        """The dead letter at this offset; None if it does not exist or was deleted."""
+        """Read the dead letter at this offset. Returns None if it does not exist or was deleted."""
         try:
             first, end = self._kafka.reader().offsets(self._topic, partition)
             if not first <= offset < end:
@@ -403,8 +417,9 @@ class DeadLetterReader:
 
 
 def _dead_letter(message: Message) -> DeadLetter:
-    """Parse a dead letter. Tidemark's headers are the last ones with their names, because the rejected record may have
-    headers with the same names.
+    """Parse a dead letter.
+
+    The rejected record may have headers with the same names as Tidemark's headers. Tidemark's headers come last.
     """
     headers: list[tuple[str, Any]] = list(message.headers() or ())
     ours = {name: _printable_text(value or b"") for name, value in headers}
@@ -424,12 +439,12 @@ def _dead_letter(message: Message) -> DeadLetter:
 
 
 def _header(headers: list[tuple[str, Any]], name: str) -> str:
-    """The first header with this name, as printable text; empty if there is none."""
+    """Return the value of the first header with this name, as printable text; empty if there is none."""
     return next((_printable_text(value or b"") for header, value in headers if header == name), "")
 
 
 def _printable_text(data: bytes) -> str:
-    """Printable text without control characters, because the producer of the record is not trusted."""
+    """Decode to printable text without control characters, because the producer of the record is not trusted."""
     return replace_unprintable(data.decode(errors="replace"))
 
 
@@ -438,7 +453,7 @@ def _parse_number(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else -1
 
 
-RETRY_AFTER = 5.0  # seconds after a problem
+RETRY_AFTER = 5.0  # seconds until the next step after a problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +464,7 @@ class RequeueConfig:
         topic: the facts topic.
         client: librdkafka settings of the consumer. May contain a password.
         producer: librdkafka settings of the producer. May contain a password.
-        patience: seconds until a read without progress, or an unacknowledged record, is a problem.
+        patience: seconds until a read without progress, or an unacknowledged record, is an error.
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.
@@ -468,10 +483,10 @@ class RequeueConfig:
 
 
 class Requeuer(LeasedThread):
-    """Requeues deferred records. Problems are logged, stored for `tidemark status`, and retried.
+    """The thread that requeues deferred records. Problems are logged, stored for `tidemark status`, and retried.
 
-    The positions of the writers concerned do not move meanwhile. `on_produced` is called with the number of records
-    that a step has produced.
+    The position of a writer does not move while its records are deferred. `on_produced` is called after each step with
+    the number of records that the step has produced.
     """
 
     def __init__(
@@ -515,11 +530,10 @@ class Requeuer(LeasedThread):
         self._kafka.close()
 
     def step(self, requeue: PendingRequeue) -> tuple[PendingRequeue, str | None]:
-        """Produce some of the records.
+        """Produce some of the records of a requeue, and wait until the brokers have acknowledged these records.
 
         Returns:
-            The remaining requeue after the brokers have acknowledged the records, and the problem that prevents the
-            rest, if any.
+            (The rest of the requeue, the problem that prevents the rest). The problem is None if there is none.
         """
         try:
             return self._step(requeue)
@@ -569,7 +583,7 @@ class Requeuer(LeasedThread):
 
 
 def is_edge(value: bytes | None, key: bytes | None, stream: str, writer: str, epoch: int) -> bool:
-    """True if a record of the facts topic has edges of this writer and epoch. Only such records are requeued."""
+    """Whether a record of the facts topic has edges of this stream, writer and epoch. Only these are requeued."""
     if key != stream.encode():
         return False
     try:

@@ -1,8 +1,9 @@
-"""The port for sinks: the protocol of a sink, and the values that the publisher passes to it.
+"""The protocol of a sink, and the values that the publisher passes to a sink.
 
-A sink publishes a copy of what Postgres has committed. Postgres itself (`postgres.store`) is not a sink, because it is
-the source of truth. The dead letters are not a sink, because they have records and no positions. `redis.mirror` is a
-sink. To add one, write a class with this protocol and create it in `app.pipeline.supervisor`.
+A sink publishes a copy of what Postgres has committed, such as `redis.mirror` and `positions_topic`. Postgres itself
+(`postgres.store`) is not a sink, because Postgres is the source of truth. The dead letters are not a sink, because they
+have records and no positions. To add a sink, write a class with this protocol, and create an object of the class in
+`app.pipeline.supervisor`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,15 @@ from tidemark.streaming.values.limits import RejectedRecords
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The effects of a batch.
+    """The computed effects of one batch of records.
 
     Attributes:
-        query: the name of the query, one for each start of the pipeline.
+        query: the name of the Spark query. Each start of the pipeline has a query with a new name.
         number: the number of the batch in its query.
-        token: the token of the lease.
-        after: query and number of the batch that Postgres must have applied last; None if Postgres must have applied
-            no batch; `...` to skip the check, for batches without a query.
+        token: the fencing token of the lease.
+        effects: the effects of each shard.
+        after: (query, number) of the batch that Postgres must have applied last. None: Postgres must have applied no
+            batch. `...` (Ellipsis): there is no check, for batches without a query.
     """
 
     query: str
@@ -33,13 +35,15 @@ class Batch:
     after: tuple[str, int] | EllipsisType | None = ...
 
     def streams(self) -> Iterator[tuple[ShardEffects, StreamEffects]]:
+        """Yield the effects of each stream, with the effects of its shard."""
         return ((shard, stream) for shard in self.effects for stream in shard.streams)
 
     def rejected(self) -> list[RejectedRecords]:
+        """Return the rejected records of all shards."""
         return [item for shard in self.effects for item in shard.rejected]
 
     def offsets(self) -> dict[str, dict[int, int]]:
-        """Topic -> partition -> the next offset to read."""
+        """Return topic -> partition -> the next offset to read after this batch."""
         offsets: dict[str, dict[int, int]] = {}
         for shard in self.effects:
             for seen in shard.progress:
@@ -52,13 +56,14 @@ class Batch:
 class CommitResult:
     """The outcome of a batch's transaction in Postgres.
 
-    `corrected_advances` and `higher_positions` are by (stream, writer). They have entries only if Postgres differs
-    from the batch: Postgres may know a writer that the state has dropped.
+    `corrected_advances` and `higher_positions` have entries only if Postgres has higher positions than the batch:
+    Postgres may know a writer that the pipeline's state has dropped.
 
     Attributes:
-        is_repeat: whether the batch was applied before. If so, this call wrote nothing.
-        corrected_advances: advances that were cut to the part that was open; None if no part was open.
-        higher_positions: stored positions that are beyond the positions of the batch.
+        is_repeat: whether an earlier transaction applied the batch. If so, this transaction wrote nothing.
+        corrected_advances: (stream, writer) -> the part of the advance that is beyond the stored position; None if no
+            part is.
+        higher_positions: (stream, writer) -> the stored position, if it is beyond the position in the batch.
         late_numbers: stream -> the numbers of its late completions, in the order of the batch.
     """
 
@@ -70,76 +75,89 @@ class CommitResult:
 
 @dataclass(frozen=True, slots=True)
 class RefillResult:
-    """The number of streams that lacked data in the sink, and the number of history entries that were copied."""
+    """The outcome of a refill.
+
+    Attributes:
+        streams: the number of streams that lacked data in the sink.
+        entries: the number of history entries that were copied.
+    """
 
     streams: int
     entries: int = 0
 
 
 class Fence(Protocol):
-    """The right to publish: the sink's interface to the lease."""
+    """The interface of a sink to the lease, which is the right to publish."""
 
     @property
     def token(self) -> int:
-        """The fencing token of this owner. It is higher than the token of every earlier owner."""
+        """The fencing token of this process. It is higher than the token of every earlier owner of the lease."""
 
     def check(self) -> None:
         """Raise `LeaseLost` if this process knows that another process has the lease. Queries no server."""
 
 
 class Sink(Protocol):
-    """Publishes a copy of Postgres. Created with the `Postgres` to copy and the `Fence` with the token. Thread-safe.
+    """Publishes a copy of the positions in Postgres. Thread-safe.
 
-    `tests/sinks/test_contract.py` checks five laws for every sink:
+    The constructor of a sink takes the `Postgres` to copy and the `Fence` with the token. Every sink keeps five laws
+    (`tests/sinks/test_contract.py`):
 
     - monotone: no call moves a visible position towards 0, even if batches are repeated, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
-    - fenced: the sink stores the highest token that it has seen with its data, and refuses lower ones; the first
-      `LeaseLost` names that token, so that the next owner can choose a higher one at once;
-    - isolated: a failure that is caused by the data of one stream is a fault of that stream only;
+    - fenced: the sink stores the highest token of its writers with its data, and refuses lower tokens; the first
+      `LeaseLost` names the highest token, so that the next owner can choose a higher token at once;
+    - isolated: a failure that is caused by the data of one stream is a fault of this stream only;
     - refilled: `check_for_loss` detects a loss of data, and `refill` restores the data from Postgres.
 
-    All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages only: the caller waits
-    without limit.
+    All methods raise `Unavailable` (call again) and `Refused`. A method may raise `Unavailable` only for an outage,
+    because the caller repeats the call without a limit.
     """
 
     @property
     def name(self) -> str:
-        """The name in the log and in the labels of metrics."""
+        """The name of the sink in the log and in the labels of metrics."""
 
     def check(self) -> None:
-        """Check the connection and the rights. Called at the start, before the first batch."""
+        """Check the connection and the rights. The pipeline calls this at its start, before the first batch."""
 
     def publish(self, batch: Batch, committed: CommitResult) -> int:
         """Publish a batch that Postgres has committed.
 
-        Earlier batches may be missing, if their process died after the commit. The sink then refills first, so that
-        readers never see an incomplete stream.
+        The sink may lack earlier batches, if their process died after the commit. The sink then refills itself first,
+        so that readers never get an incomplete stream.
+
+        Args:
+            batch: the batch.
+            committed: the outcome of the batch's transaction in Postgres.
 
         Returns:
             The number of streams that changed for readers.
 
         Raises:
-            LeaseLost: the sink has a higher token. It published nothing of the streams with the higher token.
+            LeaseLost: the sink has a higher token. The sink published nothing of the streams with the higher token.
         """
 
     def faults(self) -> Mapping[str, str]:
-        """Streams that the sink cannot publish, and the problem of each. Queries no server.
+        """Return stream -> problem, for the streams that the sink cannot publish. Queries no server.
 
-        Publishing skips them until a `refill` has retried them. Their number is unbounded.
+        `publish` skips these streams until a `refill` has published them. The number of entries has no limit.
         """
 
     def compared_positions(self) -> Mapping[str, tuple[int, int]]:
-        """The linear position of each stream in Postgres and in the sink, when a `refill` last compared them.
+        """Return stream -> (linear position in Postgres, linear position in the sink), as of the last `refill`.
 
-        The values are from before the refill. Faulty streams are left out. Queries no server.
+        The values are from before the refill. Streams with a fault are left out. Queries no server.
         """
 
     def check_for_loss(self) -> bool:
-        """Whether the sink may have lost data since the last call; True at the first call. Called every second."""
+        """Query whether the sink may have lost data since the last call. True at the first call.
+
+        The pipeline calls this every second.
+        """
 
     def refill(self) -> RefillResult:
-        """Compare every stream with Postgres and write what is missing. Readers may read meanwhile.
+        """Compare every stream with Postgres, and write what the sink lacks. Readers may read during a refill.
 
-        Also called periodically, even if `check_for_loss` reports no loss. Raises `LeaseLost`.
+        The pipeline also calls this periodically, even if `check_for_loss` reports no loss. Raises `LeaseLost`.
         """

@@ -1,10 +1,13 @@
 """The sink that publishes positions to a compacted Kafka topic: the key of a record is the stream, its value is JSON.
 
-Kafka only appends, so a position would go back if an older value followed a newer one. Three things prevent this. Each
-value is merged with the last value of its key, so no position in it is lower. The producer is transactional, so retries
-neither repeat nor reorder records. Its transactional ID is the topic's name, so the brokers refuse a former owner as
-soon as the next one has connected. The header `fence` has the token of the owner, so a former owner that connects again
-reads the token of its successor first.
+Kafka only appends, so a position would go back if an older value followed a newer value. Four things prevent this:
+
+- Each value is merged with the last value of its key, so no position in the new value is lower.
+- The producer is transactional, so retries neither repeat nor reorder records.
+- The transactional ID is the topic's name, so the brokers refuse a former owner of the lease as soon as the next owner
+  has connected.
+- The header `fence` has the token of the owner. A former owner that connects again first reads the higher token of the
+  next owner, and stops.
 """
 
 import threading
@@ -30,14 +33,21 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 FENCE_HEADER = "fence"
-STREAMS_PER_CHUNK = 1000  # in one transaction
+STREAMS_PER_CHUNK = 1000  # streams in one transaction of a refill
 FRAME_BYTES = 200  # upper bound of Kafka's overhead for a batch with one record, including its header
 FENCED_CODES = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
 DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
 class PositionRecord(msgspec.Struct, frozen=True, gc=False):
-    """The value of a record. Fields have the same meaning as in the sidecar's answer for the stream."""
+    """The value of a record, as JSON. The fields mean the same as in the sidecar's answer for the stream.
+
+    Attributes:
+        stream: the name of the stream.
+        linear: the linear position.
+        vector: writer -> position.
+        token: the token of these positions.
+    """
 
     stream: str
     linear: int
@@ -50,7 +60,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class TopicIdentity(Protocol):
-    """Distinguishes a topic from another one of the same name."""
+    """What distinguishes a topic from an earlier topic of the same name: its `id`. `partitions` is a number."""
 
     @property
     def id(self) -> str: ...
@@ -62,17 +72,24 @@ class TopicLookup(Protocol):
     """Queries the brokers about a topic. Methods raise `Unavailable` and `TopicMissing`."""
 
     def identities(self, names: Iterable[str]) -> Mapping[str, Any]:
-        """The `TopicIdentity` of each topic."""
+        """Query the topics. Returns the name of each topic -> its `TopicIdentity`."""
 
     def max_message_bytes(self, name: str) -> int:
-        """The topic's limit for one batch of records. Raises `Refused` if this user may not describe the topic."""
+        """Query the topic's limit for one batch of records, in bytes.
+
+        Raises `Refused` if this user may not describe the topic.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class PositionsTopicConfig:
-    """`client` and `producer` are librdkafka settings and may contain a password.
+    """The topic of positions, and how to connect to it.
 
-    `patience`: seconds until a Kafka call without an answer is an error.
+    Attributes:
+        topic: the name of the topic.
+        client: librdkafka settings of the reader. May contain a password.
+        producer: librdkafka settings of the producer. May contain a password.
+        patience: seconds until a Kafka call without an answer is an error.
     """
 
     topic: str
@@ -82,7 +99,10 @@ class PositionsTopicConfig:
 
 
 class PositionsTopic:
-    """The topic as a `Sink`. A context manager; any thread may call. Connects at the first call."""
+    """The `Sink` that writes to the topic of positions. A context manager. Any thread may call its methods.
+
+    Connects at the first call.
+    """
 
     name = "kafka"
 
@@ -114,7 +134,10 @@ class PositionsTopic:
 
     @contextmanager
     def _exclusive_call(self) -> Iterator[None]:
-        """Let only one thread call. After an error, the next call connects and reads the topic again."""
+        """Run the block in one thread at a time, and convert Kafka's errors.
+
+        After an error in the block, disconnects, so that the next call connects and reads the topic again.
+        """
         with self._lock:
             self._kafka.errors.forget()
             try:
@@ -126,7 +149,7 @@ class PositionsTopic:
             self._reported_faults = self._faults.copy()
 
     def _forget(self) -> None:
-        """Forget the content of the topic; it is read again before the next record is written."""
+        """Forget the content of the topic, so that the topic is read again before the next record is written."""
         self._values: dict[str, bytes] = {}  # the last record of each stream
         self._faults: dict[str, str] = {}
         self._next_offsets: dict[int, int] = {}  # partition -> the next offset to read
@@ -183,8 +206,10 @@ class PositionsTopic:
             return self._retry_if_fenced(self._refill)
 
     def _retry_if_fenced(self, call: Callable[[Producer], T]) -> T:
-        """Run `call`, and retry if the producer was fenced but the topic has no higher token: the other process is an
-        older owner.
+        """Run `call` with the connected producer, and return its result.
+
+        If the brokers fence the producer, connect again and run `call` once more: the other process may be a former
+        owner. Raises `LeaseLost` if the topic has a higher token.
         """
         try:
             return call(self._take_over())
@@ -195,6 +220,7 @@ class PositionsTopic:
         return call(self._take_over())
 
     def _refill(self, producer: Producer) -> RefillResult:
+        """Compare the topic with all streams in Postgres, and write the streams that differ."""
         linear: dict[str, tuple[int, int]] = {}
         streams = self._postgres.streams()
         changed = 0
@@ -209,8 +235,9 @@ class PositionsTopic:
     def _stored_values(
         self, streams: Iterable[str], linear: dict[str, tuple[int, int]] | None = None
     ) -> dict[str, bytes]:
-        """The values of streams according to Postgres, without faulty streams. Fills `linear` for
-        `compared_positions`.
+        """Return stream -> the value to write, from the positions in Postgres. Streams with a fault are left out.
+
+        If `linear` is not None, adds stream -> (linear position in Postgres, linear position in the topic) to `linear`.
         """
         values = {}
         for stream, row in self._postgres.positions(list(streams)).items():
@@ -222,10 +249,12 @@ class PositionsTopic:
         return values
 
     def _merge(self, stream: str, linear: int, positions: Mapping[str, int], dropped: Iterable[str]) -> bytes:
-        """The next value of a stream. No position in it is lower than in the last value.
+        """Return the next value of a stream. No position in the next value is lower than in the last value.
 
         Args:
-            positions: writer -> position.
+            stream: the name of the stream.
+            linear: the new linear position.
+            positions: writer -> new position. Other writers keep the position of the last value.
             dropped: writers to leave out.
         """
         vector = dict(positions)
@@ -240,7 +269,15 @@ class PositionsTopic:
         return _ENCODER.encode(PositionRecord(stream, linear, vector, str(Token.of(linear, vector))))
 
     def _write(self, producer: Producer, values: Mapping[str, bytes]) -> int:
-        """Write the changed values of streams in one transaction; returns their number."""
+        """Write the values that differ from the last values, in one transaction. Returns the number of these values.
+
+        A value that is too large for the topic becomes a fault of its stream. If the topic does not have this owner's
+        token yet and no value differs, one last value is written again, so that former owners read the token.
+
+        Args:
+            producer: the connected producer.
+            values: stream -> value.
+        """
         changed = {}
         for stream, value in values.items():
             key = stream.encode()
@@ -287,8 +324,9 @@ class PositionsTopic:
         return count
 
     def _wait_until_visible(self, partition: int, offset: int) -> int:
-        """Wait until consumers see a committed record, which may take a moment after the commit; returns the end
-        offset.
+        """Wait until consumers can read a committed record, and return the end offset of the partition.
+
+        This may take a moment after the commit. Raises `Unavailable` after `patience` seconds.
         """
         deadline = time.monotonic() + self._patience
         while True:
@@ -300,7 +338,10 @@ class PositionsTopic:
             time.sleep(0.005)
 
     def _take_over(self) -> Producer:
-        """Connect the producer and read the whole topic. Raises `LeaseLost` if a newer owner has written."""
+        """Read the new records of the topic, and return the producer. At the first call, connect the producer.
+
+        The connection fences the producer of the former owner. Raises `LeaseLost` if the topic has a higher token.
+        """
         self._fence.check()
         if self._identity is None:
             self._identify()
@@ -315,18 +356,23 @@ class PositionsTopic:
         return self._producer
 
     def _identify(self) -> None:
+        """Query the identity of the topic. If the topic was created again, note the loss of its records."""
         identity: TopicIdentity = self._topics.identities([self._topic])[self._topic]
         if self._identity is not None and self._identity.id != identity.id:
             self._note_loss("it was created again")
         self._identity = identity
 
     def _note_loss(self, problem: str) -> None:
+        """Log that the topic has lost records, disconnect, and let `check_for_loss` report the loss."""
         log.warning("The topic of positions has lost records", topic=self._topic, problem=problem)
         self._disconnect()
         self._may_have_lost = True
 
     def _read_new(self) -> None:
-        """Read the records that other processes have written since the last call. Raises `LeaseLost`."""
+        """Read the records that other processes have written since the last call. Detect lost records.
+
+        Raises `LeaseLost` if the topic has a higher token than this owner.
+        """
         assert self._identity is not None
         for partition in range(self._identity.partitions):
             first, end = self._kafka.reader().offsets(self._topic, partition)
@@ -345,6 +391,7 @@ class PositionsTopic:
         return None
 
     def _apply_record(self, record: Message) -> None:
+        """Store the value and the token of a record, or a fault of the stream if Tidemark did not write the record."""
         key, value = record.key() or b"", record.value()
         stream = key.decode(errors="replace")
         self._faults.pop(stream, None)

@@ -1,8 +1,8 @@
 """Publishes a computed batch: to Postgres, then to the sinks, then the dead letters (docs/design.md 5, rule 4).
 
-One batch at a time, on any thread. A step is retried until its server answers. If the answer to a commit is lost, the
-next attempt detects the commit; the other steps are idempotent. After a kill, the next query begins after the last
-commit, and the sinks are refilled from Postgres (`sinks.background`).
+One batch is published at a time, on any thread. A step is retried until its server answers. If the answer to a commit
+is lost, the next attempt detects the commit. The other steps are idempotent. If the process is killed, the next query
+begins after the last commit, and the sinks are refilled from Postgres (`sinks.background`).
 """
 
 import threading
@@ -30,8 +30,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-CONTENT_ATTEMPTS = 3  # refusals for the same reason until the content of a batch counts as refused
-CONTENT_PAUSE = 0.2  # seconds between two attempts
+CONTENT_ATTEMPTS = 3  # refusals for the same reason before the content of a batch counts as refused
+CONTENT_PAUSE = 0.2  # seconds between two attempts to commit a refused batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,11 @@ class PublishResult:
     Attributes:
         batch: the number of the batch.
         is_repeat: whether Postgres had already applied the batch.
-        streams: number of streams that changed for readers.
-        published_at: when the last sink had the whole batch, seconds since 1970.
-        seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), including outages.
+        streams: the number of streams that changed for readers: the largest number of all sinks.
+        dead_lettered: the numbers of records that were sent to the dead letters.
+        published_at: when the last sink had the whole batch, in seconds since 1970.
+        seconds: step -> its duration in seconds, including outages. The steps are `postgres`, the name of each sink,
+            and `dead_letters`.
     """
 
     batch: int
@@ -55,10 +57,17 @@ class PublishResult:
 
 
 class Publisher:
-    """Publishes batches. The steps of `publish` are `commit`, `publish_to_sink` for each sink, and `dead_letter`; each
-    may be repeated.
+    """Publishes batches.
 
-    `on_unavailable` is called after each attempt that a server did not answer.
+    The steps of `publish` are `commit`, `publish_to_sink` for each sink, and `dead_letter`. Each step may be repeated.
+
+    Args:
+        postgres: commits the batches.
+        sinks: publish copies of Postgres.
+        dead_letters: send the rejected records to their topic.
+        lease: the lease of this pipeline, which is checked before each attempt of a step.
+        stopping: once this event is set, waits end with `Stopping`.
+        on_unavailable: called with the error after each attempt that a server did not answer.
     """
 
     def __init__(
@@ -84,21 +93,22 @@ class Publisher:
         effects: Sequence[ShardEffects],
         after: tuple[str, int] | EllipsisType | None = ...,
     ) -> PublishResult:
-        """Publish batch `number` of `query` to all sinks. Waits for unavailable servers without limit.
+        """Publish batch `number` of `query` to Postgres, the sinks and the dead letters.
 
-        After any error the query cannot continue, and must be started again.
+        Waits without a limit while a server is unavailable. After an error the query cannot continue, and must be
+        started again.
 
         Args:
             query: the name of the query, one for each start of the pipeline.
             number: the number of the batch in its query.
-            effects: the effects of the batch, by shard.
-            after: see `port.Batch`.
+            effects: the effects of the batch for each shard.
+            after: the batch that Postgres must have applied last; see `port.Batch`.
 
         Raises:
-            Stopping: the event was set during a wait.
-            LeaseLost: another query owns the lease.
+            Stopping: the event `stopping` was set during a wait.
+            LeaseLost: another process has the lease.
             ContentRefused: Postgres refuses the content of the batch.
-            ChainBroken: Postgres has not applied `after` last (`port.Batch`).
+            ChainBroken: Postgres has not applied the batch `after` last.
         """
         batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
@@ -112,7 +122,10 @@ class Publisher:
         return PublishResult(number, committed.is_repeat, streams, dead_lettered, published_at, seconds)
 
     def _commit_content(self, batch: Batch) -> CommitResult:
-        """Call `commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of content for the same reason."""
+        """Call `commit`, and repeat it if Postgres refuses the content of the batch.
+
+        Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals in succession for the same reason.
+        """
         problems: list[str] = []
         while True:
             try:
@@ -130,15 +143,18 @@ class Publisher:
                 raise Stopping("stopped while Postgres refused a batch")
 
     def commit(self, batch: Batch) -> CommitResult:
+        """Apply the batch in a transaction in Postgres."""
         committed = self._postgres.apply(batch)
         if committed.is_repeat:
             log.info("The batch was committed before; repeating the steps after the commit", batch=batch.number)
         return committed
 
     def publish_to_sink(self, sink: Sink, batch: Batch, committed: CommitResult) -> int:
+        """Publish the batch to one sink. Returns the number of streams that changed for readers."""
         return sink.publish(batch, committed)
 
     def dead_letter(self, batch: Batch) -> DeadLetterResult:
+        """Send the rejected records of the batch to the dead letters, and note in Postgres that they were sent."""
         rejected = batch.rejected()
         dead_lettered = self._dead_letters.send(rejected)
         if rejected:
@@ -146,8 +162,10 @@ class Publisher:
         return dead_lettered
 
     def send_unsent_dead_letters(self) -> None:
-        """Send the dead letters of earlier queries, whose batches will not be repeated. Raises the errors of
-        `publish`.
+        """Send the dead letters that earlier queries committed to Postgres but may not have sent.
+
+        The batches of earlier queries are not repeated, so nothing else sends these dead letters. Waits for unavailable
+        servers. Raises `Stopping`, `LeaseLost` and the errors of `DeadLetters.send`.
         """
         for unsent in self._postgres.unsent_dead_letters():
             self._with_retries(partial(self._dead_letters.send, unsent.rejected))
@@ -155,7 +173,10 @@ class Publisher:
             log.info("Sent the dead letters of an earlier query", query=unsent.query, batch=unsent.batch)
 
     def _with_retries(self, step: Callable[[], T]) -> tuple[T, float]:
-        """Run a step until its server answers; returns the result and the duration in seconds."""
+        """Repeat `step` until its server answers. Returns the result, and the duration in seconds.
+
+        Raises `LeaseLost` before an attempt if the lease is lost, and `Stopping`.
+        """
 
         def run_step() -> T:
             self._lease.check()

@@ -1,7 +1,7 @@
-"""The schema `tidemark_reader` in a database of readers: its installation, and the writes of published positions.
+"""Installs the schema `tidemark_reader` in a database of readers, and writes published positions to the database.
 
-`reader/schema.sql` has the tables that `tidemark.Reader` needs. `reader/functions.sql` has the positions, and the
-functions for readers in any language (docs/design.md 6b). This module does not import redis-py.
+`reader/schema.sql` has the tables that `tidemark.Reader` needs. `reader/functions.sql` has the table of positions, and
+the functions for readers in any language (docs/design.md 6b). This module does not import redis-py.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ _USE = DatabaseUse(
 
 @dataclass(frozen=True, slots=True)
 class PublishedLate:
-    """A late completion as Tidemark has published it; see `tidemark.Late`."""
+    """A late completion as Tidemark has published it. The fields mean the same as those of `tidemark.Late`."""
 
     number: int
     writer: str
@@ -45,21 +45,29 @@ class PublishedLate:
 
 @cache
 def _script() -> tuple[str, str]:
-    """The SQL of the schema, and its version mark."""
+    """Return the SQL of the schema, and a mark of its version: a part of the SQL's hash."""
     folder = files("tidemark") / "sinks" / "reader"  # without an import of that package, which needs redis
     text = "\n".join((folder / name).read_text("utf-8") for name in ("schema.sql", "functions.sql"))
     return text, sha256(text.encode()).hexdigest()[:16]
 
 
 def reader_session(dsn: Dsn, application: str) -> PostgresSession:
-    """A session in a database of readers; `application` becomes its `application_name`."""
+    """Return a session in a database of readers. `application` becomes the session's `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
 def install(session: PostgresSession, progress: Progress = no_progress) -> bool:
-    """Create or update tables and functions. Returns whether anything had to change; if not, takes no lock.
+    """Create or update the tables and functions of the schema `tidemark_reader`.
 
-    `progress` shows the one script. Raises `PrerequisitePending` if a lock was not free in time.
+    Args:
+        session: a session of the owner of the schema.
+        progress: shows the progress of one step.
+
+    Returns:
+        False if the schema was up to date. Nothing is locked or changed then.
+
+    Raises:
+        PrerequisitePending: other transactions have locked the tables for too long.
     """
     text, mark = _script()
     comment = f"Places of readers, and positions; installed from {mark}"
@@ -84,9 +92,10 @@ class KnownStream:
     """A stream in a database of readers.
 
     Attributes:
-        linear: its linear position.
-        late: the number of its newest late completion.
-        is_decided_here: whether the transactions of this database decide its position.
+        linear: the linear position of the stream in this database.
+        late: the number of the stream's newest late completion in this database.
+        is_decided_here: whether the transactions of this database decide the position. If not, the database has a copy
+            of the published positions.
     """
 
     linear: int
@@ -96,7 +105,14 @@ class KnownStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamUpdate:
-    """The published positions and late completions of a stream. `late` begins after the number `late_after`."""
+    """The published positions and late completions of a stream.
+
+    Attributes:
+        linear: the linear position.
+        writers: writer -> position.
+        late_after: the number after which `late` begins; 0 if `late` has all late completions.
+        late: the late completions with higher numbers than `late_after`, in the order of their numbers.
+    """
 
     linear: int
     writers: Mapping[str, int]
@@ -105,16 +121,17 @@ class StreamUpdate:
 
 
 def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
-    """The streams whose positions this database has, by name."""
+    """Query the streams whose positions this database has. Returns name -> stream."""
     rows = session.fetch_tuples("select stream, linear, late, source = 'database' from tidemark_reader.positions")
     return {stream: KnownStream(linear, late, is_decided_here) for stream, linear, late, is_decided_here in rows}
 
 
 def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
-    """The streams that services append to in this database; empty if the database has no tables of the relay.
+    """Query the streams to which services append facts in this database, and the writers of these streams.
 
     Returns:
-        Stream -> (the ID, as a magnitude, after which the stream begins; writer -> epoch).
+        Stream -> (first, epochs). `first` is the ID, without its sign, after which the stream begins. `epochs` is
+        writer -> epoch. Empty if the database has no tables of the relay.
     """
     if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
         return {}
@@ -133,7 +150,15 @@ def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str,
 
 
 def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """For each (stream, number), count the late completions of the stream with a higher number in this database."""
+    """Count the late completions of streams in this database.
+
+    Args:
+        session: a session in the database.
+        pairs: pairs (stream, number).
+
+    Returns:
+        (stream, number) -> the number of late completions of the stream with a higher number.
+    """
     rows = session.fetch_tuples(
         "select known.stream, known.number, (select count(*) from tidemark_reader.late_completions l"
         "   where l.stream = known.stream and l.number > known.number)"
@@ -144,16 +169,23 @@ def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]
 
 
 def start_following(session: PostgresSession, stream: str, late: int) -> None:
-    """Begin to follow the published positions of a stream that this database decided before.
+    """Make a stream follow its published positions from now on. Before, this database decided the position.
 
-    Readers do not get the late completions up to number `late`: these are older.
+    This is permanent. Other streams are not changed. Readers in this database do not get the late completions up to
+    number `late`, because these late completions are older than the change.
     """
     session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
 
 
 def publish(session: PostgresSession, updates: Mapping[str, StreamUpdate]) -> None:
-    """Move streams to their published positions, in one transaction with their late completions. A lower position is
-    ignored.
+    """Store the published positions and late completions of streams, in one transaction.
+
+    A position that is lower than the stored position is ignored. Streams whose position this database decides are not
+    moved.
+
+    Args:
+        session: a session in the database.
+        updates: stream -> its published positions and late completions.
     """
     with session.use() as connection, connection.transaction():
         # Store late completions before positions: no position may pass a late fact that is not stored.
