@@ -63,7 +63,7 @@ class UnacknowledgedRecords:
         self._error: KafkaError | None = None
 
     def put(self, record: OutgoingRecord) -> None:
-        """Produce a record. Waits while the producer's queue is full. If this fails later, `flush` returns the error."""
+        """Produce a record. Waits while the producer's queue is full. `flush` returns the error if this fails."""
 
         def note_delivery(error: KafkaError | None, _: Message) -> None:
             is_empty = not (record.key or record.value or record.headers)
@@ -137,11 +137,13 @@ class KafkaConnections:
         self._producer: Producer | None = None
 
     def reader(self) -> PartitionReader:
+        """Return the reader; create it at the first call."""
         if self._reader is None:
             self._reader = PartitionReader(self._client_settings, self.errors, self._patience, self._isolation)
         return self._reader
 
     def producer(self) -> Producer:
+        """Return the producer; create it at the first call."""
         if self._producer is None:
             self._producer = Producer(
                 {

@@ -40,13 +40,8 @@ DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
 class PositionRecord(msgspec.Struct, frozen=True, gc=False):
-    """The value of a record, as JSON. The fields mean the same as in the sidecar's answer for the stream.
-
-    Attributes:
-        stream: the name of the stream.
-        linear: the linear position.
-        vector: writer -> position.
-        token: the token of these positions.
+    """The value of a record, as JSON. The fields mean the same as in the sidecar's answer for the stream: `linear` is
+    the linear position, `vector` is writer -> position, and `token` is the token of these positions.
     """
 
     stream: str

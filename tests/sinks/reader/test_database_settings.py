@@ -167,7 +167,7 @@ def test_reader_refuses_positions_that_are_hidden(limited: ReadingService) -> No
     switch_rls(limited.sql, "tidemark", "enable")
     history = History(limited.dsn)
     with pytest.raises(Refused, match="hides rows of table"):
-        history.keys("s")
+        history.read_keys("s")
     switch_rls(limited.sql, "tidemark", "disable")
-    assert history.keys("s").linear == 3
+    assert history.read_keys("s").linear == 3
     history.close()

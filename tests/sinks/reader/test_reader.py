@@ -383,7 +383,7 @@ def test_progress_is_reported_for_metrics(three: ReadingService, form: str) -> N
         (Token(2), 1, 2),
         (Token(3), 0, 1),
     ]
-    assert all(report.seconds >= 0 and not report.is_late and not report.timed_out for report in reports)
+    assert all(report.seconds >= 0 and not report.is_late and not report.time_outs for report in reports)
     assert three.ids() == [1, 2, 3]
 
 

@@ -159,7 +159,7 @@ class PostgresReader:
 
     async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges | None:
         """Read the moves of all streams since a mark; None if they are more than `max_moves`, or no longer stored."""
-        return await self._read_history(lambda: self._history.missed_changes(since, max_moves))
+        return await self._read_history(lambda: self._history.read_missed_changes(since, max_moves))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
         """Read on the history thread. Raises `Slow` if Postgres answers too late."""

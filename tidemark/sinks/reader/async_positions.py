@@ -145,7 +145,7 @@ class AsyncPositions:
         """Return an iterator over the events of `stream` after `since`.
 
         Each event is handed over once. The events of a writer are in order and leave no gap. While servers are down, or
-        the stream is unknown, the iterator logs a message and waits. Only one asyncio task at a time may use it.
+        the stream is unknown, the iterator logs a message and waits. The iterator is for one asyncio task at a time.
 
         Cancellation: a cancelled `anext` loses no event.
 
@@ -168,7 +168,7 @@ class AsyncPositions:
     async def carry_out(self, request: Request, stopping: asyncio.Event) -> Answer:
         """Carry out a request of a program, and return its answer.
 
-        A wait of the request ends early if `stopping` is set, except a wait for a list entry in Redis.
+        If `stopping` is set, a `Pause` ends early.
 
         Raises:
             Unavailable: a server does not answer; the request may be repeated.
@@ -186,7 +186,7 @@ class AsyncPositions:
                     filled = bool(await query_filled(client))
                 if self._history is None:
                     return not filled
-                stored = await asyncio.to_thread(self._history.keys, stream)
+                stored = await asyncio.to_thread(self._history.read_keys, stream)
                 return stored.linear is not None
             case AwaitEntry():
                 try:
@@ -218,7 +218,7 @@ class AsyncPositions:
 
     async def _read_postgres(self, stream: str) -> StreamKeys:
         assert self._history is not None
-        return await asyncio.to_thread(self._history.keys, stream)
+        return await asyncio.to_thread(self._history.read_keys, stream)
 
     async def _result(self, driver: Driver[R]) -> R:
         never = asyncio.Event()

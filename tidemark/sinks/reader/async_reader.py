@@ -128,7 +128,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         self._databases = Databases(source, effects if self._begin_transaction is None else "", primary)
         self._stopping = stopping or asyncio.Event()
         self._config = ReadConfig(
-            stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
+            stream, table, name, mode, as_token(since), rows, is_replica=primary is not None, observe=observe
         )
         self._partitioning = make_partitioning(partitions, key, self._config)
         self._connected_roles: set[Role] = set()
@@ -208,7 +208,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     async def __anext__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
             self._reset()
-        portion = await self._step.result(self._next_portion)
+        portion = await self._step.run(self._next_portion)
         if portion is None:
             raise StopAsyncIteration
         assert self._transaction is not None
@@ -240,7 +240,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                     return await self._run_on_database(request)
                 except Unavailable as error:
                     role: Role = request.role if isinstance(request, RunSql) else "place"
-                    raise await asyncio.to_thread(self._databases.with_lock_holders, role, error) from error.__cause__
+                    raise await asyncio.to_thread(self._databases.add_lock_holders, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
                     await self._close_sessions()  # the outcome is unknown
                     self._reset()

@@ -34,8 +34,7 @@ class ReadBatch(Generic[C]):
     Attributes:
         rows: the rows, each as a dict (column -> value), ordered by ID away from 0.
         connection: the connection of the reader's own database, or the session of your library (`Reader(effects=...)`).
-        late: None if the rows are in order. Otherwise the late completion of the rows: the reader may have passed their
-            IDs before.
+        late: the late completion to which the rows belong; None if the rows are in order.
         withdrawn: ranges of IDs as pairs (lower ID, higher ID), both included. Empty unless the source was restored.
             The earlier facts of these IDs no longer exist: undo their effects, and then process `rows`, which has the
             new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets the ranges

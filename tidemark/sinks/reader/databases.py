@@ -115,6 +115,7 @@ def _check_driver(driver: Any, driver_class: type[Any]) -> Any:
 
 @contextmanager
 def _begin(effects: Any) -> Iterator[EffectsTransaction]:
+    """Run the block in a transaction of a pool, an engine, a session maker or Django's connection."""
     if hasattr(effects, "getconn"):  # a pool of psycopg
         with effects.connection() as connection, connection.transaction():
             yield EffectsTransaction(connection, connection, connection.transaction)
@@ -137,6 +138,7 @@ def _begin(effects: Any) -> Iterator[EffectsTransaction]:
 
 @asynccontextmanager
 async def _async_begin(effects: Any) -> AsyncIterator[EffectsTransaction]:
+    """`_begin` for asyncio."""
     if hasattr(effects, "getconn"):
         async with effects.connection() as connection, connection.transaction():
             yield EffectsTransaction(connection, connection, connection.transaction)
@@ -234,7 +236,7 @@ class Databases:
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
 
-    def with_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
+    def add_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
         """Return `error`; if it is a lock time-out, an error that also names the sessions that may hold the lock.
 
         For a lock time-out, opens a connection to query these sessions. If the query fails, returns `error`.

@@ -46,7 +46,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """The range `(prev, id]` of a writer is complete, but its evidence is no longer available: read the table.
+    """The range `(prev, id]` of a writer is complete, but the evidence of the range is not available: read the table.
 
     Attributes:
         writer: the name of the writer. None: the range has the IDs of all writers except `besides`, because a writer
@@ -141,14 +141,14 @@ class ReadProgress:
     """The progress of a reader, for metrics. `Reader(observe=...)` gets one after each commit, and when all is read.
 
     Attributes:
-        reader: the name of the reader. With partitions, it ends with the partition, such as `mailer[3/8]`.
+        reader: the name of the reader. With partitions, the name ends with the partition, such as `mailer[3/8]`.
         stream: the name of the stream.
         position: the token up to which the reader has read all rows and committed their effects.
         lag_ids: the number of IDs from the linear part of `position` to the linear position that the reader read last.
         rows: the number of rows of the committed batch; 0 if no batch was committed.
         is_late: whether the committed batch had late facts.
         seconds: seconds from the handover of the committed batch to its commit; 0 if no batch was committed.
-        timed_out: the number of attempts to process the batch that failed because the server ended the transaction: the
+        time_outs: the number of attempts to process the batch that failed because the server ended the transaction: the
             service was slower than the server's time limit.
     """
 
@@ -159,7 +159,7 @@ class ReadProgress:
     rows: int
     is_late: bool
     seconds: float
-    timed_out: int
+    time_outs: int
 
 
 Event = Advance | Reread | LinearMove | Late | LateLost
@@ -167,7 +167,7 @@ Event = Advance | Reread | LinearMove | Late | LateLost
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one follower or reader of a stream has received. (A `Token` is what is complete.)
+    """What one follower or reader of a stream has received. In contrast, a `Token` states what is complete.
 
     A service may store a place in any form, and continue from it with `follow(since=place)`.
 

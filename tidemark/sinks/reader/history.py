@@ -25,10 +25,11 @@ class History:
     def close(self) -> None:
         self._postgres.close()
 
-    def keys(self, stream: str) -> StreamKeys:
-        """Query the positions of `stream`. Returns them like Redis does, without list entries and not `is_continuous`.
+    def read_keys(self, stream: str) -> StreamKeys:
+        """Query the positions of `stream`.
 
-        `linear` of the result is None if Postgres does not know the stream.
+        The result has no list entries, and its `is_continuous` is False. If Postgres does not know the stream, its
+        `linear` is None.
         """
         positions = self._postgres.positions([stream]).get(stream)
         if positions is None:
@@ -52,7 +53,7 @@ class History:
             has_more=page.has_more,
         )
 
-    def missed_changes(self, since: DurableMark, limit: int) -> "MissedChanges | None":
+    def read_missed_changes(self, since: DurableMark, limit: int) -> "MissedChanges | None":
         """Query the changes of all streams since a mark.
 
         Returns None if the changes have more than `limit` advances, or if the history does not reach back to the mark.

@@ -60,7 +60,7 @@ select array(
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """How the rows of a table are divided: the number of `partitions`, and the column `key` that selects one."""
+    """How the rows of a table are divided into `partitions`: the column `key` determines the partition of a row."""
 
     partitions: int
     key: str

@@ -147,7 +147,7 @@ class Positions:
         """Return an iterator over the events of `stream` after `since`.
 
         Each event is handed over once. The events of a writer are in order and leave no gap. While servers are down, or
-        the stream is unknown, the iterator logs a message and waits. Only one thread at a time may use it.
+        the stream is unknown, the iterator logs a message and waits. The iterator is for one thread at a time.
 
         Args:
             stream: the name of the stream.
@@ -168,7 +168,7 @@ class Positions:
     def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
         """Carry out a request of a program, and return its answer.
 
-        A wait of the request ends early if `stopping` is set, except a wait for a list entry in Redis.
+        If `stopping` is set, a `Pause` ends early.
 
         Raises:
             Unavailable: a server does not answer; the request may be repeated.
@@ -186,7 +186,7 @@ class Positions:
                     filled = bool(query_filled(client))
                 if self._history is None:
                     return not filled
-                stored = self._history.keys(stream)
+                stored = self._history.read_keys(stream)
                 return stored.linear is not None
             case AwaitEntry():
                 try:
@@ -216,7 +216,7 @@ class Positions:
 
     def _read_postgres(self, stream: str) -> StreamKeys:
         assert self._history is not None
-        return self._history.keys(stream)
+        return self._history.read_keys(stream)
 
     def _result(self, driver: Driver[R]) -> R:
         never = threading.Event()

@@ -209,7 +209,7 @@ class ReadConfig:
         reader: the name of the reader, with its partition if it has partitions.
         since: the token after which a reader without a stored place begins.
         rows: the largest number of rows of a portion, unless one fact has more.
-        replica: whether the table is read from a replica, which must replay the published commits first.
+        is_replica: whether the table is read from a replica, which must replay the published commits first.
         observe: called with the progress after each commit, and when everything is read; None: no function.
     """
 
@@ -219,7 +219,7 @@ class ReadConfig:
     mode: Mode
     since: Token
     rows: int
-    replica: bool
+    is_replica: bool
     observe: Callable[[ReadProgress], object] | None = None
 
     def __post_init__(self) -> None:
@@ -302,7 +302,7 @@ class ReadProgram:
         self._transaction_id = ""
         self._wait_log = WaitLog()
         self._has_logged_since = False
-        self.timed_out = 0  # consecutive transactions of batches that the server ended
+        self.time_outs = 0  # consecutive transactions of batches that the server ended
         self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._handed_over_at = 0.0
         self._current_portion: Portion | None = None
@@ -327,12 +327,12 @@ class ReadProgram:
                 yield Pause(self._wait_log.pause_after(problem))
 
     def _log_timed_out(self, problem: BatchTimedOut) -> None:
-        self.timed_out += 1
+        self.time_outs += 1
         log.warning(
             "A transaction ended before its handler did: the batch is read again",
             reader=self._config.reader,
             stream=self._config.stream,
-            times=self.timed_out,
+            times=self.time_outs,
             seconds=round(time.monotonic() - self._handed_over_at, 1),
             problem=problem.problem,
             do=f"raise {problem.setting}, for example with ALTER ROLE ... SET, or ask for fewer rows: Reader(rows=...)",
@@ -388,7 +388,7 @@ class ReadProgram:
             if (yield from self.checkpoint_store.unpark(id)):
                 fact_rows = yield from rows(RunSql("source", self._config.table.select([fact]), self._config.table.id))
                 if fact_rows:
-                    yield self._portion(fact_rows, None, is_retry=True)
+                    yield self._begin_portion(fact_rows, None, is_retry=True)
                 else:
                     log.warning("A parked fact has no rows any more", stream=self._config.stream, id=id)
             yield from self._save(self._checkpoint)
@@ -406,7 +406,7 @@ class ReadProgram:
             self._facts_upto = max(before, *ends, key=abs) if ends else before
         if read_plan.late_lost and self._checkpoint.version:
             raise LateUnknown(self._config.stream, read_plan.late_lost.after, read_plan.late_lost.number)
-        if self._config.replica and (read_plan.ranges or read_plan.late):
+        if self._config.is_replica and (read_plan.ranges or read_plan.late):
             yield from wait_for_replica()
         for late in read_plan.late:
             yield from self._read_late(late, goal, follower.writers)
@@ -420,7 +420,7 @@ class ReadProgram:
             remaining = [*page.unread, *rest]
             new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if new:
-                yield self._portion(new, None)
+                yield self._begin_portion(new, None)
             uncertain = read_plan.select_uncertain((row[self._config.table.id], self._writer_of(row)) for row in new)
             reached = read_plan.place_before(remaining)
             expired = () if remaining else self._expired_deliveries(read_plan.epochs, reached)
@@ -453,7 +453,7 @@ class ReadProgram:
             if late.why == "skipped":
                 rows = [row for row in rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if rows or withdrawn:
-                yield self._portion(rows, late, withdrawn)
+                yield self._begin_portion(rows, late, withdrawn)
             position = before.place.positions.get(late.writer, before.place.linear)
             ids = [row[self._config.table.id] for row in rows]
             remembered = [id for id in ids if late.why == "skipped" or beyond(id, position)]
@@ -476,7 +476,7 @@ class ReadProgram:
             raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
         return True
 
-    def _portion(
+    def _begin_portion(
         self,
         rows: list[Row],
         late: Late | None,
@@ -541,7 +541,7 @@ class ReadProgram:
         self.promised = _lowest_token(checkpoint.place)
         self._wait_log.note_success()
         self._report()
-        self.timed_out = 0
+        self.time_outs = 0
         self._timed_out_pause.reset()
         self._current_portion = None
 
@@ -557,7 +557,7 @@ class ReadProgram:
             0 if portion is None else len(portion.rows),
             portion is not None and portion.late is not None,
             0.0 if portion is None else time.monotonic() - self._handed_over_at,
-            self.timed_out,
+            self.time_outs,
         )
         try:
             self._config.observe(progress)

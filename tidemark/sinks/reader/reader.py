@@ -127,7 +127,7 @@ class Reader(Iterator[ReadBatch[Any]]):
         self._databases = Databases(source, effects if self._begin_transaction is None else "", primary)
         self._stopping = stopping or threading.Event()
         self._config = ReadConfig(
-            stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
+            stream, table, name, mode, as_token(since), rows, is_replica=primary is not None, observe=observe
         )
         self._partitioning = make_partitioning(partitions, key, self._config)
         self._connected_roles: set[Role] = set()
@@ -207,7 +207,7 @@ class Reader(Iterator[ReadBatch[Any]]):
     def __next__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
             self._reset()
-        portion = self._step.result(self._next_portion)
+        portion = self._step.run(self._next_portion)
         if portion is None:
             raise StopIteration
         assert self._transaction is not None
@@ -239,7 +239,7 @@ class Reader(Iterator[ReadBatch[Any]]):
                     return self._run_on_database(request)
                 except Unavailable as error:
                     role: Role = request.role if isinstance(request, RunSql) else "place"
-                    raise self._databases.with_lock_holders(role, error) from error.__cause__
+                    raise self._databases.add_lock_holders(role, error) from error.__cause__
             case CloseSessions():
                 self._close_sessions()
                 return None

@@ -90,7 +90,7 @@ class AsyncSession:
         group = request.stream if self._is_cluster else ""
         reads = self._reads.get(group) or self._reads.setdefault(group, _SharedReads(self._client))
         with translate_errors(self._client):
-            return read_reply(request, await reads.reply(request))
+            return read_reply(request, await reads.read(request))
 
     async def await_entry(self, request: AwaitEntry) -> None:
         """Wait until the list has an entry after `request.after`, at most `request.seconds`.
@@ -125,7 +125,7 @@ class _SharedReads:
         self._answers: dict[ReadNewest | ReadKeys, asyncio.Future[Any]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def reply(self, request: ReadNewest | ReadKeys) -> Any:
+    async def read(self, request: ReadNewest | ReadKeys) -> Any:
         """Carry out the request with the next read, and return the reply of Redis. Raises errors of redis-py."""
         if request not in self._answers:
             self._answers[request] = asyncio.get_running_loop().create_future()

@@ -261,7 +261,7 @@ class AsyncStep:
     """Runs the steps of a reader, for one asyncio task at a time.
 
     Each step runs in a task of its own. If the caller is cancelled, for example by a time-out, the step continues, and
-    the next call of `result` gets the result of the step.
+    the next call of `run` gets the result of the step.
     """
 
     def __init__(self, reader: str, stream: str) -> None:
@@ -270,7 +270,7 @@ class AsyncStep:
         self._is_in_use = False
         self._task: asyncio.Task[Any] | None = None
 
-    async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
+    async def run(self, begin: Callable[[], Awaitable[R]]) -> R:
         """Return the result of the step that still runs; if there is none, run `begin` as a new step.
 
         Raises `ReaderInUse` if another task is waiting for a result.
@@ -290,7 +290,7 @@ class AsyncStep:
             self._is_in_use = False
 
     def check_can_begin_loop(self) -> None:
-        """Raise `ReaderInUse` if another task called `result` last and still runs: it may be processing a batch."""
+        """Raise `ReaderInUse` if another task called `run` last and still runs: it may be processing a batch."""
         if self._caller not in {None, asyncio.current_task()} and not self._caller.done():
             raise ReaderInUse(*self._reader_and_stream, "task")
 
@@ -309,7 +309,7 @@ class Step:
         self._caller: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def result(self, begin: Callable[[], R]) -> R:
+    def run(self, begin: Callable[[], R]) -> R:
         """Run `begin` and return its result. Raises `ReaderInUse` if another thread is running a step."""
         if not self._lock.acquire(blocking=False):
             raise ReaderInUse(*self._reader_and_stream, "thread")
@@ -320,9 +320,9 @@ class Step:
             self._lock.release()
 
     def check_can_begin_loop(self) -> None:
-        """Raise `ReaderInUse` if another thread called `result` last and still runs: it may be processing a batch."""
+        """Raise `ReaderInUse` if another thread called `run` last and still runs: it may be processing a batch."""
         if self._caller not in {None, threading.current_thread()} and self._caller.is_alive():
             raise ReaderInUse(*self._reader_and_stream, "thread")
 
     def close(self) -> None:
-        """Do nothing: in threads, a step has always ended when `result` returns."""
+        """Do nothing: in threads, a step has always ended when `run` returns."""

@@ -120,7 +120,8 @@ class Token:
         """Compare this token with `other`: a token, its text, or an ID of all writers.
 
         Returns:
-            `Order.BEFORE` if this token is before `other`.
+            `Order.EQUAL` if the tokens are equal, `Order.BEFORE` if only `other` covers this token, `Order.AFTER` if
+            only this token covers `other`; otherwise `Order.INCOMPARABLE`.
 
         Raises:
             BadToken: `other` is neither a token nor an ID, or the IDs of the two tokens have different signs.

@@ -1,6 +1,6 @@
 """Programs that read the published positions of a stream or wait for positions. No sockets.
 
-`MonotonicPositions` remembers the positions that were returned, so that positions never go back.
+`MonotonicPositions` stores the positions that were returned, so that positions never go back.
 """
 
 import math
@@ -85,7 +85,7 @@ class PositionSnapshot:
 
 
 def snapshot_of(stream: str, keys: StreamKeys) -> PositionSnapshot | Recovering:
-    """The positions in `keys`; `Recovering` if Redis does not know the stream."""
+    """Return the positions in `keys`; `Recovering` if the stream is unknown."""
     if keys.linear is None:
         return Recovering(stream)
     return PositionSnapshot(stream, keys.linear, keys.positions, keys.allocated)
@@ -163,7 +163,7 @@ class MonotonicPositions(Generic[P]):
 def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
     """Return `keys` with no position lower than the ones that were returned before, and store the positions.
 
-    If Redis does not know the stream, `keys` is returned unchanged.
+    If the stream is unknown, `keys` is returned unchanged.
     """
     if keys.linear is None:
         return keys
