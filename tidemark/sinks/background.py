@@ -25,7 +25,7 @@ LOG_EVERY = 30.0  # seconds between two log lines about the same wait
 class LeasedThread(ABC):
     """A thread that calls `work` repeatedly until the lease is lost or `work` raises. A context manager.
 
-    Entering the context starts the thread. Leaving it waits until the thread has ended.
+    Entering the context starts the thread. Leaving the context waits until the thread has ended.
 
     Attributes:
         failure: the error that `work` raised or stored here; None if there is none. The supervising thread raises it.

@@ -1,7 +1,7 @@
 """Reads records from Kafka again by offset, and produces them unchanged: dead letters and requeued records.
 
-*Dead letters* are copies of rejected records in a topic of dead letters. Each is sent at least once: a repeated batch
-sends its dead letters again. The headers of a dead letter identify the rejected record.
+*Dead letters* are copies of rejected records in a topic of their own. Each dead letter is sent at least once: a
+repeated batch sends its dead letters again. The headers of a dead letter identify the rejected record.
 
 *Requeued* records are copies of deferred records at the end of the same partition. The pipeline reads these copies like
 any other record. Each record is requeued at least once: after a crash, some records are produced again as duplicates. A
@@ -336,7 +336,7 @@ def _tidemark_headers(reason: str, topic: str, partition: int, offset: int) -> H
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A dead letter.
+    """A dead letter: a copy of a rejected record, with the reason.
 
     Attributes:
         partition: the partition of the dead letter, in the topic of dead letters.
@@ -368,8 +368,8 @@ class DeadLetter:
         return _printable_text(self.key or b"")
 
     @property
-    def place(self) -> str:
-        """The display name: the offset, preceded by the partition unless the partition is 0."""
+    def display_offset(self) -> str:
+        """The offset as text, after the partition and a slash (`3/17`) unless the partition is 0."""
         return f"{self.partition}/{self.offset}" if self.partition else str(self.offset)
 
 

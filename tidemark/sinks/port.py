@@ -25,7 +25,7 @@ class Batch:
         token: the fencing token of the lease.
         effects: the effects of each shard.
         after: (query, number) of the batch that Postgres must have applied last. None: Postgres must have applied no
-            batch. `...` (Ellipsis): there is no check, for batches without a query.
+            batch. `...` (Ellipsis): no check, for batches without a query.
     """
 
     query: str

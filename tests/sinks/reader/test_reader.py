@@ -339,7 +339,7 @@ def test_handler_that_is_slower_than_the_server_allows_is_named(three: ReadingSe
 
     with capture_logs() as logs:
         in_threads() if form == "threads" else asyncio.run(in_tasks())
-    lines = [line for line in logs if line["event"].startswith("A transaction ended before its handler did")]
+    lines = [line for line in logs if line["event"].startswith("The server ended the transaction of a batch")]
     assert [line["times"] for line in lines] == [1, 2]
     assert all("idle_in_transaction_session_timeout" in line["do"] for line in lines)
     assert not [line for line in logs if "Waiting for Postgres" in line["event"]]

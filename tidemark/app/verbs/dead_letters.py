@@ -198,7 +198,7 @@ def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: 
     number = replayed.get(letter.origin)
     override = "" if number is None else f"override {number}"
     return (
-        letter.place, f"{duration(now - letter.time / 1000)}", letter.reason, letter.stream,
+        letter.display_offset, f"{duration(now - letter.time / 1000)}", letter.reason, letter.stream,
         f"{topic}[{partition}] {offset}", override, letter.gone or letter.detail,
     )  # fmt: skip
 
@@ -332,7 +332,7 @@ def dead_letters_replay(
             if as_json:
                 click.echo(as_object({"would": [*trial.lines()], "outcome": None}))
             return
-        confirmed(letter.place, "the offset", yes=yes)
+        confirmed(letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
         final = outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))

@@ -508,7 +508,9 @@ def _related_lines(trace: IdTrace) -> Iterator[str]:
     )
     yield from _first_lines(acts, len(trace.acts), "override")
     refused = (
-        "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(letter.reason, *letter.origin, letter.place)
+        "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(
+            letter.reason, *letter.origin, letter.display_offset
+        )
         for letter in trace.dead_letters
     )
     yield from _first_lines(refused, len(trace.dead_letters), "dead letter")

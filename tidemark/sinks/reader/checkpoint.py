@@ -120,7 +120,7 @@ class CheckpointStore:
         """Create the schema `tidemark_reader` if its tables do not exist."""
         schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as is_created")
         if not schema[0]["is_created"]:
-            # Copies of a reader may create it at the same moment. No advisory lock, because any user could hold it.
+            # Copies may create the schema at the same moment. There is no advisory lock: any user could keep it locked.
             yield from self._rows(SCHEMA_TEXT)
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:

@@ -329,7 +329,7 @@ class ReadProgram:
     def _log_timed_out(self, problem: BatchTimedOut) -> None:
         self.time_outs += 1
         log.warning(
-            "A transaction ended before its handler did: the batch is read again",
+            "The server ended the transaction of a batch before the service did: the batch is read again",
             reader=self._config.reader,
             stream=self._config.stream,
             times=self.time_outs,
@@ -347,7 +347,7 @@ class ReadProgram:
         if self._checkpoint.version and self._config.since != ZERO and not self._has_logged_since:
             self._has_logged_since = True
             log.info(
-                "Continuing from the stored place: since= is for a reader that has none",
+                "Continuing from the stored place: since= is only for a reader without a stored place",
                 reader=self._config.reader,
                 stream=self._config.stream,
                 place=str(_lowest_token(self._checkpoint.place)),
