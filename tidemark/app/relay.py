@@ -275,4 +275,4 @@ def blockers(dsn: str) -> list[OpenTransaction]:
     """Read the open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
-        return queries.blockers(connection)
+        return queries.read_blockers(connection)

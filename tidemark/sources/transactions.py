@@ -30,7 +30,7 @@ class ServerHistory:
     server: str
 
 
-def server_history(connection: Connection, where: str, table: str) -> ServerHistory:
+def read_server_history(connection: Connection, where: str, table: str) -> ServerHistory:
     """The history of the server now. Raises `Unavailable` on a standby.
 
     Uses the timeline of the current write-ahead log, because pg_control_checkpoint() shows a promotion only after the
@@ -65,7 +65,7 @@ def end_own_transaction(connection: Connection) -> None:
     connection.execute("select pg_current_xact_id()")
 
 
-def running_transactions(connection: Connection) -> frozenset[int]:
+def read_running_transactions(connection: Connection) -> frozenset[int]:
     """The numbers of the transactions that have not ended, including prepared ones. See `end_own_transaction`."""
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None

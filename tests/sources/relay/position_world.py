@@ -16,7 +16,7 @@ class SteppedKeeper:
 
     def __init__(self, dsn: str, is_local: Callable[[str], bool] = lambda _: True) -> None:
         self._dsn = dsn
-        self._is_ours = is_local
+        self._is_local = is_local
         self._session: PostgresSession | None = None
         self._decider: PositionDecider | None = None
         self._steps: Iterator[str] | None = None
@@ -26,7 +26,7 @@ class SteppedKeeper:
         try:
             self._session = self._session or session_of(self._dsn, "keeper")
             with self._session.use() as connection:
-                self._decider = self._decider or PositionDecider(connection, self._is_ours)
+                self._decider = self._decider or PositionDecider(connection, self._is_local)
                 self._steps = self._steps or self._decider.round()
                 try:
                     next(self._steps)

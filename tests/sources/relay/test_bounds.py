@@ -23,7 +23,7 @@ from tidemark.sources.relay import epochs, relay, sequences
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.queries import ROWS_AT_ONCE, SCHEMA, session_of
 from tidemark.sources.relay.relay import MAX_UNACKNOWLEDGED_BYTES
-from tidemark.sources.transactions import server_history
+from tidemark.sources.transactions import read_server_history
 from tidemark.streaming.wire.records import Join
 
 T = TypeVar("T")
@@ -48,8 +48,10 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
     """Also if the first ones have something new each time: nobody is passed over for ever."""
     monkeypatch.setattr(deciding, "STREAMS_PER_ROUND", 3)
     with session_of(ready, "test") as session, session.use() as connection:
-        told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
-        epochs.note_acknowledged(connection, told)
+        told = epochs.begin(
+            connection, read_server_history(connection, session.where, "tidemark.append_outbox"), "shop"
+        )
+        epochs.store_acknowledged(connection, told)
         decider = Decider(connection, told)
         reached = Counter[str]()
         for _ in range(3):
@@ -70,8 +72,10 @@ def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Conne
     """Facts that other streams commit after it are decided in the same round as its first piece, and in each round
     between its pieces."""
     with session_of(ready, "test") as session, session.use() as connection:
-        told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
-        epochs.note_acknowledged(connection, told)
+        told = epochs.begin(
+            connection, read_server_history(connection, session.where, "tidemark.append_outbox"), "shop"
+        )
+        epochs.store_acknowledged(connection, told)
         decider = Decider(connection, told)
         append(many, 3 * ROWS_AT_ONCE)
         pieces = 0

@@ -229,11 +229,11 @@ real_heads, real_raise_floor = sequences.read_snapshots, queries.raise_floor
 
 Scene = Callable[[DisorderedWorld], None]
 MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
-    (set_back, [(sequences, "misplaced_rows", blind)]),
+    (set_back, [(sequences, "read_misplaced_rows", blind)]),
     (restored, [(sequences, "read_snapshots", trusting)]),
     (promoted, [(epochs, "_begin_new_epochs", lambda *_: None)]),
     (restored_under, [(sequences, "find_regressions", lambda _: [])]),
-    (cached, [(sequences, "read_snapshots", careless), (sequences, "sequence_defects", lambda *_: {})]),
+    (cached, [(sequences, "read_snapshots", careless), (sequences, "read_sequence_defects", lambda *_: {})]),
     (filled_in, [(queries, "raise_floor", thorough)]),
     (filtered, [(queries, "_USE", replace(queries._USE, options=(("row_security", "on"),)))]),
 ]

@@ -10,7 +10,7 @@ from tidemark.common.errors import BadSetting
 from tidemark.sources.relay import epochs, queries
 from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.relay import OUTBOX
-from tidemark.sources.transactions import ServerHistory, server_history
+from tidemark.sources.transactions import ServerHistory, read_server_history
 from tidemark.streaming.values.intervals import NO_INTERVALS
 
 XID = "pg_current_xact_id()::xid"
@@ -33,7 +33,7 @@ def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connectio
     first, second = begun(sql), begun(sql)
     assert first == second
     assert [len(each.join_records()) for each in first] == [1, 1]
-    epochs.note_acknowledged(sql, first)
+    epochs.store_acknowledged(sql, first)
     again = begun(sql)
     assert [each.join_records() for each in again] == [[], []]
     assert [each.writers["shop"].epoch for each in again] == [each.writers["shop"].epoch for each in first]
@@ -51,7 +51,7 @@ def test_a_first_join_stands_before_the_first_id(sql: psycopg.Connection) -> Non
 def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     """Its JOIN names the one before, at the floor, which says nothing of what is unseen."""
     before = begun(sql)
-    epochs.note_acknowledged(sql, before)
+    epochs.store_acknowledged(sql, before)
     sql.execute("select setval('tidemark.append_ids_2', -9)")
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
@@ -76,11 +76,11 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
     """Its disk may be older. At first nothing was told."""
     before = begun(sql)
     assert [each.join_records()[0].published for each in before] == [0, 0]
-    epochs.note_acknowledged(sql, before)
+    epochs.store_acknowledged(sql, before)
     orders, history = (each.stream for each in before)
     sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
     for upto in (5, 4):
-        queries.record_upto(sql, {orders: upto, history: 9})
+        queries.store_heads(sql, {orders: upto, history: 9})
     assert begun(sql) == [
         replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
     ]
@@ -93,7 +93,7 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
     """All but the last."""
     (orders, _) = begun(sql)
     for upto in (1, 3, 5, 8):
-        queries.record_upto(sql, {orders.stream: upto})
+        queries.store_heads(sql, {orders.stream: upto})
     for old, new in ((0, 3), (3, 8)):
         assert queries.raise_floor(sql, orders.stream, orders.version, old, new, NO_INTERVALS)
     rows = sql.execute("select upto from tidemark.append_sent where number = %s", [orders.stream.number]).fetchall()
@@ -102,7 +102,7 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
 
 def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
     """Whoever finds it first says where; in another history all join anew, the database first."""
-    epochs.note_acknowledged(sql, begun(sql))
+    epochs.store_acknowledged(sql, begun(sql))
     sql.execute("select setval('tidemark.append_ids_1', 9)")
     sql.execute(f"update tidemark.append_progress set floor = 5, written_by = {XID} where number = 1".encode())
     found = epochs.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0}})
@@ -112,7 +112,7 @@ def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) 
     assert [(each.writer, each.id) for each in again[0].join_records()] == [("till", 9), ("web", 5)]
     assert again[0].version > found[0].version
     assert found[1] == again[1]
-    epochs.note_acknowledged(sql, again)
+    epochs.store_acknowledged(sql, again)
     turned = begun(sql, "two")
     assert [(each.writer, each.id) for each in turned[0].join_records()] == [("shop", 9), ("till", 9), ("web", 9)]
 
@@ -133,24 +133,24 @@ def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:
 
 def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) -> None:
     """A restore into the same database shows by it; a server that was only restarted has the same."""
-    before = server_history(sql, "here", OUTBOX)
-    assert before == server_history(sql, "here", OUTBOX)
+    before = read_server_history(sql, "here", OUTBOX)
+    assert before == read_server_history(sql, "here", OUTBOX)
     sql.execute("create table copy (like tidemark.append_outbox including all)")
     sql.execute("drop table tidemark.append_outbox")
     sql.execute("alter table copy set schema tidemark")
     sql.execute("alter table tidemark.copy rename to append_outbox")
-    assert before != server_history(sql, "here", OUTBOX)
+    assert before != read_server_history(sql, "here", OUTBOX)
 
 
 def test_a_row_that_no_relay_wrote_begins_a_start(sql: psycopg.Connection) -> None:
     """A restore of the rows alone, or a replication, put it there. Once: then the row is a relay's."""
     before = begun(sql)
-    epochs.note_acknowledged(sql, before)
+    epochs.store_acknowledged(sql, before)
     sql.execute("create temporary table kept as table tidemark.append_progress")
     sql.execute("delete from tidemark.append_progress")
     sql.execute("insert into tidemark.append_progress select * from kept")
     after = begun(sql)
     assert [each.regression for each in after] == ["the rows were written by a restore or a replication"] * 2
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
-    epochs.note_acknowledged(sql, after)
+    epochs.store_acknowledged(sql, after)
     assert [each.regression for each in begun(sql)] == ["", ""]

@@ -87,7 +87,7 @@ def test_stranger_with_the_lock_blocks_no_position(
             append(sql)  # its ID is void once nobody can hold it
         facts |= append(sql)
         eventually(lambda: settled(sql))
-        assert queries.blockers(sql) == []
+        assert queries.read_blockers(sql) == []
     agrees(judge, sql, facts)
 
 

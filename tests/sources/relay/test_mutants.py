@@ -27,10 +27,10 @@ class HeadLast(Decider):
     def round(self, max_bytes: int) -> Steps:
         real = sequences.read_snapshots
         transactions.end_own_transaction(self._connection)
-        running = transactions.running_transactions(self._connection)
+        running = transactions.read_running_transactions(self._connection)
         yield "heads"
         with (
-            patch.object(transactions, "running_transactions", lambda _: running),
+            patch.object(transactions, "read_running_transactions", lambda _: running),
             patch.object(sequences, "read_snapshots", real),
         ):
             return (yield from super().round(max_bytes))
@@ -145,7 +145,7 @@ def sessions_only(connection: Connection, running: Collection[int]) -> dict[int,
     }
 
 
-real_holders = queries.lock_holders
+real_holders = queries.read_lock_holders
 
 
 def unnoticed(connection: Connection, number: int, found: Mapping[str, int]) -> None:
@@ -527,9 +527,9 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
 ]
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
     (open_long, transactions, "end_own_transaction", lambda _: None),
-    (prepared_long, queries, "lock_holders", sessions_only),
-    (retiring_long, queries, "lock_holders", shared_only),
-    (crashed_after_telling, queries, "record_upto", lambda *_: True),
+    (prepared_long, queries, "read_lock_holders", sessions_only),
+    (retiring_long, queries, "read_lock_holders", shared_only),
+    (crashed_after_telling, queries, "store_heads", lambda *_: True),
 ]
 FUNCTIONS = [
     (

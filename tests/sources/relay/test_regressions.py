@@ -18,10 +18,10 @@ class SlowQuery:
         self.now = self.began = 0.0
         self.is_automatic = False
         """Whether each reading of the clock moves the clock by a second."""
-        self._query = sequences.misplaced_rows
+        self._query = sequences.read_misplaced_rows
         monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", 0.0)
         monkeypatch.setattr(sequences, "time", self)
-        monkeypatch.setattr(sequences, "misplaced_rows", self._run)
+        monkeypatch.setattr(sequences, "read_misplaced_rows", self._run)
 
     def monotonic(self) -> float:
         self.now += self.is_automatic

@@ -30,7 +30,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, dead_client_timeout
+from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, read_dead_client_timeout
 from tidemark.sources.relay.relay import MAX_RUN_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec
@@ -402,12 +402,12 @@ def test_what_nobody_expected_ends_the_relay(
 
 def test_a_server_that_notices_no_dead_host_is_warned_of(ready: str, sql: psycopg.Connection) -> None:
     """By how long it would take; either setting is enough."""
-    assert dead_client_timeout(sql) == 25
+    assert read_dead_client_timeout(sql) == 25
 
     def elsewhere(option: str, value: str) -> float:
         sql.execute(f"alter database {sql.info.dbname} set {option} = {value}".encode())
         with psycopg.connect(ready) as connection:
-            return dead_client_timeout(connection)
+            return read_dead_client_timeout(connection)
 
     assert elsewhere("tcp_keepalives_idle", "7200") == 7215 > DEAD_CLIENT_WARNING_SECONDS
     assert elsewhere("idle_in_transaction_session_timeout", "'1min'") == 60
@@ -502,7 +502,7 @@ def test_the_name_of_a_session_behind_a_pooler_is_not_that_of_its_client(
     before, so it is reported as the name of the session. A name that the transaction sets is right."""
 
     def reported() -> str:
-        [transaction] = queries.blockers(sql)
+        [transaction] = queries.read_blockers(sql)
         return transaction.process.partition(", session named ")[2]
 
     with psycopg.connect(pooler.dsn(ready), application_name="checkout") as before:

@@ -23,7 +23,7 @@ from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import OUTBOX, encode_decision
-from tidemark.sources.transactions import server_history
+from tidemark.sources.transactions import read_server_history
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.codec import decode
 from tidemark.streaming.core.effects import StreamEffects
@@ -235,7 +235,7 @@ class SteppedRelay:
             self._session = self._session or session_of(self._dsn, "relay")
             with self._session.use() as connection:
                 found = self._acted(connection)
-                epochs.note_acknowledged(connection, found)
+                epochs.store_acknowledged(connection, found)
                 self._decider = self._make(connection, [each for each in found if each.writers])
         return self._decider
 
@@ -257,7 +257,7 @@ class SteppedRelay:
         self.die()
 
     def _acted(self, connection: Connection) -> list[StreamEpoch]:
-        history = server_history(connection, "here", OUTBOX)
+        history = read_server_history(connection, "here", OUTBOX)
         history = replace(history, database=f"{history.database}/{self.promotions}")
         found = epochs.begin(connection, history, WRITER, self._unknown_writers)
         self._unknown_writers = {}

@@ -14,7 +14,7 @@ from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.sources.transactions import flush_wal, server_history
+from tidemark.sources.transactions import flush_wal, read_server_history
 from tidemark.streaming.wire.line_protocol import PositionCommand
 
 pytestmark = pytest.mark.postgres
@@ -58,7 +58,7 @@ class Bridged:
 
     def connect(self) -> None:
         self.reconnect()
-        found = server_history(self.synapse, "here", self._stream.queries[0].name)
+        found = read_server_history(self.synapse, "here", self._stream.queries[0].name)
         server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
         head = tables.head(self.synapse, self._stream)
         table = partial(tables.identities, self.synapse, self._stream)

@@ -1,8 +1,8 @@
-"""Decides for each ID whether it has a fact: runs the queries of the database in the required order (docs/design.md
-4b).
+"""Decides for each ID of a stream whether the ID has a fact (docs/design.md 4b).
 
-Any number of deciders may work on one database at once, and stop or be killed between any two steps. Decisions depend
-on the database alone, so all deciders make the same decisions.
+The module runs the database queries in the order that `evidence` requires. Any number of deciders may work on one
+database at once. Each may be killed between any two steps. Decisions depend on the database alone, so all deciders make
+the same decisions.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -21,57 +21,59 @@ from tidemark.sources.relay.sequences import MisplacedRowQuery, MisplacedRows, S
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 Steps = Generator[str, None, "list[Decision]"]
-"""Yields the name of each step before the step runs, so that tests can run other processes between steps."""
+"""Yields the name of each step before the step runs, so that tests can run other processes between two steps. Returns
+the new decisions."""
 
 STREAMS_PER_ROUND = 500
-"""The largest number of streams that one round reads. The facts of a round are sent before the next round, so even a
-relay that is killed often makes progress.
+"""The largest number of streams whose outbox rows one round reads. The facts of a round are sent before the next round.
+So a relay makes progress even if it is often killed.
 """
 
 
 def is_due(evidence: StreamEvidence, head: int) -> bool:
-    """Whether a stream has IDs up to `head` that are not decided."""
+    """Whether an ID of the stream up to `head` (a magnitude) is not decided."""
     return head > evidence.head or evidence.has_undecided
 
 
 def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads: Mapping[int, int]) -> Generator[str]:
-    """Query the transactions that may own the IDs up to the heads, and add them to the evidence of the streams.
+    """Query the transactions that may own the IDs up to the heads, and add an observation to each stream's evidence.
 
-    If the sequence of a stream has become unfit, its IDs above the known head are left out. Yields the name of each
-    step before the step runs.
+    If the sequence of a stream has become unfit, the head in the stream's evidence does not change. Yields the name of
+    each step before the step runs.
 
     Args:
         connection: must not be in a transaction.
-        streams: the evidence, by number of the stream.
-        heads: the highest ID that was given out, read before this call, by number of the stream.
+        streams: number of the stream -> its evidence, which this function changes.
+        heads: number of the stream -> the highest ID that was given out (a magnitude), read before this call.
     """
     heads = dict(heads)
     if moved := [number for number, evidence in streams.items() if heads[number] > evidence.head]:
         yield "fitness"
-        for number in sequences.sequence_defects(connection, moved):
+        for number in sequences.read_sequence_defects(connection, moved):
             heads[number] = streams[number].head
         yield "end one"
         transactions.end_own_transaction(connection)
     yield "running"
-    running = transactions.running_transactions(connection)
+    running = transactions.read_running_transactions(connection)
     lock_owners = None
     if any(evidence.needs_locks for evidence in streams.values()):
         yield "lock_holders"
-        lock_owners = queries.lock_holders(connection, running)
+        lock_owners = queries.read_lock_holders(connection, running)
     for number, evidence in streams.items():
         evidence.observe(heads[number], running, None if lock_owners is None else lock_owners.get(number, frozenset()))
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """IDs of one stream whose outcome is final, even after a crash of the server.
+    """IDs of one stream whose outcome is final, even after a crash of the server. IDs are magnitudes.
 
     Attributes:
-        facts: the IDs with a fact, in order.
-        voids: the IDs without a fact.
-        announced: ranges without a fact of their writer.
-        previously_published: IDs without a row that were published before the database went back. They may have had a
-            fact.
+        stream_epoch: the stream, with the epochs of its writers.
+        facts: the rows of the outbox in ascending order of their IDs. A row can also be a void (`is_void`).
+        voids: the IDs that have no row in the outbox, and no fact.
+        announced: ranges in which the named writer has no fact.
+        previously_published: the IDs that have no row, but were published before the database went back. These IDs may
+            have had facts.
     """
 
     stream_epoch: StreamEpoch
@@ -81,11 +83,14 @@ class Decision:
     previously_published: Intervals = NO_INTERVALS
 
     def without_rows(self) -> "Decision":
-        """A copy without the rows of its facts."""
+        """A copy in which the facts have no rows, to free memory."""
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def edge_ids(self) -> dict[str, Intervals]:
-        """By writer, the IDs of its edges of one ID each. IDs without a fact count for the writer of the database."""
+        """Writer's name on Kafka -> the IDs that the decision settles one by one as edges of that writer.
+
+        The database's own writer gets the IDs without a fact. Ranges in `announced` are not included.
+        """
         by_writer: dict[str, list[int]] = {self.stream_epoch.database_writer: []}
         for fact in self.facts:
             by_writer.setdefault(self.stream_epoch.kafka_name(fact.writer), []).append(fact.id)
@@ -97,15 +102,23 @@ class Decision:
         }
 
     def row_ids(self) -> Intervals:
-        """The IDs that have a row in the outbox."""
+        """The IDs of the decision that have a row in the outbox."""
         return Intervals.from_ids(np.array([fact.id for fact in self.facts], np.int64))
 
 
 @dataclass(slots=True)
 class _StreamState:
-    """`chains` is None if the stream has one writer, whose chain is cut at every ID. `epoch_ends`: by writer, the ID at
-    which its epoch ends. `acknowledged`: the IDs whose edges are in Kafka. `rows_sent`: the IDs of rows in Kafka.
-    `problem`: why the stream is blocked."""
+    """The state of one stream in a decider. IDs are magnitudes.
+
+    Attributes:
+        stream_epoch: the stream, with the epochs of its writers.
+        evidence: the evidence for its IDs.
+        chains: the chains of its writers; None if the stream has one writer, whose chain is cut at every ID.
+        acknowledged: the IDs above the floor whose edges Kafka has acknowledged.
+        rows_sent: the IDs above the floor whose outbox rows Kafka has acknowledged.
+        problem: why the stream is blocked; None if it is not blocked.
+        epoch_ends: writer -> the ID at which the writer's epoch ends. Only epochs that end after the last JOINs.
+    """
 
     stream_epoch: StreamEpoch
     evidence: StreamEvidence
@@ -116,62 +129,68 @@ class _StreamState:
     epoch_ends: dict[str, int] = field(default_factory=dict)
 
     def end_epoch(self, writer: str, id: int) -> None:
-        """Note that the writer's epoch ends at `id`. The writer has no fact between the floor and `id`, and joins again
-        before its facts beyond `id` are published."""
+        """Note that the writer's epoch ends at `id`, and remove the writer's chain.
+
+        The writer has no fact between the floor and `id`. The writer joins again before its facts beyond `id` are
+        published. Does nothing if the stream has one writer, or if the epoch has ended already.
+        """
         known = self.stream_epoch.writers.get(writer)
         if known is not None and known.sent_upto < id and writer not in self.epoch_ends and self.chains is not None:
             self.epoch_ends[writer] = id
             self.chains.end_epoch(writer)
 
     def undecided_ids(self, writer: str) -> Intervals:
-        """The undecided IDs that may belong to the writer. For the database's writer, all undecided IDs: so the linear
-        position passes none of them."""
+        """The undecided IDs that may belong to the writer (its name on Kafka).
+
+        For the database's own writer, these are all undecided IDs, so the linear position passes no undecided ID.
+        """
         return self.evidence.undecided_ids(
             None if writer == self.stream_epoch.database_writer else self.stream_epoch.writers[writer].lock_keys
         )
 
 
 class Decider:
-    """Decides the IDs of all streams on one connection. A new connection needs a new decider. For one thread.
+    """Decides the IDs of all streams on one connection. A new connection needs a new decider. Not thread-safe.
 
     Args:
         connection: must not be in a transaction.
-        stream_epochs: Kafka has the JOINs of their writers.
+        stream_epochs: the streams to decide. Kafka must have acknowledged the JOINs of their writers.
     """
 
     def __init__(self, connection: Connection, stream_epochs: Iterable[StreamEpoch]) -> None:
         self._connection = connection
         self._misplaced_row_query = MisplacedRowQuery()
         self._last_read_stream = self._last_raised_stream = 0
-        """The numbers of the last stream that was read, and of the last one whose floor was raised. The next round
-        continues after it."""
+        """Two stream numbers: the last stream whose rows were read, and the last stream whose floor was raised. The
+        next call continues after this stream."""
         self._streams = {stream_epoch.stream.number: _initial_state(stream_epoch) for stream_epoch in stream_epochs}
         self.is_outdated = False
-        """Whether the streams, writers, epochs or floors in the database have changed. If so, make a new decider."""
+        """Whether the streams, writers, epochs or floors in the database have changed. If so, the caller must join the
+        streams again and make a new decider."""
         self.unknown_writers: dict[int, dict[str, int]] = {}
-        """By number of the stream, the writers of facts that have not joined, or whose epoch has ended. The value is an
-        ID: the writer has no fact between the floor and that ID."""
+        """Number of the stream -> writer -> ID. These writers have facts in the outbox, but no current epoch. The ID is
+        0 if the writer has not joined. Otherwise the writer's epoch ended at that ID (a magnitude)."""
         self.streams_without_common_cut: set[AppendStream] = set()
-        """The streams whose last common cut was not written, because another session holds the lock."""
+        """The streams whose last common cut was not written, because another session holds the lock of common cuts."""
 
     @property
     def undecided_streams(self) -> list[AppendStream]:
-        """The streams with IDs that are given out and not decided."""
+        """The streams that have IDs which were given out and are not decided."""
         return [state.stream_epoch.stream for state in self._streams.values() if state.evidence.has_undecided]
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the outbox has more rows than the last round could read."""
+        """Whether the last round left ranges of the outbox unread. Then the next round need not be delayed."""
         return any(state.evidence.has_unread for state in self._streams.values())
 
     @property
     def undecided_counts(self) -> dict[str, int]:
-        """By stream, the number of IDs that are given out and not decided."""
+        """Name of the stream -> the number of IDs that were given out and are not decided."""
         return {state.stream_epoch.stream.name: state.evidence.undecided_count for state in self._streams.values()}
 
     @property
     def ids_above_floor(self) -> dict[str, int]:
-        """By stream, the number of IDs between its floor and its head. Kafka has everything up to the floor."""
+        """Name of the stream -> the number of IDs above the floor, up to the highest ID that was given out."""
         return {
             state.stream_epoch.stream.name: state.evidence.head - state.evidence.floor
             for state in self._streams.values()
@@ -179,12 +198,12 @@ class Decider:
 
     @property
     def chain_count(self) -> int:
-        """The number of chains that a common cut cuts, over all streams."""
+        """The number of chains in all streams with several writers: one chain for each writer of each stream."""
         return sum(len(state.chains) for state in self._streams.values() if state.chains is not None)
 
     @property
     def blocked(self) -> dict[str, UnsuitableSequence]:
-        """By stream, the reason why no new ID is decided."""
+        """Name of the stream -> the reason why no new ID is decided. Other streams are left out."""
         return {
             state.stream_epoch.stream.name: state.problem
             for state in self._streams.values()
@@ -192,14 +211,21 @@ class Decider:
         }
 
     def round(self, max_bytes: int) -> Steps:
-        """Query all streams once. Returns the new decisions, with about `max_bytes` of rows at most."""
+        """Query all streams once, and decide IDs. Makes the outcome of the decided IDs durable before it returns.
+
+        Sets `is_outdated`, `unknown_writers` and `blocked`. If `is_outdated` is set before the transactions are
+        queried, returns no decision.
+
+        Args:
+            max_bytes: the approximate limit for the outbox rows of all decisions together.
+        """
         yield "heads"
         snapshots = {stream.number: snapshot for stream, snapshot in sequences.read_snapshots(self._connection).items()}
         self.is_outdated |= snapshots.keys() != self._streams.keys()
         if self._misplaced_row_query.is_due:
             yield "misplaced rows"
             self._misplaced_row_query.run(self._connection)
-        heads = {number: self._head(state, snapshots.get(number)) for number, state in self._streams.items()}
+        heads = {number: self._read_head(state, snapshots.get(number)) for number, state in self._streams.items()}
         observed = [state for number, state in self._streams.items() if is_due(state.evidence, heads[number])]
         if self.is_outdated or not observed:
             return []
@@ -225,20 +251,23 @@ class Decider:
                 for state in observed
                 if state.stream_epoch.stream in streams
             }
-            if not queries.record_upto(self._connection, heads_sent):
+            if not queries.store_heads(self._connection, heads_sent):
                 self.is_outdated = True
                 return []
         return decisions
 
-    def _head(self, state: _StreamState, snapshot: StreamSnapshot | None) -> int:
-        """Read the highest ID that may be decided. Sets the `problem` of the stream. Sets `is_outdated` if the stream
-        has changed, or if its rows or its sequence went back."""
+    def _read_head(self, state: _StreamState, snapshot: StreamSnapshot | None) -> int:
+        """Read the highest ID that may be decided (a magnitude).
+
+        Sets the `problem` of the stream. Sets `is_outdated` if the stream has changed, or if the stream's rows or its
+        sequence went back. If the stream was dropped or has a problem, the head is the same as in the last round.
+        """
         known = state.evidence.head
         if snapshot is None:
             return known  # the stream was dropped
         stream = state.stream_epoch.stream
         head = sequences.read_head(self._connection, stream, snapshot, max(known, snapshot.known_head))
-        misplaced = self._misplaced_row_query.found.get(stream.number, MisplacedRows(None, None))
+        misplaced = self._misplaced_row_query.result.get(stream.number, MisplacedRows(None, None))
         state.problem = snapshot.sequence.problem(stream)
         if state.problem is None and (misplaced.highest or 0) > head:
             state.problem = snapshot.sequence.lag_problem(stream, max(misplaced.highest or 0, snapshot.known_head))
@@ -251,6 +280,11 @@ class Decider:
         return head
 
     def _decide(self, state: _StreamState, ranges: Intervals, page: Page) -> list[Decision]:
+        """Decide the IDs of a page that was read from `ranges`. Returns a list with one decision, or an empty list.
+
+        The list is empty if the page decides nothing. It is also empty, and `is_outdated` is set, if the stream has
+        changed, or if a fact's writer has no current epoch. Such writers are added to `unknown_writers`.
+        """
         if (page.version, page.floor) != (state.stream_epoch.version, state.evidence.floor):
             self.is_outdated = True
             return []
@@ -277,7 +311,10 @@ class Decider:
         return [decision]
 
     def cut_chains(self) -> Generator[str]:
-        """Write a common cut for each stream with several writers that needs one. Blocked streams get none."""
+        """Write a common cut in each stream that needs one: a stream with several writers that is not blocked.
+
+        Updates `streams_without_common_cut`. Yields the name of each step before the step runs.
+        """
         for state in self._streams.values():
             if (
                 state.problem is None
@@ -292,7 +329,7 @@ class Decider:
                     self.streams_without_common_cut.add(stream)
 
     def note_acknowledged(self, decision: Decision) -> None:
-        """Note that Kafka has acknowledged all records of a decision."""
+        """Note that Kafka has acknowledged all records of a decision. `raise_floors` uses this information."""
         state = self._streams[decision.stream_epoch.stream.number]
         state.rows_sent = state.rows_sent.union(decision.row_ids())
         for writer, ids in decision.edge_ids().items():
@@ -304,10 +341,14 @@ class Decider:
                 state.chains.note_acknowledged(writer, ids)
 
     def raise_floors(self, max_streams: int | None = None) -> Generator[str]:
-        """Raise each floor to the ID up to which Kafka has everything, and delete the rows up to it.
+        """Raise the floor of each stream to the ID up to which Kafka has everything, and delete the rows up to that ID.
+
+        Sets `is_outdated` if another relay has changed a stream, or if a writer's epoch ended at or below the new
+        floor. Yields the name of each step before the step runs.
 
         Args:
-            max_streams: the largest number of floors to raise in this call, the others in later calls; None for all.
+            max_streams: the largest number of floors to raise in this call; None for no limit. The next call raises the
+                floors of the streams that were left.
         """
         raised = 0
         for state in _rotate_to([*self._streams.values()], self._last_raised_stream + 1):
@@ -334,7 +375,7 @@ class Decider:
 
 
 def _rotate_to(streams: Sequence[_StreamState], number: int) -> list[_StreamState]:
-    """The streams in a rotated order: this number and higher ones first."""
+    """Sort the streams by number. The streams with lower numbers than `number` come last."""
     return sorted(
         streams, key=lambda state: (state.stream_epoch.stream.number < number, state.stream_epoch.stream.number)
     )

@@ -1,10 +1,11 @@
-"""The epochs of the writers of a database: the first one, and a new one for each timeline.
+"""The epochs of the writers of a database: a first epoch, and a new epoch for each timeline.
 
-Epochs are stored in the database, so a relay that starts continues the stored epoch. New epochs of all writers begin
+Epochs are stored in the database, so a relay that starts continues the stored epochs. New epochs of all writers begin
 only after the server was restarted, the database was restored, a standby was promoted, or the stream went back. Then
-each writer joins at the floor. The JOIN contains the highest ID that was published, as far as the database knows.
-Tidemark compares this ID with its own positions, and so detects a restored older disk image. A new writer joins at the
-current floor when the relay reads its first fact: the writer has no fact up to the floor.
+each writer joins at the floor. The JOIN contains an upper bound of the published IDs, from the table
+`tidemark.append_sent`. Tidemark compares this bound with its own positions, and so detects an older disk image that was
+restored. A new writer joins at the current floor when the relay reads the writer's first fact. The writer has no fact
+up to the floor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,12 @@ class WriterEpoch:
     Attributes:
         name: the writer's name on Kafka.
         epoch: the number of the epoch.
-        sent_upto: the last cut of the writer's chain (a magnitude). Kafka has everything of the writer up to it. It is
-            beyond the floor only if the writer's previous epoch ended there.
-        state: `joining` and `retiring` until Kafka has acknowledged the JOIN or the RETIRE.
-        lock_keys: the second halves of the keys of the writer's locks. Other writers may have the same keys.
+        sent_upto: the last cut of the writer's chain (a magnitude). Kafka has everything of the writer up to this ID.
+            The ID is beyond the floor only if the writer's previous epoch ended at this ID.
+        state: `joining` until Kafka has acknowledged the JOIN, then `joined`. `retiring` until Kafka has acknowledged
+            the RETIRE.
+        lock_keys: the second halves of the keys of the writer's advisory locks. A key is a hash, so another writer may
+            have the same key.
     """
 
     name: str
@@ -43,19 +46,19 @@ class WriterEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StreamEpoch:
-    """A stream in its current epoch. IDs are magnitudes.
+    """A stream with the current epochs of its writers. IDs are magnitudes.
 
     Attributes:
         stream: the stream.
-        version: changes when a relay must read the epochs again.
-        floor: every ID up to it is decided, and Kafka has the records.
-        upto: no ID beyond it was published before, as far as the database knows.
+        version: a number that rises when a relay must read the epochs again.
+        floor: every ID up to the floor is decided, and Kafka has the records.
+        upto: the upper bound of the published IDs that is stored in the database; 0 if none is stored.
         timeline: the timeline of the JOINs.
         database_writer: the name of the database's own writer in `writers`.
-        writers: by name, the writers whose epochs have not ended.
-        retiring: the writers whose epochs have ended, and whose RETIREs Kafka does not have.
-        published: every ID up to it was published before the database went back. An ID up to it that has no row may
-            have had a fact, so it is not declared void.
+        writers: name on Kafka -> writer, of the writers whose epochs have not ended.
+        retiring: the writers whose epochs have ended, and whose RETIREs Kafka has not acknowledged.
+        published: every ID up to this one was published before the database went back. If such an ID has no row, it may
+            have had a fact, so it is not declared void. 0 if the database never went back.
         regression: why a new timeline begins now; empty if none begins.
     """
 
@@ -71,17 +74,18 @@ class StreamEpoch:
     regression: str = ""
 
     def kafka_name(self, writer: str) -> str:
-        """The name on Kafka of a writer in the outbox."""
+        """The name on Kafka of a writer, from the writer's name in the outbox."""
         return self.database_writer if writer in {"", COMMON_CUT} else writer
 
     def join_and_retire_records(self) -> list[Join | Retire]:
-        """The JOIN and RETIRE records that Kafka does not have. The JOIN of the database's writer is the first."""
+        """The JOINs and RETIREs that Kafka has not acknowledged. The JOIN of the database's own writer is first."""
         return [*self.join_records(), *self._retire_records()]
 
     def join_records(self) -> list[Join]:
-        """The JOINs that Kafka does not have. The JOIN of the database's writer is the first.
+        """The JOIN records that Kafka has not acknowledged. The JOIN of the database's own writer is first.
 
-        The first JOIN of a stream is `unseen` if IDs were given out before the stream was created: they may have facts.
+        The first JOIN of a stream has `unseen` set if IDs were given out before the stream was created. These IDs may
+        have facts.
         """
         first = self.timeline.after is None
         return [
@@ -110,7 +114,8 @@ class StreamEpoch:
 
 
 UnknownWriters = Mapping[int, Mapping[str, int]]
-"""By number of the stream and by writer: writers that have not joined (0), or whose epoch has ended at that ID."""
+"""Number of the stream -> writer -> ID. The ID is 0 if the writer has not joined. Otherwise the writer's epoch ended at
+that ID (a magnitude)."""
 
 
 def begin(
@@ -119,21 +124,22 @@ def begin(
     writer: str,
     unknown_writers: UnknownWriters | None = None,
 ) -> list[StreamEpoch]:
-    """Begin new epochs if necessary, and return all streams with the epochs of their writers.
+    """Begin and store new epochs if necessary, and return all streams with the epochs of their writers.
 
-    Any number of relays may call this function, in any order. If a stream went back, a new timeline begins.
+    Runs in one transaction. Any number of relays may call this function, in any order. If a stream went back, a new
+    timeline begins, also for readers in this database.
 
     Args:
         connection: a session of the database.
         history: identifies the server's history now.
         writer: the name of the database's own writer.
-        unknown_writers: writers that get an epoch too.
+        unknown_writers: writers without a current epoch. Each gets a new epoch.
 
     Returns:
-        The streams. A dropped stream has only the writers to retire.
+        The streams. A dropped stream has only writers in `retiring`.
 
     Raises:
-        BadSetting: the streams were published with another name of the database's writer.
+        BadSetting: the streams were published with another name of the database's own writer.
     """
     with connection.transaction():
         sequences.begin_timelines_for_filled_ids(connection)
@@ -179,9 +185,9 @@ def begin(
 def _begin_new_epochs(
     connection: Connection, history: ServerHistory, writer: str, regressions: Sequence[Regression]
 ) -> None:
-    """Begin the first epochs of new streams, and new epochs if the history has changed or a stream went back.
+    """Store the first epochs of new streams, and new epochs if the server's history has changed or a stream went back.
 
-    If Kafka may lack a JOIN of the last timeline, that timeline is used again.
+    A stream keeps its timeline if Kafka has not acknowledged all JOINs of that timeline.
     """
     connection.execute(
         """
@@ -238,7 +244,7 @@ def _begin_new_epochs(
 
 
 def _begin_reader_timelines(connection: Connection, regressions: Sequence[Regression]) -> None:
-    """Begin a new timeline for the readers of this database, unless another relay has handled the regression."""
+    """Begin a new timeline for the readers of this database, for each regression that no other relay has handled."""
     if not regressions:
         return
     rows = connection.execute(
@@ -258,8 +264,14 @@ def _begin_reader_timelines(connection: Connection, regressions: Sequence[Regres
 
 
 def _store_new_writers(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
-    """Store new writers, and new epochs of writers whose epoch has ended. Changes the stream's version, so that all
-    relays start again with the new chains.
+    """Store new epochs of one stream's writers that have not joined, or whose epoch has ended.
+
+    Raises the stream's version, so that all relays start again with the new chains.
+
+    Args:
+        connection: a session of the database, in a transaction.
+        number: the number of the stream.
+        writers: the value of `UnknownWriters` for the stream.
     """
     connection.execute(
         """
@@ -285,14 +297,15 @@ def _store_new_writers(connection: Connection, number: int, writers: Mapping[str
 
 
 def _database_time(connection: Connection) -> int:
-    """The clock of the database in ms since 1970. New epochs are at least this number, so they rise after a restore."""
+    """Read the clock of the database, in ms since 1970. New epochs have at least this number, so that they are higher
+    than the epochs before a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
 
 
-def note_acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
-    """Store that Kafka has acknowledged the JOINs and RETIREs of the streams."""
+def store_acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
+    """Store that Kafka has acknowledged the JOINs and RETIREs of these streams."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
         " where (number, writer, epoch, state) = (%s, %s, %s, %s)",

@@ -6,8 +6,8 @@ reserved an ID up to the head either ran and held the lock of its writer at the 
 running transactions have ended, an ID that has no row in the outbox will never have a fact. An ID without a row can
 belong to a writer only if one of the running transactions held the writer's lock.
 
-The state between two observations only saves queries. It is not evidence: a relay that starts without state makes the
-same decisions.
+`StreamEvidence` keeps state between two observations only to save queries. A relay that starts without this state makes
+the same decisions.
 
 A writer's chain (`WriterChains`) is cut at its own facts and at the *common cuts*: IDs that belong to no writer, with
 rows in the outbox. Each fact of the writer is an edge of one ID, which is sent as soon as the fact is committed. The
@@ -26,10 +26,12 @@ from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 
 class LockHolder(NamedTuple):
-    """A transaction, and the lock of a writer that it holds.
+    """A transaction, and a writer's lock that the transaction holds.
 
-    `writer` is the second half of the lock's key; None if the locks were not queried. Only a transaction that retires
-    the writer holds the lock exclusively.
+    Attributes:
+        transaction: the number of the transaction (64 bits).
+        writer: the second half of the lock's key; None if the locks were not queried.
+        exclusive: whether the lock is exclusive. Only a transaction that retires the writer holds an exclusive lock.
     """
 
     transaction: int
@@ -40,10 +42,10 @@ class LockHolder(NamedTuple):
 RANGES_AT_ONCE = 2000
 """The largest number of ranges that one query reads from the outbox."""
 _LOCK_QUERY_EVERY = 20
-"""Observations between two queries of the locks."""
+"""The largest number of observations between two queries of the locks, while a transaction runs."""
 _MAX_GROUPS = 32
-"""The largest number of groups. Beyond it, the two oldest groups are merged into one that waits for the transactions of
-both."""
+"""The largest number of groups of undecided IDs. Above this number, the two oldest groups are merged. The merged group
+has the possible owners of both groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class _UndecidedGroup:
 
     Attributes:
         owners: the transactions that may own the IDs and have not ended.
-        unread: the IDs for which the outbox was not read since `owners` last shrank.
-        absent: the IDs that had no row when the outbox was read since then.
+        unread: the IDs for which the outbox has not been read since a transaction left `owners`.
+        absent: the IDs that had no row when the outbox was read after that.
     """
 
     owners: frozenset[LockHolder]
@@ -61,7 +63,10 @@ class _UndecidedGroup:
     absent: Intervals = NO_INTERVALS
 
     def without_ended(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_UndecidedGroup":
-        """A copy without owners that have ended or, if the locks were queried, hold no lock."""
+        """A copy without the owners that have ended. If the locks were queried, also without owners that hold no lock.
+
+        If a transaction has left `owners`, the outbox must be read again: all IDs of the copy are `unread`.
+        """
         if lock_holders is None:
             owners = frozenset(lock for lock in self.owners if lock.transaction in running)
         else:
@@ -83,8 +88,13 @@ class StreamEvidence:
     """The evidence for the IDs of one stream, observed on one connection. A new connection needs new evidence: after a
     crash the server reuses transaction numbers and IDs.
 
-    `floor`: every ID up to it is decided, and Kafka has the records. `head`: the highest ID that was given out.
-    `has_several_writers`: whether the locks must show to which writer an ID may belong.
+    Attributes:
+        floor: every ID up to the floor is decided, and Kafka has the records. Set by the caller.
+        head: the highest ID that was given out, at the last observation.
+
+    Args:
+        has_several_writers: whether the stream has several writers. Then the locks show to which writer an ID may
+            belong.
     """
 
     def __init__(self, floor: int, *, has_several_writers: bool = False) -> None:
@@ -114,7 +124,7 @@ class StreamEvidence:
 
     @property
     def has_unread(self) -> bool:
-        """Whether the outbox must be read now, without waiting for the end of a transaction."""
+        """Whether `unread_ranges` is not empty: the outbox can be read now, before another transaction ends."""
         return any(group.unread for group in self._groups)
 
     @property
@@ -131,12 +141,12 @@ class StreamEvidence:
         return unknown or (bool(self._owners) and self._observations_since_lock_query >= _LOCK_QUERY_EVERY)
 
     def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
-        """Add an observation.
+        """Add an observation. The three values must be read in the order of the arguments.
 
         Args:
-            head: the highest ID that was given out, read first.
-            running: the numbers of the transactions that ran after that.
-            lock_holders: the running transactions that held locks after that; None if not queried.
+            head: the highest ID of the stream that was given out.
+            running: the numbers of the running transactions.
+            lock_holders: the running transactions that hold locks of the stream's writers; None if not queried.
         """
         self._observations_since_lock_query += 1
         if lock_holders is not None:
@@ -157,7 +167,7 @@ class StreamEvidence:
             self._groups = [first.merge(second), *rest]
 
     def unread_ranges(self) -> Intervals:
-        """The ID ranges of the outbox to read next, in ascending order."""
+        """The ID ranges of the outbox to read next, in ascending order; at most `RANGES_AT_ONCE`."""
         ids = NO_INTERVALS
         for group in self._groups:
             ids = ids.union(group.unread)
@@ -166,12 +176,12 @@ class StreamEvidence:
     def undecided_ids(self, writers: Collection[int] | None) -> Intervals:
         """The undecided IDs that may belong to a writer.
 
-        If the writer may retire at an undecided ID, all IDs beyond this ID count as undecided too: a RETIRE there would
-        contradict an announced range beyond it. The writer of the database never retires.
+        If the writer may retire at an undecided ID, all higher IDs count as undecided too. Otherwise a range that was
+        announced above that ID would contradict the RETIRE.
 
         Args:
-            writers: the second halves of the keys of the writer's locks; None for the writer of the database, to which
-                any ID may belong.
+            writers: the second halves of the keys of the writer's locks. None for the database's own writer: any ID may
+                belong to this writer, and it never retires.
         """
         undecided, end = NO_INTERVALS, self.head
         for group in self._groups:
@@ -189,15 +199,15 @@ class StreamEvidence:
         )
 
     def note_rows(self, ranges: Intervals, ids: Collection[int], deleted_upto: int = 0) -> Intervals:
-        """Note the rows of the outbox.
+        """Note which rows the outbox has. The IDs that have a row are decided.
 
         Args:
             ranges: the IDs that were queried.
             ids: the IDs of all rows in the ranges.
-            deleted_upto: IDs up to this one count as decided, because their rows may be deleted.
+            deleted_upto: every ID up to this one counts as decided, because its row may have been deleted; 0 for none.
 
         Returns:
-            The IDs that are now known to have no fact.
+            The IDs that are decided by this call and have no fact.
         """
         present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
         if deleted_upto:
@@ -223,12 +233,12 @@ def _transaction_numbers(lock_holders: Collection[LockHolder]) -> set[int]:
 
 
 def ids_of(voids: Intervals) -> Iterator[int]:
-    """Each ID of the intervals."""
+    """Yield each ID of the intervals."""
     return (id for low, high in voids for id in range(low + 1, high + 1))
 
 
 class EmptyRange(NamedTuple):
-    """The range `(prev, id]` has no fact of the writer."""
+    """A range `(prev, id]` in which the writer has no fact. IDs are magnitudes."""
 
     writer: str
     prev: int
@@ -236,8 +246,13 @@ class EmptyRange(NamedTuple):
 
 
 class _WriterChain:
-    """The chain of one writer. Kafka has everything up to the cut `sent_upto`. `sent` and `acknowledged` are the IDs
-    of the edges beyond."""
+    """The chain of one writer.
+
+    Attributes:
+        sent_upto: a cut of the chain. Kafka has everything of the writer up to this ID.
+        sent: the IDs beyond `sent_upto` that sent edges cover.
+        acknowledged: the IDs beyond `sent_upto` that acknowledged edges cover.
+    """
 
     def __init__(self, sent_upto: int) -> None:
         self.sent_upto = sent_upto
@@ -248,7 +263,8 @@ class _WriterChain:
 class WriterChains:
     """The chains of all writers of a stream.
 
-    `sent_upto`: by writer, the ID of the last cut of its chain. Kafka has everything of the writer up to that ID.
+    Args:
+        sent_upto: writer -> the last cut of the writer's chain. Kafka has everything of the writer up to this ID.
     """
 
     def __init__(self, sent_upto: Mapping[str, int]) -> None:
@@ -256,39 +272,43 @@ class WriterChains:
         self._common_cuts: list[int] = []
         self._writers_with_gaps: set[str] = set()
         self.last_common_cut = 0
-        """The highest common cut."""
+        """The highest common cut; 0 if none was noted."""
 
     def __len__(self) -> int:
         return len(self._chains)
 
     def note_sent(self, writer: str, ids: Intervals) -> None:
-        """Note that these IDs are sent as edges of the writer."""
+        """Note that edges of the writer with these IDs are sent."""
         if ids:
             self._chains[writer].sent = self._chains[writer].sent.union(ids)
             self._writers_with_gaps.add(writer)
 
     def note_common_cut(self, id: int) -> None:
+        """Note that the outbox has a common cut at `id`."""
         self._common_cuts.append(id)
         self._common_cuts.sort()
         self.last_common_cut = self._common_cuts[-1]
         self._writers_with_gaps.update(self._chains)
 
     def end_epoch(self, writer: str) -> None:
-        """Remove the chain of a writer whose epoch ends. A RETIRE or JOIN settles its remaining IDs."""
+        """Remove the chain of a writer whose epoch ends. A RETIRE or a JOIN will settle the writer's remaining IDs."""
         self._chains.pop(writer, None)
         self._writers_with_gaps.discard(writer)
 
     def needs_common_cut(self, head: int) -> bool:
-        """Whether IDs lie beyond the last common cut, up to `head`, and a chain ends below `head`."""
+        """Whether `head` is beyond the last common cut, and a writer's chain of sent edges ends below `head`."""
         return head > self.last_common_cut and any(
             chain.sent.contiguous_end(chain.sent_upto) < head for chain in self._chains.values()
         )
 
     def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
-        """Announce the unsent ranges between neighbouring cuts in which the writer has no undecided ID: return the
-        ranges, and count them as sent.
+        """Return the ranges to announce, and note the ranges as sent.
 
-        `undecided_ids` returns the undecided IDs that may belong to a writer.
+        A range lies between two neighbouring cuts of a writer's chain, is not sent, and contains no undecided ID of the
+        writer.
+
+        Args:
+            undecided_ids: returns the undecided IDs that may belong to a writer.
         """
         ranges = list[EmptyRange]()
         for writer in sorted(self._writers_with_gaps):
@@ -303,6 +323,7 @@ class WriterChains:
         return ranges
 
     def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
+        """The unsent ranges `(low, high]` between neighbouring cuts, in ascending order."""
         top = max([chain.sent_upto, self.last_common_cut, *chain.sent.highs[-1:].tolist()])
         gaps = list[tuple[int, int]]()
         for low, high in chain.sent.missing(chain.sent_upto, top):
@@ -311,19 +332,20 @@ class WriterChains:
         return gaps
 
     def note_acknowledged(self, writer: str, ids: Intervals) -> None:
-        """Note that Kafka has these edges of the writer."""
+        """Note that Kafka has the edges of the writer with these IDs. Does nothing if the writer's epoch has ended."""
         if (chain := self._chains.get(writer)) is not None:
             chain.acknowledged = chain.acknowledged.union(ids)
 
     def max_floor(self, limit: int) -> int:
-        """The highest floor, at most `limit`: Kafka has everything of every chain up to it."""
+        """The highest ID, at most `limit`, to which the floor can be raised: Kafka has every chain up to that ID."""
         return min([limit, *map(self._floor_limit, self._chains.values())])
 
     def note_floor(self, floor: int) -> None:
-        """Note the new floor: Kafka has everything up to it."""
+        """Forget the common cuts up to the new floor."""
         self._common_cuts = [cut for cut in self._common_cuts if cut > floor]
 
     def _floor_limit(self, chain: _WriterChain) -> int:
+        """The highest ID to which this chain lets the floor be raised."""
         position = chain.acknowledged.contiguous_end(chain.sent_upto)
         if chain.sent.contiguous_end(chain.sent_upto) > position:
             return position
@@ -333,7 +355,7 @@ class WriterChains:
 
 
 def ranges_by_writer(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
-    """The announced ranges, by writer."""
+    """Group the ranges: writer -> the IDs of its ranges."""
     by_writer: dict[str, list[tuple[int, int]]] = {}
     for gap in announced:
         by_writer.setdefault(gap.writer, []).append((gap.prev, gap.id))

@@ -1,8 +1,9 @@
 """Decides the positions of a database's streams for readers in that database, without Kafka (docs/design.md 6b).
 
-Uses the same evidence as the relay (`evidence`). The relay decides for each ID whether it has a fact. This module
-decides only whether an ID is complete: its transaction has ended, so every later statement sees its rows. Any number of
-processes may decide at once, and be killed between any two steps: stored positions only rise.
+The module uses the same evidence as the relay (`evidence`). The relay decides for each ID whether the ID has a fact.
+This module decides only whether an ID is complete: the ID's transaction has ended, so every later statement sees the
+rows of the transaction. Any number of processes may decide at once, and be killed between any two steps, because stored
+positions only rise.
 """
 
 import threading
@@ -28,7 +29,7 @@ log = get_logger(__name__)
 SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.045
 """Seconds between two rounds: the first after a position has moved, the second after a while without moves."""
 _LONGEST_IDLE_PAUSE = 0.5
-"""Seconds until the next round while the database is idle, unless it gives out an ID."""
+"""Seconds until the next round while the database is idle. The round begins earlier if a sequence gives out an ID."""
 IDS_AT_ONCE = 50_000
 """The largest number of IDs that one query reads from the outbox."""
 _LOCK_KEY = 1
@@ -43,12 +44,12 @@ class _DecidedStream:
 
     Attributes:
         stream: the stream.
-        version: the version of the stream when it was loaded.
-        evidence: the evidence for its IDs.
+        version: the version of the stream when the stream was loaded.
+        evidence: the evidence for the stream's IDs.
         position: the stored linear position (a magnitude).
-        timeline: the timeline of the stored position; None if no position is stored.
-        lock_keys: by name, the second half of the lock key of each named writer.
-        writers: the stored positions of named writers (magnitudes).
+        timeline: the number of the timeline of the stored position; None if no position is stored.
+        lock_keys: name of a writer -> the second half of the key of the writer's lock. Only named writers.
+        writers: name of a writer -> the writer's position that this process has stored (a magnitude).
     """
 
     stream: AppendStream
@@ -60,7 +61,10 @@ class _DecidedStream:
     writers: Mapping[str, int] = field(default_factory=dict)
 
     def vector(self) -> dict[str, int]:
-        """By writer, the positions to store: beyond the linear position and the stored position (magnitudes)."""
+        """Name of a writer -> the position to store (a magnitude).
+
+        A writer is left out if its position is not beyond the decided linear position and the position in `writers`.
+        """
         complete, positions = self.evidence.decided_upto, dict[str, int]()
         if complete < self.evidence.head:
             for writer, lock in self.lock_keys.items():
@@ -77,29 +81,33 @@ class PositionDecider:
 
     Args:
         connection: must not be in a transaction.
-        is_ours: returns whether all writers of a stream are in this database. Called until it first returns True.
+        is_local: gets the name of a stream, and returns whether all writers of the stream are in this database. If the
+            result is False, the next round calls the function again.
     """
 
-    def __init__(self, connection: Connection, is_ours: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(self, connection: Connection, is_local: Callable[[str], bool] = lambda _: True) -> None:
         self._connection = connection
-        self._is_ours = is_ours
+        self._is_local = is_local
         self._streams: dict[int, _DecidedStream] = {}
         self._snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]] = {}  # of the last round
         self._is_new = True
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the outbox has more rows than the last round has read."""
+        """Whether the last round left ranges of the outbox unread. Then the next round need not be delayed."""
         return any(state.evidence.has_unread for state in self._streams.values())
 
     def round(self) -> Generator[str, None, bool]:
-        """Query all streams once, and store their positions. Yields the name of each step before the step runs, so that
-        tests can run other processes between steps. Returns whether a position has moved."""
+        """Query all streams once, and store their positions. Also begins a new timeline for a stream that went back.
+
+        Yields the name of each step before the step runs, so that tests can run other processes between two steps.
+        Returns whether there was a position to store.
+        """
         yield "heads"
         self._snapshots = snapshots = {
             stream.number: (stream, snapshot) for stream, snapshot in sequences.read_snapshots(self._connection).items()
         }
-        heads = self._heads(snapshots)
+        heads = self._read_heads(snapshots)
         due = {number for number, head in heads.items() if is_due(self._streams[number].evidence, head)}
         if observed := [state for number, state in self._streams.items() if number in due]:
             yield from observe(self._connection, {state.stream.number: state.evidence for state in observed}, heads)
@@ -112,17 +120,17 @@ class PositionDecider:
         yield "store"
         return self._store()
 
-    def wait_for_ids(self, pause: float, most: float) -> bool:
-        """Wait in the database until a sequence gives out an ID or a stream is added. This takes a fifth of the CPU of
-        rounds.
+    def wait_for_ids(self, pause: float, max_seconds: float) -> bool:
+        """Wait in the database until a sequence gives out an ID or a stream is added. This takes a fifth of the CPU
+        time of rounds.
 
         Args:
-            pause: seconds between two queries inside the database.
-            most: seconds to wait at most.
+            pause: seconds between two queries of the sequences, inside the database.
+            max_seconds: the longest time to wait.
 
         Returns:
-            False at once if a query of the sequences is not enough: an ID is open, a sequence is unfit, or there are
-            too many streams. Otherwise True.
+            False at once, without waiting, if an ID is open, a sequence is unfit, or there are too many streams. Then
+            the sequences alone do not show that a round is due. True after the wait.
         """
         seen = {number: snapshot.sequence for number, (_, snapshot) in self._snapshots.items()}
         if (
@@ -133,13 +141,16 @@ class PositionDecider:
             return False
         self._connection.execute(
             "call tidemark.await_ids(%s::integer[], %s::bigint[], %s::float8, %s::float8)",
-            [[*seen], [sequence.last for sequence in seen.values()], pause, most],
+            [[*seen], [sequence.last for sequence in seen.values()], pause, max_seconds],
         )
         return True
 
-    def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
-        """By stream, the highest ID that this round may decide. Unloads a stream that another process has changed. If a
-        sequence went back, also begins a new timeline."""
+    def _read_heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
+        """Read the highest ID that this round may decide, for each stream: number of the stream -> magnitude.
+
+        Unloads a stream that another process has changed. If the stream's sequence went back in this session, also
+        begins a new timeline. A stream that the relay must repair is left out.
+        """
         heads = dict[int, int]()
         for number, state in [*self._streams.items()]:
             if number not in snapshots or snapshots[number][1].version != state.version:
@@ -160,13 +171,15 @@ class PositionDecider:
         return heads
 
     def _begin_timeline(self, stream: AppendStream, floor: int, why: str) -> None:
-        """Begin a timeline: IDs beyond the floor may be given out again."""
+        """Log a warning, and begin a timeline for readers: IDs beyond the floor (a magnitude) may be given out
+        again."""
         log.warning(why, stream=stream.name, floor=stream.direction.signed(floor))
         self._connection.execute(
             "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.direction.signed(floor)]
         )
 
     def _read(self, state: _DecidedStream, ranges: Intervals) -> None:
+        """Read the outbox in these ranges, and add the IDs to the evidence. Unloads the stream if it has changed."""
         lows, highs = signed_bounds(state.stream, ranges)
         row = self._connection.execute(
             """
@@ -191,10 +204,14 @@ class PositionDecider:
         state.evidence.note_rows(ranges, ids, deleted_upto=floor)
 
     def _load(self, numbers: Collection[int], snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> None:
-        """Load streams, each from its stored position or from its floor, whichever is higher."""
+        """Load streams, each from its stored position or from its floor, whichever is higher.
+
+        A stream is not loaded if its writers are not all in this database, or if its positions come from Kafka. If a
+        restore wrote the positions, begins a new timeline instead.
+        """
         if not numbers:
             return
-        if self._is_new:  # later, `_heads` detects a sequence that was set back
+        if self._is_new:  # later, `_read_heads` detects a sequence that was set back
             sequences.begin_timelines_for_filled_ids(self._connection)
             self._is_new = False
         rows = self._connection.execute(
@@ -216,11 +233,15 @@ class PositionDecider:
             stream, _ = snapshots[number]
             if is_foreign:  # only the positions were restored; the relay handles a restore of all tables
                 self._begin_timeline(stream, floor, "A restore or a replication has written the positions for readers")
-            elif timeline is not None or self._is_ours(stream.name):
+            elif timeline is not None or self._is_local(stream.name):
                 evidence = StreamEvidence(max(floor, linear or 0), has_several_writers=bool(lock_keys))
                 self._streams[number] = _DecidedStream(stream, version, evidence, linear or 0, timeline, lock_keys)
 
     def _store(self) -> bool:
+        """Store the positions that have risen, and the first positions of new streams. Returns whether there were any.
+
+        Unloads a stream whose stored position is new, or was changed by another process.
+        """
         positions = {number: (state.evidence.decided_upto, state.vector()) for number, state in self._streams.items()}
         moves = [
             state
@@ -254,22 +275,29 @@ class PositionDecider:
 
 
 class LocalPositions:
-    """Updates the positions until `halt` is set. One of several processes works; the others are on standby.
+    """Updates the positions for readers of one database until `halt` is set. One of several processes works; the others
+    are on standby.
 
-    `is_ours`: see `PositionDecider`.
+    Args:
+        session: the session for all queries. `run` closes it.
+        halt: stops `run`.
+        is_local: see `PositionDecider`.
     """
 
     def __init__(
-        self, session: PostgresSession, halt: threading.Event, is_ours: Callable[[str], bool] = lambda _: True
+        self, session: PostgresSession, halt: threading.Event, is_local: Callable[[str], bool] = lambda _: True
     ) -> None:
         self._session = session
         self._halt = halt
-        self._is_ours = is_ours
+        self._is_local = is_local
         self._standby = StandbyLocks(queries.LOCK)
         self._problem = ""
 
     def run(self) -> None:
-        """Run until `halt` is set. Retries while the database is unavailable. Closes the session at the end."""
+        """Run until `halt` is set. Retries while the database is unavailable. Closes the session at the end.
+
+        Raises `SchemaMismatch` if the database has another version of the schema.
+        """
         try:
             self._run()
         finally:
@@ -284,7 +312,7 @@ class LocalPositions:
                     has_schema = True
                     if self._standby.take(connection, [_LOCK_KEY]):
                         set_lock_timeout(connection)
-                        self._decide(PositionDecider(connection, self._is_ours), backoff)
+                        self._decide(PositionDecider(connection, self._is_local), backoff)
                 self._halt.wait(1.0)
             except (Retry, Refused, SchemaMismatch) as error:
                 # If a schema that this process has used is missing, it is being restored.
@@ -313,7 +341,7 @@ class LocalPositions:
 
 
 def _run_steps(steps: Generator[str, None, bool]) -> bool:
-    """Run all steps and return their result."""
+    """Run all steps of a generator and return its result."""
     while True:
         try:
             next(steps)

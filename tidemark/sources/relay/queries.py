@@ -1,7 +1,7 @@
 """The queries and statements of the relay in a service's database. Each statement has its own snapshot.
 
 The order of the statements is essential: see `sources.relay.evidence` and `sources.relay.decider`. The files in
-`migrations/` create the schema, which has its own version (see `common.migrations`).
+`migrations/` create the database schema. The schema has its own version (see `common.migrations`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,9 +29,9 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 
 LOCK = 1414087749
-"""The first half of the keys of a stream's advisory locks is this number plus the stream's number; the second half is
-the hash of the writer's name. The SQL functions contain this number too. The relay's own locks use the stream number 0,
-which no stream has."""
+"""The base of the keys of advisory locks. The first half of a writer's lock key is this number plus the stream's
+number; the second half is the hash of the writer's name. The SQL functions contain this number too. The relay's own
+locks use the stream number 0, which no stream has."""
 COMMON_CUT = "*"
 """The writer's name in the outbox rows of common cuts (see `sources.relay.evidence`)."""
 ROWS_AT_ONCE = 5000
@@ -49,7 +49,7 @@ class _Utf8Loader(Loader):
 
 @dataclass(frozen=True, slots=True)
 class AppendStream:
-    """A row of `tidemark.append_streams`."""
+    """A row of `tidemark.append_streams`: the number by which tables refer to a stream, its name, and its direction."""
 
     number: int
     name: str
@@ -63,8 +63,8 @@ class AppendedFact:
     Attributes:
         id: a magnitude.
         rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a common cut are
-            the names of the writers whose epochs end at its ID.
-        bytes: the approximate size of its records.
+            the names of the writers whose epochs end at the ID.
+        bytes: an upper bound of the size of the fact's rows and the JSON around them.
         writer: the name of the writer; `COMMON_CUT` for a common cut, and empty for the writer of the database.
     """
 
@@ -75,11 +75,12 @@ class AppendedFact:
 
     @property
     def is_void(self) -> bool:
+        """Whether the ID has no fact: the ID has no rows, or is a common cut."""
         return not self.rows or self.writer == COMMON_CUT
 
     @property
     def ended_writers(self) -> Sequence[str]:
-        """The writers whose epochs end at this ID."""
+        """The names of the writers whose epochs end at this ID; empty if the ID is not a common cut."""
         return [row.decode() for row in self.rows] if self.writer == COMMON_CUT else ()
 
     def without_rows(self) -> "AppendedFact":
@@ -92,8 +93,14 @@ _REMOVED_ROWS = (b"",)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The facts of the queried ranges up to the ID `upto`, in order. `floor` and `version` are of the same snapshot;
-    `bytes` is the size of the facts.
+    """The outbox rows of queried ranges. IDs are magnitudes.
+
+    Attributes:
+        facts: the rows in ascending order of their IDs.
+        upto: the ranges were read up to this ID.
+        floor: the floor of the stream, from the same snapshot; 0 if the stream was dropped.
+        version: the version of the stream, from the same snapshot; -1 if the stream was dropped.
+        bytes: the sum of `AppendedFact.bytes`.
     """
 
     facts: Sequence[AppendedFact]
@@ -112,12 +119,17 @@ _HAS_SEQUENCE: LiteralString = """
 """
 
 
-def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
-    """By number of the stream, the `running` transactions that hold the lock of a writer now.
+def read_lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
+    """Query the transactions that hold the lock of a writer now: number of the stream -> transactions and locks.
 
-    A transaction that holds a lock and is not in `running` had reserved no ID when `running` was read, or has ended.
-    The same is true of a transaction without a lock on the stream's sequence, which `nextval` takes until the end of
-    the transaction. Any user can take the advisory lock, but only the functions can use the sequence.
+    Two kinds of transactions are left out, because they had reserved no ID when `running` was read, or have ended:
+    transactions that are not in `running`, and transactions without a lock on the stream's sequence. `nextval` takes
+    the lock on the sequence until the end of the transaction. Any user can take the advisory lock, but only the
+    functions of the schema `tidemark` can use the sequence.
+
+    Args:
+        connection: a session of the database.
+        running: the numbers of the running transactions (64 bits), read before this call.
     """
     rows = connection.execute(
         """
@@ -141,7 +153,10 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 
 def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
-    """Read the facts of the outbox in these ranges, in order. Stops at `max_bytes`, after at least one fact."""
+    """Read the rows of the outbox in these ranges, in ascending order of their IDs.
+
+    Stops after the row with which the page reaches `max_bytes` bytes or `ROWS_AT_ONCE` rows.
+    """
     order = "asc" if stream.direction is Direction.FORWARD else "desc"
     lows, highs = signed_bounds(stream, ranges)
     cursor = connection.cursor(binary=True)
@@ -173,15 +188,19 @@ def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, m
     return Page(facts, int(ranges.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
-def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bool:
-    """Store the heads as upper bounds of the IDs that will be published next, and wait for the disk.
+def store_heads(connection: Connection, heads: Mapping[AppendStream, int]) -> bool:
+    """Store the heads as upper bounds of the IDs that will be published next, and make all earlier changes durable.
 
-    `nextval`, and a commit with `synchronous_commit = off`, are durable only after a later commit. The message in the
-    write-ahead log makes them durable.
+    A `nextval`, and a commit with `synchronous_commit = off`, are durable only after a later commit. This function
+    writes a message to the write-ahead log and commits, so these changes are durable when it returns.
+
+    Args:
+        connection: must not be in a transaction.
+        heads: stream -> the highest ID that was given out (a magnitude).
 
     Returns:
         False if a restore or a replication has written the rows of a stream. Nothing is stored for such a stream,
-        because its head belongs to the previous history.
+        because the stream's head belongs to the previous history.
     """
     row = connection.execute(
         """
@@ -200,13 +219,13 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bo
 
 
 def write_common_cut(connection: Connection, stream: AppendStream) -> bool:
-    """Write a common cut: give out an ID that belongs to no writer, and cuts the chain of every writer.
+    """Write a common cut: take the next ID of the stream, and store it as an ID of no writer.
 
-    Does nothing if the ID has a row already. Then the sequence was set back since the last round, and the next round
-    begins a new timeline or blocks the stream.
+    Does not wait for the lock of common cuts. Stores nothing if the outbox already has a row with the ID. Then the
+    sequence was set back since the last round, and the next round begins a new timeline or blocks the stream.
 
     Returns:
-        False if another session holds the lock of common cuts.
+        False if another session holds the lock of common cuts. True in all other cases.
     """
     with suppress(errors.UniqueViolation):
         return fetch_value(connection, "select tidemark.append_beat(%s)", [stream.name]) is not None
@@ -214,7 +233,7 @@ def write_common_cut(connection: Connection, stream: AppendStream) -> bool:
 
 
 def describe_common_cut_lock_holders(connection: Connection, stream: AppendStream) -> str:
-    """Describe the sessions that hold the stream's lock of common cuts exclusively, or wait for it."""
+    """Describe, for a log message, the sessions that hold or request the stream's lock of common cuts exclusively."""
     rows = connection.execute(
         """
         select distinct coalesce(pid, 0) from pg_locks
@@ -230,19 +249,19 @@ def describe_common_cut_lock_holders(connection: Connection, stream: AppendStrea
 def raise_floor(
     connection: Connection, stream: AppendStream, version: int, old: int, new: int, sent_ids: Intervals
 ) -> bool:
-    """Delete the rows up to `new`, which Kafka has, and raise the floor, in one transaction.
+    """Raise the floor of a stream, and delete the rows that Kafka has, in one transaction.
 
-    Only the rows of `sent_ids` are deleted. A row with another ID was committed after its ID was declared void. The
-    row stays below the floor, where `sequences.misplaced_rows` finds it. Writers whose epochs end at or below `new`
-    become `retiring`.
+    Only the rows of `sent_ids` are deleted. Another row up to `new` was committed after its ID had been declared void.
+    Such a row stays below the floor, where `sequences.read_misplaced_rows` finds it. Writers whose epochs end at or
+    below `new` become `retiring`.
 
     Args:
         connection: must not be in a transaction.
         stream: the stream.
         version: the version of the stream that the relay has read.
         old: the floor that the relay has read (a magnitude).
-        new: the new floor.
-        sent_ids: the IDs up to `new` whose rows were sent.
+        new: the new floor (a magnitude).
+        sent_ids: the IDs up to `new` whose rows Kafka has.
 
     Returns:
         False if another relay has changed the stream, or a restore or a replication has written its rows.
@@ -308,7 +327,7 @@ def raise_floor(
 
 
 def signed_bounds(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
-    """The lowest and the highest ID of each range, signed as in the outbox, for `between`."""
+    """The signed lowest IDs and the signed highest IDs of the ranges, for `between` in a query of the outbox."""
     lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
     if stream.direction is Direction.FORWARD:
         return [low + 1 for low in lows], highs
@@ -346,10 +365,10 @@ DEAD_CLIENT_WARNING_SECONDS = 600.0
 _LINUX_KEEPALIVE_SECONDS = 7200 + 9 * 75
 
 
-def dead_client_timeout(connection: Connection) -> float:
-    """Seconds until the server ends a transaction whose client host has died, by the server's settings.
+def read_dead_client_timeout(connection: Connection) -> float:
+    """Read from the server's settings after how many seconds the server ends a transaction whose client host has died.
 
-    If the server uses the operating system's keepalive defaults, the defaults of Linux are assumed.
+    If the server uses the operating system's keepalive defaults, this function assumes the defaults of Linux.
     """
     row = connection.execute(
         """
@@ -365,12 +384,12 @@ def dead_client_timeout(connection: Connection) -> float:
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """A session of the relay; `application` is its `application_name`."""
+    """Make a session of the relay, which connects at its first use. `application`: its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
-def blockers(connection: Connection) -> list[OpenTransaction]:
-    """The open transactions that block a stream, the oldest first."""
+def read_blockers(connection: Connection) -> list[OpenTransaction]:
+    """Query the open transactions that block a stream, the oldest first, after transactions whose start is hidden."""
     rows = connection.execute(
         """
         select streams.stream,

@@ -1,13 +1,13 @@
 """The relay: sends to Kafka the facts that services appended in their database (docs/design.md 4b).
 
-The relay has no state of its own. While Kafka or the database is unavailable, it waits without a time limit. The facts
-stay in the database, and the relay's memory is bounded. One of several relays of a database works; the others are on
-standby. Two active relays would only cause duplicates in Kafka.
+The relay has no state of its own. While Kafka or the database is unavailable, the relay retries without a time limit.
+The facts stay in the database, and the relay's memory is bounded. One of several relays of a database works; the others
+are on standby. Two active relays would only cause duplicates in Kafka.
 
 `docs/reference/metrics.md` is generated from `RelayMetrics`.
 
-Decisions are encoded as Kafka records (docs/design.md 3). Every relay makes the same edges of the same IDs. Only the
-number of edges in a record may differ, which does not change the meaning.
+This module encodes decisions as Kafka records (docs/design.md 3). Every relay makes the same edges of the same IDs.
+Only the number of edges in a record may differ, which does not change the meaning of the records.
 """
 
 import threading
@@ -30,16 +30,17 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import epochs, queries
 from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.evidence import EmptyRange, ids_of
-from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, SCHEMA, AppendedFact, dead_client_timeout
+from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, SCHEMA, AppendedFact, read_dead_client_timeout
 from tidemark.sources.run_loop import LoopMetrics, RunLoop, set_lock_timeout
-from tidemark.sources.transactions import SourceReports, server_history
+from tidemark.sources.transactions import SourceReports, read_server_history
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Void, explain_bad_name, is_writer
 
 MAX_RUN_FACTS = 200
+"""The default of the largest number of edges in a RUN record."""
 MAX_RUN_BYTES = 256 * 1024
-"""The largest size of a RUN record, in bytes. A larger fact gets records of its own."""
+"""The largest size of a RUN record, in bytes. A larger fact gets its own RDATA records."""
 _VOID_BYTES = 30
 """The approximate size of a void in a RUN record."""
 _decoder = msgspec.json.Decoder(Raw)
@@ -47,7 +48,14 @@ _decoder = msgspec.json.Decoder(Raw)
 
 @dataclass(frozen=True, slots=True)
 class _RecordEdge:
-    """The edge `(id - 1, id]`. A void has no rows. `bytes`: its approximate size in a record."""
+    """The edge `(id - 1, id]` of a fact or a void. The ID is a magnitude.
+
+    Attributes:
+        writer: the writer's name on Kafka.
+        id: the ID.
+        rows: the rows of the fact; empty for a void.
+        bytes: the approximate size of the edge in a RUN record.
+    """
 
     writer: str
     id: int
@@ -56,18 +64,21 @@ class _RecordEdge:
 
 
 def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX_RUN_BYTES) -> Iterator[bytes]:
-    """Encode the edges of facts and voids in ascending order of their IDs, then the ranges without a fact.
+    """Encode a decision: the edges of facts and voids in ascending order of their IDs, then the ranges without a fact.
 
-    Up to `max_edges` edges of one writer with neighbouring IDs share a RUN record. Otherwise a fact has one record for
-    each of its rows, of which the last one has the ID, and a void has one record.
+    Up to `max_edges` edges of one writer with neighbouring IDs share a RUN record. A fact outside a RUN has one record
+    for each of its rows, and only the last of these records has the ID. A void outside a RUN has one record.
 
     Args:
         decision: the decision to encode.
         max_edges: the largest number of edges of a record.
-        max_bytes: the largest size of a record of several edges.
+        max_bytes: the largest sum of the edges' sizes in a RUN record.
+
+    Returns:
+        The values of the records, made one at a time.
 
     Raises:
-        MalformedFact: a row is not JSON. The fact cannot be sent, and its ID is not void.
+        MalformedFact: a row is not JSON. The fact cannot be sent, and the fact's ID is not void.
     """
     stream_epoch, stream = decision.stream_epoch, decision.stream_epoch.stream.name
     signed = stream_epoch.stream.direction.signed
@@ -92,9 +103,10 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
 
 
 def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
-    """The ranges of `decision.previously_published`. They may have had facts, so no ID is declared void.
+    """The ranges in which to announce `decision.previously_published`.
 
-    If the stream has one writer, the writer's edges had one ID each, so a range of any size matches them.
+    The IDs may have had facts, so they are announced as ranges and not declared void. If the stream has one writer, the
+    published edges had one ID each, so a range of any size ends at an edge. Otherwise each range has one ID.
     """
     for low, high in decision.previously_published:
         cuts = [low, high] if len(decision.stream_epoch.writers) == 1 else range(low, high + 1)
@@ -102,6 +114,7 @@ def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
 
 
 def _chains(decision: Decision, max_edges: int, max_bytes: int) -> Iterator[list[_RecordEdge]]:
+    """Group the edges of facts and voids by record: neighbouring IDs of one writer, up to both limits."""
     chain: list[_RecordEdge] = []
     size = 0
     for edge in _edges(decision):
@@ -117,7 +130,7 @@ def _chains(decision: Decision, max_edges: int, max_bytes: int) -> Iterator[list
 
 
 def _edges(decision: Decision) -> Iterator[_RecordEdge]:
-    """The edges of facts and voids, by their IDs."""
+    """The edges of facts and voids in ascending order of their IDs. Raises `MalformedFact`."""
     voids = ids_of(decision.voids)
     next_void = next(voids, None)
     for fact in decision.facts:
@@ -143,12 +156,12 @@ _ENVELOPE_BYTES = 3000
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A decision that was sent, without its rows.
+    """A decision whose records were sent, with the count of unacknowledged records.
 
     Attributes:
-        decision: the decision.
-        size: approximate bytes of its records.
-        unacknowledged: the number of its records that Kafka has not acknowledged.
+        decision: the decision, without the rows of its facts.
+        size: the approximate size of the decision's records in bytes.
+        unacknowledged: the number of the decision's records that Kafka has not acknowledged.
     """
 
     decision: Decision
@@ -160,14 +173,24 @@ class InFlight:
         self.unacknowledged -= 1
 
     def count_records(self, values: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the values, and count each as a record that Kafka has not acknowledged."""
+        """Yield the values unchanged, and add 1 to `unacknowledged` for each value."""
         for value in values:
             self.unacknowledged += 1
             yield value
 
 
 def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> InFlight:
-    """Encode and send the records of a decision one by one. A RUN record has up to `max_run_facts` facts."""
+    """Encode the records of a decision and queue them in the producer. Does not wait for Kafka's acknowledgements.
+
+    Args:
+        producer: the producer.
+        decision: the decision to send. No record of a fact may be too large for the topic.
+        max_run_facts: the largest number of edges in a RUN record.
+
+    Raises:
+        MalformedFact: a row is not JSON.
+        Refused, Unavailable: an earlier record was not accepted.
+    """
     name = decision.stream_epoch.stream.name
     size = sum(fact.bytes for fact in decision.facts)
     size += _VOID_RECORD_BYTES * (decision.voids.width() + len(decision.announced))
@@ -182,7 +205,8 @@ def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> In
 
 
 def split_decision(decision: Decision) -> Iterator[Decision]:
-    """Split a decision into parts that need little memory. A range of voids becomes one record for each ID."""
+    """Split a decision into parts with at most `_VOIDS_AT_ONCE` voids, because each void can become a record of its
+    own."""
     if decision.facts or decision.announced or decision.previously_published:
         yield Decision(
             decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published
@@ -193,7 +217,7 @@ def split_decision(decision: Decision) -> Iterator[Decision]:
 
 
 def largest_record_bytes(decision: Decision, fact: AppendedFact) -> int:
-    """The size of the largest record of the fact in bytes, if each row has a record."""
+    """The size in bytes of the fact's largest record, if each row of the fact has its own record."""
     signed, writer = decision.stream_epoch.stream.direction.signed, decision.stream_epoch.kafka_name(fact.writer)
     envelope = Rdata(
         stream=decision.stream_epoch.stream.name,
@@ -245,13 +269,14 @@ class RelayMetrics(LoopMetrics):
 log = get_logger(__name__)
 
 _NAMES_BYTES = 2 * 4 * 255
-"""The largest size in bytes of the names of stream and writer in a record."""
+"""The largest size of the names of stream and writer in a record, in bytes."""
 MAX_UNACKNOWLEDGED_BYTES = 16 * 1024 * 1024
-"""If this number of bytes waits for Kafka's acknowledgement, further facts stay in the database."""
+"""The largest size of the sent records that Kafka has not acknowledged, in bytes. At this limit, the relay sends
+nothing, and further facts stay in the database."""
 SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.05
 """Seconds between two queries of the database: the first after a change, the second after a while without changes."""
 _FLOOR_INTERVAL = 1.0
-"""Seconds between two times that floors are raised, or metrics updated."""
+"""Seconds after which the relay raises floors again, and updates the metrics again."""
 _FLOORS_AT_ONCE = 500
 """The largest number of streams whose floors are raised between two rounds, each in its own transaction."""
 _COMMON_CUT_INTERVAL = 1.0
@@ -264,13 +289,22 @@ REGRESSION_EVENT = (
     "The database or its sequence went back, or a row was committed below the floor: a new timeline begins"
 )
 _JOINED_AT_ONCE = 500
-"""The largest number of streams whose JOINs are sent and noted together. The limit lets a relay make progress that is
-killed often."""
+"""The largest number of streams whose JOINs are sent, and then stored as acknowledged, together. Because of this limit,
+a relay makes progress even if it is often killed."""
 
 
 class AppendRelay(RunLoop):
-    """The relay. `writer` is the name of the database's own writer; None: the name of the database. `max_run_facts` is
-    the largest number of facts in a RUN record."""
+    """The run loop of the relay of one database (see `RunLoop`).
+
+    Args:
+        session: the session for all queries.
+        producer: makes a producer for the topic of facts.
+        writer: the name of the database's own writer; None for the name of the database.
+        metrics: the metrics to update.
+        halt: stops the relay.
+        max_run_facts: the largest number of facts in a RUN record.
+        heartbeat: seconds between two OPEN records of a stream; 0 for none without a change.
+    """
 
     def __init__(
         self,
@@ -297,9 +331,10 @@ class AppendRelay(RunLoop):
         return [0]
 
     def _work(self, connection: Connection) -> None:
-        """Join the streams and send their facts, until `halt` is set. Joins again when streams or epochs change."""
+        """Join the streams and send their facts, until `halt` is set. Joins again when streams, epochs or floors
+        change."""
         set_lock_timeout(connection)
-        if not self._has_worked and (seconds := dead_client_timeout(connection)) > DEAD_CLIENT_WARNING_SECONDS:
+        if not self._has_worked and (seconds := read_dead_client_timeout(connection)) > DEAD_CLIENT_WARNING_SECONDS:
             log.warning(
                 f"Postgres detects a dead client host only after {seconds} s, and until then its transaction blocks the"
                 f" stream; lower {_SETTINGS}"
@@ -325,7 +360,10 @@ class AppendRelay(RunLoop):
                 self._unknown_writers = decider.unknown_writers
 
     def _join_streams(self, connection: Connection) -> list[epochs.StreamEpoch]:
-        history = server_history(connection, self._session.where, OUTBOX)
+        """Begin new epochs if necessary, and wait until Kafka has the JOINs and RETIREs. Returns the streams with
+        writers.
+        """
+        history = read_server_history(connection, self._session.where, OUTBOX)
         self._writer = self._configured_writer or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", explain_bad_name(self._writer))
@@ -346,10 +384,12 @@ class AppendRelay(RunLoop):
                 event = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
-            epochs.note_acknowledged(connection, batch)
+            epochs.store_acknowledged(connection, batch)
         return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
+        """Decide and send facts, and raise floors, until `halt` is set, the decider is outdated, or the producer
+        changes."""
         backoff, floors_raised_at, metrics_updated_at, last_common_cut = (
             Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2),
             time.monotonic(),
@@ -387,7 +427,7 @@ class AppendRelay(RunLoop):
         _run_steps(decider.raise_floors())
 
     def _report_blocked(self, decider: Decider) -> None:
-        """Log once when a stream becomes blocked, and once when it continues."""
+        """Log each stream that has become blocked or continues since the last call. Updates the metric."""
         blocked = {stream: str(problem) for stream, problem in decider.blocked.items()}
         if blocked == self._blocked:
             return
@@ -401,7 +441,7 @@ class AppendRelay(RunLoop):
         self._blocked = blocked
 
     def _report_without_common_cut(self, connection: Connection, decider: Decider) -> None:
-        """Log a stream once if another session blocks its common cuts."""
+        """Log each stream whose common cuts another session has blocked since the last call."""
         for stream in decider.streams_without_common_cut - self._streams_without_common_cut:
             log.warning(
                 "Cannot move the positions of idle writers: a session holds the lock of the stream's common cuts",
@@ -411,16 +451,17 @@ class AppendRelay(RunLoop):
         self._streams_without_common_cut = {*decider.streams_without_common_cut}
 
     def _free_bytes(self) -> int:
+        """How many bytes of records may be sent before Kafka acknowledges more; 0 or less if none."""
         return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size for in_flight in self._in_flight)
 
     def _send(self, decision: Decision) -> None:
         self._in_flight.append(send(self._producer, self._without_oversized(decision), self._max_run_facts))
 
     def _without_oversized(self, decision: Decision) -> Decision:
-        """Remove the facts that have a record too large for the topic, and report them. Returns the other facts.
+        """Copy the decision without the facts that have a record too large for the topic. Reports these facts.
 
-        No record of such a fact is sent: Kafka would accept the smaller records, and the last one, which has the ID,
-        would make the fact look complete.
+        No record of such a fact may be sent. Otherwise Kafka would accept the fact's smaller records. If the last
+        record, which has the ID, were accepted, readers would take the fact for complete.
         """
         stream, signed = decision.stream_epoch.stream.name, decision.stream_epoch.stream.direction.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
@@ -434,7 +475,7 @@ class AppendRelay(RunLoop):
         return decision if len(fitting) == len(decision.facts) else replace(decision, facts=fitting)
 
     def _process_acknowledgements(self, decider: Decider) -> None:
-        """Poll Kafka's acknowledgements, and note the decisions that are acknowledged."""
+        """Poll Kafka's acknowledgements, note the acknowledged decisions in the decider, and update the metrics."""
         self._poll_kafka()
         for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.unacknowledged]:
             decider.note_acknowledged(in_flight.decision)
@@ -455,7 +496,7 @@ class AppendRelay(RunLoop):
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.ids_above_floor.items():
             self._metrics.outbox_ids.labels(name).set(count)
-        self._report(queries.blockers(connection) if decider.undecided_streams else [], self._blocked)
+        self._report(queries.read_blockers(connection) if decider.undecided_streams else [], self._blocked)
 
 
 def _run_steps(steps: Generator[str, None, Any]) -> Any:

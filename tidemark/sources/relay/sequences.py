@@ -1,7 +1,8 @@
-"""Queries the streams' sequences, their defects, and misplaced rows, which have impossible IDs (docs/design.md 4b).
+"""Queries the streams' sequences and their defects, and outbox rows with impossible IDs (docs/design.md 4b).
 
-Every round queries the sequences, and the misplaced rows unless that query is slow. Logical replication, a restore or
-`setval` can change rows and sequences separately while the connection stays open.
+A row is *misplaced* if its ID is at or below the floor, or beyond the head. Logical replication, a restore or `setval`
+can change rows and sequences separately while the connection stays open. So the relay queries the sequences in every
+round, and the misplaced rows in every round in which that query is not too slow.
 """
 
 import time
@@ -61,8 +62,10 @@ class SequenceState:
 
     Attributes:
         name: the name of the sequence.
-        defect: the options that make the sequence unsafe, or `gone`, or `unreadable`; empty if it is fit.
-        last: the last ID that was given out (a magnitude); None if none was since its creation or restart.
+        defect: why the sequence is unfit: `gone`, `unreadable`, or its unsafe options, such as `CACHE 20, CYCLE`. Empty
+            if the sequence is fit.
+        last: the last ID that the sequence gave out (a magnitude). None if it gave out no ID since its creation or
+            restart, or if it is gone or unreadable.
     """
 
     name: str
@@ -70,7 +73,7 @@ class SequenceState:
     last: int | None
 
     def problem(self, stream: AppendStream) -> UnsuitableSequence | None:
-        """The reason why no ID of the sequence may be decided, and what to do; None if it is fit."""
+        """The reason why no ID of the sequence may be decided, and what to do; None if the sequence is fit."""
         match self.defect:
             case "":
                 return None
@@ -84,7 +87,13 @@ class SequenceState:
         return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", remedy)
 
     def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
-        """The problem of a sequence that has not given out the ID `highest` (a magnitude) of a row in the outbox."""
+        """The problem, and what to do, if a row of the outbox has the ID `highest`, which the sequence has not given
+        out.
+
+        Args:
+            stream: the stream of the sequence.
+            highest: the ID to which the sequence must be set (a magnitude).
+        """
         id = stream.direction.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
@@ -95,14 +104,14 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StreamSnapshot:
-    """The stored state of a stream. IDs are magnitudes.
+    """The state of a stream that is stored in the database. IDs are magnitudes.
 
     Attributes:
         sequence: the sequence of the stream.
         after: the IDs of the stream begin beyond this one.
-        floor: every ID up to it is decided, and Kafka has the records.
+        floor: every ID up to the floor is decided, and Kafka has the records.
         version: the version of the stream's epochs.
-        upto: the highest ID that was published, as far as this database knows.
+        upto: the stored upper bound of the published IDs (see `queries.store_heads`); 0 if none is stored.
         foreign_write: 1 if a restore or a replication, not a relay, wrote the row with the floor; otherwise 0.
     """
 
@@ -115,13 +124,18 @@ class StreamSnapshot:
 
     @property
     def known_head(self) -> int:
-        """The highest ID that was given out, as far as this database knows."""
+        """The highest ID that must have been given out, from the stored state without the sequence."""
         return max(self.floor, self.upto)
 
 
 @dataclass(frozen=True, slots=True)
 class MisplacedRows:
-    """The IDs (magnitudes) of misplaced rows: `lowest` at or below the floor, `highest` beyond the head."""
+    """The IDs of a stream's misplaced rows (magnitudes).
+
+    Attributes:
+        lowest: the lowest ID at or below the floor; None if there is no such row.
+        highest: the highest ID beyond the head; None if there is no such row.
+    """
 
     lowest: int | None
     highest: int | None
@@ -130,7 +144,8 @@ class MisplacedRows:
 def read_snapshots(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """Query the stored state of all streams that are not dropped. Raises `psycopg.Error`.
 
-    Runs 20 times a second while the database is idle, so it avoids psycopg's cursors, which cost more than the query.
+    The relay calls this function 20 times a second while the database is idle. So the function avoids psycopg's
+    cursors, which cost more than the query.
     """
     server = connection.pgconn
     if connection not in _prepared:
@@ -149,7 +164,7 @@ def read_snapshots(connection: Connection) -> dict[AppendStream, StreamSnapshot]
 
 @lru_cache(2 * HEADS_AT_ONCE)
 def _decode_row(texts: tuple[bytes | None, ...], encoding: str) -> tuple[AppendStream, StreamSnapshot]:
-    """One row of `_SNAPSHOTS`. Cached, because most rows are the same as before."""
+    """Decode one row of `_SNAPSHOTS`. The results are cached, because most rows do not change between two queries."""
     number, stream, sign, name, defect, last, *numbers = [text and text.decode(encoding) for text in texts]
     sequence = SequenceState(name or "", defect or "", None if last is None else int(last))
     append_stream = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
@@ -165,10 +180,16 @@ def _check_result(connection: Connection, result: PGresult) -> PGresult:
 
 
 def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, known_head: int) -> int:
-    """The highest ID that the sequence gave out (a magnitude).
+    """Return the highest ID that the sequence gave out (a magnitude).
 
-    `known_head` is the highest ID that was given out, as far as the caller knows. A new or restarted sequence has no
-    last ID, so its next ID is queried.
+    This is the last ID in `snapshot`. If `snapshot` has no last ID, the result is `snapshot.after`, or for a fit
+    sequence that was restarted, the ID below the next ID. Only the last case needs a query.
+
+    Args:
+        connection: a session of the database.
+        stream: the stream.
+        snapshot: the result of `read_snapshots` for the stream.
+        known_head: the highest ID that the caller has seen given out (a magnitude).
     """
     if snapshot.sequence.last is not None:
         return snapshot.sequence.last
@@ -185,12 +206,11 @@ def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnap
     return int(next_id) - 1 if last is None else int(last)
 
 
-def misplaced_rows(connection: Connection) -> dict[int, MisplacedRows]:
-    """By number of the stream, the rows of the outbox at or below its floor, or beyond its head. Streams without such
-    rows are left out.
+def read_misplaced_rows(connection: Connection) -> dict[int, MisplacedRows]:
+    """Query the misplaced rows: number of the stream -> rows. Streams without misplaced rows are left out.
 
-    Sequences are read after the snapshot, so a row that is committed during the query is not beyond its head. If a
-    sequence gave out no ID since its restart, every row counts as beyond the head.
+    The query reads the sequences after its snapshot of the rows. So a row that is committed during the query is not
+    beyond the head. If a sequence gave out no ID since its restart, every row counts as beyond the head.
     """
     rows = connection.execute(
         f"""
@@ -223,32 +243,41 @@ _MAX_TIME_SHARE = 0.05
 
 
 class MisplacedRowQuery:
-    """Queries the outbox for misplaced rows (`misplaced_rows`) in every round.
+    """Queries the misplaced rows (`read_misplaced_rows`), and limits how often the query runs.
 
-    The query is slow while vacuum cannot remove dead rows. If it takes longer than `QUICK_QUERY_SECONDS`, it runs less
-    often, for at most 5 % of the time.
+    A quick query is due in every round. The query is slow while vacuum cannot remove dead rows. If the last query took
+    longer than `QUICK_QUERY_SECONDS`, the next one is delayed, so that the queries take at most 5 % of the time.
+
+    Attributes:
+        result: the result of the last query: number of the stream -> rows.
     """
 
     def __init__(self) -> None:
-        self.found: Mapping[int, MisplacedRows] = {}
-        self._next = 0.0
+        self.result: Mapping[int, MisplacedRows] = {}
+        self._next_run = 0.0
 
     @property
     def is_due(self) -> bool:
-        return time.monotonic() >= self._next
+        """Whether the caller should call `run` in this round."""
+        return time.monotonic() >= self._next_run
 
     def run(self, connection: Connection) -> None:
+        """Run the query, and store its result in `result`."""
         began = time.monotonic()
-        self.found = misplaced_rows(connection)
+        self.result = read_misplaced_rows(connection)
         took = time.monotonic() - began
-        self._next = began + took / _MAX_TIME_SHARE if took > QUICK_QUERY_SECONDS else 0.0
+        self._next_run = began + took / _MAX_TIME_SHARE if took > QUICK_QUERY_SECONDS else 0.0
 
 
-def sequence_defects(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
-    """By number of the stream, why its sequence is unfit. Streams with a fit sequence are left out.
+def read_sequence_defects(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
+    """Query why sequences are unfit: number of the stream -> `SequenceState.defect`. Fit sequences are left out.
 
-    Call it after `read_snapshots`. An option that was set and reset before is harmless, because no session keeps cached
-    IDs after a change of its sequence.
+    Call this function after `read_snapshots`. An unsafe option that was set and reset before the call is harmless,
+    because no session keeps cached IDs after a change of the sequence.
+
+    Args:
+        connection: a session of the database.
+        streams: the numbers of the streams to query.
     """
     rows = connection.execute(
         f"""
@@ -266,12 +295,13 @@ class Regression:
 
     Attributes:
         stream: the stream.
-        version: the version of the stream at the query. Only one of several relays handles the regression.
-        floor: the stream goes back to this floor.
-        upto: IDs beyond it may be given out again, although they were published.
-        reader_floor: readers of this database go back to this ID.
+        version: the version of the stream at the query. A relay handles the regression only if the stream still has
+            this version, so only one of several relays handles it.
+        floor: the new floor of the stream.
+        upto: the new upper bound of the published IDs. Higher IDs may be given out again, although they were published.
+        reader_floor: the ID to which the positions for readers of this database go back.
         is_restore: whether the only evidence is that a restore or a replication wrote the row with the floor. Then
-            readers whose positions were restored too continue from these positions.
+            readers whose positions were also restored continue from the restored positions.
         why: the reason, for the log.
     """
 
@@ -285,11 +315,13 @@ class Regression:
 
 
 def find_regressions(connection: Connection) -> list[Regression]:
-    """The streams that went back. A stream whose sequence is unfit or lags the outbox is left out: none of its IDs
-    is decided before the repair.
+    """Query the streams that went back.
+
+    A stream is left out if its sequence is unfit, or has not given out the ID of a row in the outbox. No ID of such a
+    stream is decided before the repair.
     """
     observed = read_snapshots(connection)
-    misplaced_by_stream = misplaced_rows(connection)
+    misplaced_by_stream = read_misplaced_rows(connection)
     regressions = list[Regression]()
     for stream, snapshot in observed.items():
         misplaced = misplaced_by_stream.get(stream.number, MisplacedRows(None, None))
@@ -316,10 +348,12 @@ def find_regressions(connection: Connection) -> list[Regression]:
 
 
 def begin_timelines_for_filled_ids(connection: Connection) -> None:
-    """Begin a new timeline for the readers of each stream whose sequence was set back unnoticed.
+    """Begin a new timeline for the readers of each stream that has a fact which readers may have missed. Logs a
+    warning.
 
-    The evidence is a fact at or below the readers' position whose transaction is younger than the stored position.
-    Normally the transactions of all facts up to a position end before the transaction that stores the position begins.
+    Such a fact was committed at or below the stored position for readers, by a younger transaction than the one that
+    stored the position. This happens if the sequence was set back while no process noticed it. Otherwise the
+    transactions of all facts up to a position end before the transaction that stores the position begins.
     """
     rows = connection.execute(
         """

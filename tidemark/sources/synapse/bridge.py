@@ -30,8 +30,8 @@ from tidemark.sources.transactions import (
     SourceReports,
     end_own_transaction,
     flush_wal,
-    running_transactions,
-    server_history,
+    read_running_transactions,
+    read_server_history,
 )
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
@@ -207,7 +207,7 @@ class SynapseBridge(RunLoop):
         self._connect_producer()
         self._sent, self._acknowledged, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.clear()
-        history = server_history(synapse, self._synapse.where, "events")
+        history = read_server_history(synapse, self._synapse.where, "events")
         tables.check_server(synapse, self._channel.name)
         server = SynapseServer(history.database, flush_wal(synapse), self._channel.name)
         self._server = server
@@ -270,7 +270,7 @@ class SynapseBridge(RunLoop):
         if observed:
             heads = self._read_heads(synapse, observed)
             end_own_transaction(synapse)
-            running = running_transactions(synapse)
+            running = read_running_transactions(synapse)
             table_writers = (
                 tables.table_writers(synapse, [publisher.bridged.stream for publisher in observed], running)
                 if running
@@ -372,7 +372,7 @@ class SynapseBridge(RunLoop):
     def _audit(self, synapse: Connection, own: Connection) -> None:
         """Check that the session is still connected to the same database, and publish facts that appeared at or below
         published positions as late. Raises `Unavailable` if it is another database."""
-        if server_history(synapse, self._synapse.where, "events").database != self._server.database:
+        if read_server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the address now leads to another database")
         clock, is_full = tables.now(synapse), self._checks % _FULL_AUDIT_INTERVAL == 0
         self._checks += 1
