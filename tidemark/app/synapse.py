@@ -25,7 +25,7 @@ from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
-from tidemark.sources.synapse.tables import REFUSED, STREAMS, TableWriter, synapse_session, table_writers
+from tidemark.sources.synapse.tables import REFUSED, STREAMS, TableWriter, read_table_writers, synapse_session
 from tidemark.sources.transactions import is_reported
 from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
 
@@ -125,7 +125,7 @@ def blockers(settings: Settings) -> list[TableWriter]:
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         return [
             writer
-            for writer in table_writers(connection, STREAMS.values())
+            for writer in read_table_writers(connection, STREAMS.values())
             if is_reported(writer.transaction, datetime.now(UTC))
         ]
 
@@ -164,7 +164,7 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
         with session.use() as connection:
             SCHEMA.check(connection)
             streams = state.request_retirement(connection, order.writer, order.stream)
-            known = state.active_writers(connection, order.stream)
+            known = state.read_active_writers(connection, order.stream)
         for stream in streams:
             id = wait_out(partial(_retirement_id, session, order.writer, stream), halt, order.wait)
             say(f"{order.writer} retires at ID {id} of {stream}")
@@ -179,7 +179,7 @@ def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:
     """Read the ID at which the bridge has retired the writer. Raises `PrerequisitePending` if the bridge has not
     retired the writer yet, and `BadSetting` if the worker still runs."""
     with session.use() as connection:
-        retired = state.retired_at(connection, writer, stream)
+        retired = state.read_retired_id(connection, writer, stream)
     if retired is None:
         problem = "a bridge must run, and every other worker of the stream must have answered"
         raise PrerequisitePending(f"the retirement of {writer}", session.where, problem)

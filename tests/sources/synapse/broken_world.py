@@ -194,7 +194,7 @@ class Bridge:
             self._see()
             if self.checks_sequence and self.writers.cache > 1:
                 return
-            if self.decider.wants_observation:
+            if self.decider.needs_observation:
                 self.decider.observe(self.head(), self.writers.running_transactions())
             self._read()
             self._audit()

@@ -90,7 +90,7 @@ def test_all_streams_whatever_dies(site: SynapseSite, synapse_redis: Node, redis
                 site.wait(lot.uniform(1, 12))
                 click.echo(f"{befall(site, synapse_redis, lot)}: sent {len(sent)}, line {site.follower.core.line}")
         site.settle(120)
-        heads = tables.heads(site.sql, STREAMS.values())
+        heads = tables.read_heads(site.sql, STREAMS.values())
         cores = site.follower.cores
 
         def lag_ids() -> dict[str, tuple[int, int]]:
@@ -100,7 +100,7 @@ def test_all_streams_whatever_dies(site: SynapseSite, synapse_redis: Node, redis
         site.await_read(read)
     for name, stream in STREAMS.items():
         core = cores[name]
-        _, facts = tables.facts(site.sql, stream, min(core.joined.values()), heads[name])
+        _, facts = tables.read_facts(site.sql, stream, min(core.joined.values()), heads[name])
         missing = {fact.id: fact.writer for fact in facts if fact.id not in map(abs, core.facts)}
         unknown = {id: writer for id, writer in missing.items() if id > core.unseen.get(writer, 0)}
         click.echo(f"{name}: head {heads[name]}, told {len(core.facts)}, unseen {len(missing)}")

@@ -232,7 +232,7 @@ class SteppedBridge:
 
     def head(self) -> int:
         """The highest ID that the sequence has given out."""
-        return tables.head(self.sql, self._stream)
+        return tables.read_head(self.sql, self._stream)
 
     def set_sequence(self, at: int) -> None:
         self.sql.execute("select setval(%s, %s)", [self._stream.sequence, at])
@@ -288,7 +288,7 @@ class SteppedBridge:
         for worker in self.workers:
             in_use = [*worker.reserved, *(write.id for write in self.open if write.worker is worker)]
             top = min([head + 1, *in_use]) - 1
-            for fact in tables.facts(self.sql, self._stream, worker.position, top, worker.name)[1]:
+            for fact in tables.read_facts(self.sql, self._stream, worker.position, top, worker.name)[1]:
                 *first, last = fact.rows
                 self._channel.messages += [RdataCommand(name, worker.name, None, row) for row in first]
                 self._channel.messages.append(RdataCommand(name, worker.name, fact.id, last))

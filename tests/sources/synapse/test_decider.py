@@ -188,7 +188,7 @@ class _PaysAtOnce(StreamDecider):
     """Reads what a newcomer has below as it joins."""
 
     @property
-    def backlog(self) -> list[str]:
+    def sendable_backlogs(self) -> list[str]:
         return [name for name, writer in self._writers.items() if writer.has_backlog]
 
 
@@ -210,10 +210,10 @@ def test_what_a_writer_said_before_it_was_known_counts() -> None:
     assert (decider.unknown_writers, decider.range_to_read()) == ({"event2"}, (1, 3))
     assert decider.apply_facts((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
     decider.add_writer("event2", 1)
-    assert (decider.wants_observation, decider.backlog) == (True, [])
+    assert (decider.needs_observation, decider.sendable_backlogs) == (True, [])
     decider.observe(3, frozenset())
-    assert decider.backlog == ["event2"]
-    decider.backlog_sent("event2")
+    assert decider.sendable_backlogs == ["event2"]
+    decider.note_backlog_sent("event2")
     sent_upto = decider.apply_facts((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
     assert [(each.writer, each.id, len(each.facts)) for each in sent_upto] == [("event1", 3, 0), ("event2", 3, 1)]
 

@@ -26,14 +26,14 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 
 def test_sequence_that_was_never_called_has_given_out_what_lies_below_its_begin(sql: psycopg.Connection) -> None:
     """As a port script leaves it; the first ID that is taken is one beyond."""
-    assert tables.head(sql, RULES) == 0
+    assert tables.read_head(sql, RULES) == 0
     sql.execute("alter sequence push_rules_stream_sequence restart with 51")
-    assert tables.head(sql, RULES) == 50
-    assert tables.facts(sql, RULES, 0, 100) == (50, [])
+    assert tables.read_head(sql, RULES) == 50
+    assert tables.read_facts(sql, RULES, 0, 100) == (50, [])
     sql.execute("select nextval('push_rules_stream_sequence')")
-    assert (tables.head(sql, RULES), tables.facts(sql, RULES, 0, 100)[0]) == (51, 51)
+    assert (tables.read_head(sql, RULES), tables.read_facts(sql, RULES, 0, 100)[0]) == (51, 51)
     sql.execute("select setval('push_rules_stream_sequence', 70, false)")
-    assert tables.head(sql, RULES) == 69
+    assert tables.read_head(sql, RULES) == 69
 
 
 def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: str) -> None:
@@ -46,14 +46,14 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
         dsn = make_conninfo(database, user="synapse_filtered", password="filtered")
         with tables.synapse_session(dsn) as session:
             with session.use() as connection:
-                assert [fact.id for fact in tables.facts(connection, RULES, 0, 10)[1]] == [1]
+                assert [fact.id for fact in tables.read_facts(connection, RULES, 0, 10)[1]] == [1]
             sql.execute("alter table push_rules_stream enable row level security")
-            for ask in (tables.facts, tables.identities):
+            for ask in (tables.read_facts, tables.read_identities):
                 with pytest.raises(Refused, match=r"push_rules_stream.*BYPASSRLS"), session.use() as connection:
                     ask(connection, RULES, 0, 10)
             sql.execute("alter role synapse_filtered bypassrls")
             with session.use() as connection:
-                assert [fact.id for fact in tables.identities(connection, RULES, 0, 10)] == [1]
+                assert [fact.id for fact in tables.read_identities(connection, RULES, 0, 10)] == [1]
     finally:
         sql.execute("drop role synapse_filtered")
 
@@ -61,19 +61,19 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
 def test_another_row_of_the_same_id_is_another_fact(sql: psycopg.Connection) -> None:
     """Also where the two say the same: then the transactions that wrote them differ."""
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (before,) = tables.identities(sql, RULES, 0, 10)
-    assert tables.facts(sql, RULES, 0, 10)[1][0].marks == before.marks
+    (before,) = tables.read_identities(sql, RULES, 0, 10)
+    assert tables.read_facts(sql, RULES, 0, 10)[1][0].marks == before.marks
     sql.execute("delete from push_rules_stream")
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (after,) = tables.identities(sql, RULES, 0, 10)
+    (after,) = tables.read_identities(sql, RULES, 0, 10)
     assert (before.id, before.writer) == (after.id, after.writer)
     assert before.marks != after.marks
 
 
 def test_sequence_that_does_not_give_ids_in_order_is_unfit(sql: psycopg.Connection) -> None:
     """A cache hands them to connections in portions."""
-    assert tables.sequence_problem(sql, RULES) == ""
+    assert tables.read_sequence_problem(sql, RULES) == ""
     sql.execute("alter sequence push_rules_stream_sequence cache 20")
-    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in tables.sequence_problem(
+    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in tables.read_sequence_problem(
         sql, RULES
     )

@@ -60,8 +60,8 @@ class Bridged:
         self.reconnect()
         found = read_server_history(self.synapse, "here", self._stream.queries[0].name)
         server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
-        head = tables.head(self.synapse, self._stream)
-        table = partial(tables.identities, self.synapse, self._stream)
+        head = tables.read_head(self.synapse, self._stream)
+        table = partial(tables.read_identities, self.synapse, self._stream)
         known = timelines.load_progress(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
         self.publisher = StreamPublisher(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
@@ -76,14 +76,14 @@ class Bridged:
 
     def follow(self) -> None:
         """Both workers say that they are as far as the sequence."""
-        head = tables.head(self.synapse, self._stream)
+        head = tables.read_head(self.synapse, self._stream)
         for name in WRITERS:
             self.publisher.receive(PositionCommand(self._stream.name, name, head, head))
         self.publisher.decider.observe(head, frozenset())
         for _ in range(3):
             self.publisher.publish(self.synapse, self._own)
         self.publisher.audit(self.synapse, self._own)
-        unsent = state.unsent(self._own, {self._stream.name: self._sent})
+        unsent = state.read_unsent(self._own, {self._stream.name: self._sent})
         self.core.take([each.value for each in unsent])
         self._sent = max([self._sent, *(each.number for each in unsent)])
 

@@ -33,7 +33,7 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 def sent_upto(sql: psycopg.Connection) -> Core:
     """What Tidemark makes of all that was left, in its order."""
     core = Core("events")
-    core.take([each.value for each in state.unsent(sql, {"events": 0})])
+    core.take([each.value for each in state.read_unsent(sql, {"events": 0})])
     return core
 
 
@@ -149,11 +149,14 @@ def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) ->
     known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
     assert state.request_retirement(sql, "event1", None) == ["events"]
     assert state.request_retirement(sql, "event2", "events") == []
-    assert (state.requested_retirements(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
+    assert (state.read_requested_retirements(sql, "events"), state.read_retired_id(sql, "event1", "events")) == (
+        ["event1"],
+        None,
+    )
     known = state.retire(sql, known, "event1")
     assert begun(sql) == known
     assert (known.sent_upto, known.retired) == ({"event2": 9}, {"event1": 12})
-    assert (state.retired_at(sql, "event1", "events"), state.request_retirement(sql, "event1", None)) == (12, [])
+    assert (state.read_retired_id(sql, "event1", "events"), state.request_retirement(sql, "event1", None)) == (12, [])
     known = advance_stream(sql, known, [advance("event2", 9, 15, 15)], "0/300")
     core = sent_upto(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
@@ -172,7 +175,7 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     state.request_retirement(sql, "event1", "events")
     state.cancel_retirement(sql, "events", "event1")
     with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; first stop the worker"):
-        state.retired_at(sql, "event1", "events")
+        state.read_retired_id(sql, "event1", "events")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_what_older_bridges_told_is_remembered_from_the_table(sql: psycopg.Conne
     sql.execute("delete from tidemark.synapse_facts")
     table = [fact(8, "event1"), fact(9, "event2"), fact(11, "event2"), fact(12, "")]
     _, published = found_again(sql, LATER, 20, table)
-    assert [published.knows(it) for it in table] == [True, True, False, False]
+    assert [published.contains(it) for it in table] == [True, True, False, False]
     assert begun(sql, PROMOTED, 20, table[:2]).sent_upto == {"event1": 9, "event2": 9}
 
 

@@ -149,12 +149,12 @@ class WriterPositions:
             self.decider.add_writer(name, self.at[name])
             if self._forgets:
                 self.unseen |= {(name, id) for id in range(self._owed[name], self.at[name] + 1)}
-        for name in self.decider.backlog:
+        for name in self.decider.sendable_backlogs:
             low = self._owed.pop(name)
             found = [id for id, of in self._table().items() if of == name and low < id <= self.at[name]]
             assert not self.facts.keys() & found
             self.facts |= dict.fromkeys(found, name)
-            self.decider.backlog_sent(name)
+            self.decider.note_backlog_sent(name)
         for name, ended in self.decider.retiring.items():
             if ended is not None:
                 self.decider.forget(name)
@@ -184,7 +184,7 @@ class WriterPositions:
         self.decider.mark_uncertain()
 
     def look(self) -> None:
-        if self.decider.wants_observation:
+        if self.decider.needs_observation:
             self.decider.observe(self._writers.head, self._writers.running_transactions())
 
     def read(self) -> None:

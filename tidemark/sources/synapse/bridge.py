@@ -1,8 +1,8 @@
 """The bridge: sends the facts that Synapse's workers write to Kafka when the facts complete (docs/how-to/synapse.md).
 
-While a server is unavailable, the bridge waits without a time limit. Its memory is bounded, because unsent facts stay
-in Synapse's database. If several bridges run for a stream, one is active; the others are on standby until its session
-ends.
+While a server is unavailable, the bridge retries without a time limit. The bridge's memory is bounded, because unsent
+facts stay in Synapse's database. If several bridges run for a stream, one is active. The others are on standby until
+the session of the active bridge ends.
 """
 
 import threading
@@ -106,7 +106,8 @@ class BridgeMetrics(LoopMetrics):
             registry=registry,
         )
         self._progress: dict[str, Mapping[str, tuple[int, float]]] = {}
-        """By stream and writer, the published position and since when it has lagged."""
+        """Stream -> writer -> the published position, and the time (seconds of a monotonic clock) since when the
+        position is unchanged and below the head."""
 
     def clear(self) -> None:
         super().clear()
@@ -116,8 +117,14 @@ class BridgeMetrics(LoopMetrics):
             self.show_lag(stream, {}, 0, 0)
 
     def show_lag(self, stream: str, sent_upto: Mapping[str, int], head: int, now: float) -> None:
-        """Show the lag of each writer. `sent_upto`: by writer, the highest published ID. `head`: the highest ID that
-        was given out. `now`: seconds of a monotonic clock."""
+        """Set the gauges of the lag of each writer, and remove the gauges of writers that are gone.
+
+        Args:
+            stream: the stream's name in Kafka.
+            sent_upto: writer -> its published position (a magnitude).
+            head: the highest ID that was given out (a magnitude).
+            now: seconds of a monotonic clock.
+        """
         before = self._progress.get(stream, {})
         for removed in before.keys() - sent_upto.keys():
             self.lag_ids.remove(stream, removed)
@@ -133,29 +140,30 @@ class BridgeMetrics(LoopMetrics):
 log = get_logger(__name__)
 
 MAX_IN_FLIGHT = 20_000
-"""The maximum of records that Kafka has not acknowledged. Beyond it, facts stay in Synapse's database."""
+"""The largest number of sent records that Kafka has not acknowledged. Above this number, facts stay in Synapse's
+database."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.05  # between two iterations of the loop
 _CHECK_SECONDS = 1.0  # between two checks of the streams
 _MIN_REQUEST_SECONDS, _MAX_REQUEST_SECONDS = 10.0, 60.0
 """While a stream lags: seconds between two requests for the positions of all workers. The pause grows, because the
 answer has a line for every writer of every stream."""
 _FULL_AUDIT_INTERVAL, _AUDITED_FACTS = 60, 1000
-"""Every `_FULL_AUDIT_INTERVAL`-th audit compares all remembered published facts, the others the newest
+"""Every `_FULL_AUDIT_INTERVAL`-th audit compares all stored published facts. The other audits compare the newest
 `_AUDITED_FACTS`."""
 
 
 class SynapseBridge(RunLoop):
-    """The bridge.
+    """The run loop of the bridge (see `RunLoop`).
 
     Args:
         synapse: a session of Synapse's database.
         own: a session of the database with the bridge's state.
-        channel: Synapse's replication channel, already started.
-        producer: creates a producer of the facts topic.
+        channel: Synapse's replication channel. Its thread must run.
+        producer: makes a producer for the topic of facts.
         streams: the streams to send.
         metrics: the metrics to update.
         halt: ends the loop.
-        heartbeat: seconds in which at least one record of each stream is sent; 0: no heartbeat.
+        heartbeat: the longest time in seconds between two OPEN records of a stream; 0 for no heartbeat.
     """
 
     def __init__(
@@ -177,11 +185,11 @@ class SynapseBridge(RunLoop):
         self._metrics = metrics
         self._publishers: dict[str, StreamPublisher] = {}
         self._heads: dict[str, int] = {}
-        """By stream, the highest ID that is known to be given out, including those of earlier connections."""
+        """Name in Kafka -> the highest ID that was given out, as this process has read it on any connection."""
         self._sent: dict[str, int] = {}
-        """By stream, the highest outbox number that was sent on this connection."""
+        """Name in Kafka -> the highest outbox number that was sent on this connection."""
         self._acknowledged: list[int] = []
-        """Outbox numbers that Kafka has acknowledged, not deleted yet."""
+        """The outbox numbers of acknowledged records that are still in the outbox."""
         self._in_flight = 0
         self._checks = 0
         self._requested_at, self._request_backoff = 0.0, Backoff(_MIN_REQUEST_SECONDS, _MAX_REQUEST_SECONDS)
@@ -195,6 +203,7 @@ class SynapseBridge(RunLoop):
         self._synapse.close()
 
     def _work(self, connection: Connection) -> None:
+        """Connect to Synapse's database, and publish the streams until `halt` is set."""
         with self._synapse.use() as synapse:
             set_lock_timeout(synapse)
             self._begin(synapse, connection)
@@ -203,7 +212,10 @@ class SynapseBridge(RunLoop):
             self._publish(synapse, connection)
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
-        """Send the records that the previous bridge left in the outbox, and load the state of the streams."""
+        """Load the state of the streams, and send the records that the previous bridge left in the outbox.
+
+        Waits until Kafka has acknowledged these records. Then requests the positions of all workers.
+        """
         self._connect_producer()
         self._sent, self._acknowledged, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.clear()
@@ -213,12 +225,12 @@ class SynapseBridge(RunLoop):
         self._server = server
         self._publishers = {}
         for stream in self._streams:
-            head = tables.head(synapse, stream.stream)
-            read = partial(tables.identities, synapse, stream.stream)
+            head = tables.read_head(synapse, stream.stream)
+            read = partial(tables.read_identities, synapse, stream.stream)
             highest = self._heads.get(stream.name, 0)
             known = timelines.load_progress(own, stream.stream, stream.name, server, head, read, highest)
             self._heads[stream.name] = head
-            writers = {*stream.writers} or tables.writers(synapse, stream.stream)
+            writers = {*stream.writers} or tables.read_writers(synapse, stream.stream)
             samples = HeadSamples.load(own, stream.name)
             self._publishers[stream.stream.name] = StreamPublisher(stream, server, known, writers, head, samples)
         self._send(own)
@@ -230,7 +242,7 @@ class SynapseBridge(RunLoop):
         self._requested_at = time.monotonic()
 
     def _publish(self, synapse: Connection, own: Connection) -> None:
-        """Send completed facts until `halt` is set. An error ends the work too."""
+        """Publish complete facts until `halt` is set."""
         backoff, checked = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
@@ -254,6 +266,7 @@ class SynapseBridge(RunLoop):
         self._delete_acknowledged(own)
 
     def _receive(self) -> bool:
+        """Apply the messages of the channel to the deciders. Returns whether there were any."""
         received = self._channel.take()
         for report in received:
             if isinstance(report, ChannelEvent):
@@ -265,14 +278,17 @@ class SynapseBridge(RunLoop):
         return bool(received)
 
     def _decide_streams(self, synapse: Connection, own: Connection) -> bool:
-        """Decide once what each stream may publish. Returns whether there are new records to send."""
-        observed = [publisher for publisher in self._publishers.values() if publisher.decider.wants_observation]
+        """Observe the database, and write what each stream may publish now to the outbox.
+
+        Returns whether a stream has new records in the outbox. Raises `SequenceWentBack`.
+        """
+        observed = [publisher for publisher in self._publishers.values() if publisher.decider.needs_observation]
         if observed:
             heads = self._read_heads(synapse, observed)
             end_own_transaction(synapse)
             running = read_running_transactions(synapse)
             table_writers = (
-                tables.table_writers(synapse, [publisher.bridged.stream for publisher in observed], running)
+                tables.read_table_writers(synapse, [publisher.bridged.stream for publisher in observed], running)
                 if running
                 else []
             )
@@ -285,26 +301,31 @@ class SynapseBridge(RunLoop):
         for publisher in self._publishers.values():
             if publisher.blocked_reason or publisher.bridged.name in self._oversized:
                 continue
-            before = publisher.known
+            before = publisher.progress
             for advance in publisher.publish(synapse, own):
                 self._metrics.facts.labels(publisher.bridged.name).inc(len(advance.facts))
                 if advance.unseen:
                     self._metrics.unseen.labels(publisher.bridged.name).inc()
-            moved |= publisher.known is not before
+            moved |= publisher.progress is not before
         return moved
 
     def _read_heads(self, synapse: Connection, publishers: Iterable[StreamPublisher]) -> dict[str, int]:
-        """Read the highest ID that was given out, by Synapse's name of the stream. Raises `SequenceWentBack`."""
+        """Read the highest ID that was given out, for each stream: name on the replication channel -> magnitude.
+
+        Updates the heads of the publishers. Raises `SequenceWentBack`.
+        """
         by_name = {publisher.bridged.stream.name: publisher for publisher in publishers}
-        heads = tables.heads(synapse, [publisher.bridged.stream for publisher in by_name.values()])
+        heads = tables.read_heads(synapse, [publisher.bridged.stream for publisher in by_name.values()])
         for name, publisher in by_name.items():
             self._heads[publisher.bridged.name] = max(heads[name], publisher.head)
             publisher.update_head(heads[name])
         return heads
 
     def _send(self, own: Connection) -> None:
+        """Queue the unsent records of the outbox in the producer. A record above the topic's limit blocks its
+        stream."""
         sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
-        unsent = state.unsent(own, sent)
+        unsent = state.read_unsent(own, sent)
         for at, record in enumerate(unsent):
             if record.stream in self._oversized:
                 continue
@@ -321,6 +342,7 @@ class SynapseBridge(RunLoop):
         self._in_flight -= 1
 
     def _delete_acknowledged(self, own: Connection) -> None:
+        """Delete the acknowledged records from the outbox."""
         if self._acknowledged:
             numbers, self._acknowledged = self._acknowledged, []
             state.delete_acknowledged(own, numbers)
@@ -364,17 +386,19 @@ class SynapseBridge(RunLoop):
                         silent=publisher.silent,
                     )
         self._report_streams(
-            tables.table_writers(synapse, [self._publishers[name].bridged.stream for name in lagging])
+            tables.read_table_writers(synapse, [self._publishers[name].bridged.stream for name in lagging])
             if lagging
             else []
         )
 
     def _audit(self, synapse: Connection, own: Connection) -> None:
-        """Check that the session is still connected to the same database, and publish facts that appeared at or below
-        published positions as late. Raises `Unavailable` if it is another database."""
+        """Check the sequence of each stream, and publish facts that appeared at or below published positions as late.
+
+        Raises `Unavailable` if the session is now connected to another database.
+        """
         if read_server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the address now leads to another database")
-        clock, is_full = tables.now(synapse), self._checks % _FULL_AUDIT_INTERVAL == 0
+        clock, is_full = tables.read_clock(synapse), self._checks % _FULL_AUDIT_INTERVAL == 0
         self._checks += 1
         for publisher in self._publishers.values():
             publisher.check_sequence(synapse)
@@ -386,18 +410,19 @@ class SynapseBridge(RunLoop):
             publisher.log_discarded_positions()
 
     def _report_streams(self, writers: Sequence[TableWriter]) -> None:
+        """Report the open transactions and the blocked streams, as metrics and as OPEN records."""
         opened = list[OpenTransaction]()
         slowest = {
-            name: publisher.known.slowest_writer
+            name: publisher.progress.slowest_writer
             for name, publisher in self._publishers.items()
-            if publisher.known is not None
+            if publisher.progress is not None
         }
         for writer in writers:
             for name in sorted(writer.streams & slowest.keys()):
                 stream_name = self._publishers[name].bridged.name
                 opened.append(replace(writer.transaction, stream=stream_name, writer=slowest[name].writer))
-        # Always report as the same writer: a report of another writer would never be withdrawn.
-        known = [publisher.known for publisher in self._publishers.values() if publisher.known is not None]
+        # Name the same writer in every report. A new report replaces only an earlier report that names the same writer.
+        known = [publisher.progress for publisher in self._publishers.values() if publisher.progress is not None]
         self._reports.reporters = {
             stream.name: (first, stream.epochs[first]) for stream in known for first in [min(stream.sent_upto)]
         }
@@ -410,7 +435,10 @@ class SynapseBridge(RunLoop):
 
 
 def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:
-    """Writer and ID of the first unsent fact of a stream. If the fact has several rows, its last record has the ID."""
+    """Find the writer and the signed ID of the first fact of a stream in `unsent`. The fact's last record has the ID.
+
+    Returns an empty name and None if the stream's first record in `unsent` belongs to no fact.
+    """
     for record in (records.decode(row.value) for row in unsent if row.stream == stream):
         if not isinstance(record, Rdata):
             break

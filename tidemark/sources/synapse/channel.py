@@ -1,8 +1,8 @@
 """Receives the lines of Synapse's replication channel on Redis in a thread, and reports possible losses of lines.
 
-A line is a command of a worker, such as its position or a row. Redis does not store lines. So lines that are sent
-during an outage of Redis or of the connection are lost, and lines that were sent just before an outage may be lost.
-After each subscription, the thread reports a possible loss and requests the positions of all workers.
+A line is a command of a worker, such as the worker's position or a row. Redis does not store lines. So lines that are
+sent during an outage of Redis or of the connection are lost. Lines that were sent just before an outage may be lost.
+After each subscription, the thread reports a possible loss, and requests the positions of all workers.
 """
 
 import threading
@@ -22,47 +22,56 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 
 log = get_logger(__name__)
 
-MAX_MESSAGES = 200_000  # that `take` has not returned yet
+MAX_MESSAGES = 200_000
+"""The largest number of messages that `take` has not returned. Above this number, all messages are discarded, and a
+loss is reported."""
 _PING_SECONDS, _TIMEOUT_SECONDS = 5.0, 15.0
+"""Seconds between two pings of Redis, and seconds without a message after which the thread connects again."""
 _RECONNECT_SECONDS = 1.0
+"""Seconds between two attempts to connect."""
 
 
 class ChannelEvent(Enum):
-    """An event of the channel."""
+    """An event that changes how the bridge must read the positions that follow."""
 
     LOSS = "loss"
-    """Lines may be lost, or a worker has started. The positions of all workers were requested."""
+    """Lines may be lost, or another process has requested the positions of all workers, because it has started."""
     REQUESTED = "requested"
-    """This bridge has requested the positions of all workers, without a loss of lines."""
+    """The line with which this bridge requests the positions of all workers was received."""
 
 
 ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
-    """The client of the channel. Its thread runs from `__enter__` to `__exit__`. Only one other thread may call `take`
-    and `request_positions`."""
+    """The client of the channel. A thread receives lines from `__enter__` to `__exit__`.
+
+    Only one other thread may call `take` and `request_positions`.
+
+    Attributes:
+        lines: the number of received lines.
+        connected: whether the channel is subscribed now.
+    """
 
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
         """
         Args:
-            make: creates a client of redis-py with timeouts.
+            make: makes a redis-py client that has timeouts.
             name: the name of the channel, which is Synapse's server_name.
-            halt: ends the thread.
+            halt: ends the thread. `__exit__` sets this event.
         """
         self._make = make
         self.name = name
         self._halt = halt
         self._received: deque[ChannelMessage] = deque()
         self._own_requests = set[str]()
-        """REPLICATE lines of this bridge that have not come back yet."""
+        """REPLICATE lines that this bridge has sent and not received."""
         self._lock = threading.Lock()
         self._request_pending = threading.Event()
         self._client: Any = None
         self._thread = threading.Thread(target=self._run_thread, name="synapse-channel", daemon=True)
         self._failure: BaseException | None = None
         self.lines = 0
-        """Number of received lines."""
         self.connected = False
 
     def __enter__(self) -> "SynapseChannel":
@@ -74,7 +83,10 @@ class SynapseChannel:
         self._thread.join(10)
 
     def take(self) -> list[ChannelMessage]:
-        """Take the messages since the last call, in order. If the thread has ended by an error, raises the error."""
+        """Remove and return the messages since the last call, in order. Does not wait.
+
+        If the thread has ended by an error, raises the error.
+        """
         if self._failure is not None:
             raise self._failure
         with self._lock:
@@ -83,7 +95,7 @@ class SynapseChannel:
         return received
 
     def request_positions(self) -> None:
-        """Let the thread request the positions of all workers."""
+        """Ask the thread to request the positions of all workers. Returns at once."""
         self._request_pending.set()
 
     def _run_thread(self) -> None:
@@ -145,6 +157,7 @@ class SynapseChannel:
         self._client.publish(self.name, line)
 
     def _report_loss(self) -> None:
+        """Replace all messages that were not taken with `ChannelEvent.LOSS`."""
         with self._lock:
             self._own_requests.clear()
             self._received.clear()

@@ -1,18 +1,18 @@
-"""Decides the position and facts of each writer of one Synapse stream (docs/how-to/synapse.md). Pure. IDs are
-magnitudes.
+"""Decides the position and the facts of each writer of one Synapse stream (docs/how-to/synapse.md). Pure.
 
-The decision needs three kinds of evidence:
+IDs are magnitudes. The decision needs three kinds of evidence:
 
 - *The position that a writer announces* on the channel: all IDs of the writer up to this ID are complete. Synapse
   reserves an ID before it opens the transaction that uses the ID. So the database alone cannot show which IDs are
   reserved.
 - *The table*: the facts and their writers. Lines on the channel may be lost, but a committed row is in the table.
-- *The running transactions*: a killed process leaves transactions that may commit after its successor has announced a
-  position. So if a position may come from a successor, it has a *barrier*: the transactions that ran when the position
-  was received. The position takes effect when all these transactions have ended.
+- *The running transactions*: a killed process leaves transactions that may commit after the process's successor has
+  announced a position. So a position that may come from a successor gets a *barrier*: the transactions that ran when
+  the position was received. The position takes effect when all these transactions have ended.
 
-Repeated, late or reordered positions are harmless, because only the highest one has an effect. A position beyond the
-IDs that the sequence has given out is ignored, and the writer does not advance until it announces another position.
+Repeated, late or reordered positions are harmless, because only the highest position has an effect. A position beyond
+the IDs that the sequence has given out is discarded. Then the writer does not advance until it announces another
+position.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -33,11 +33,11 @@ class StreamFact:
     """A fact of a stream.
 
     Attributes:
-        id: its ID (magnitude).
-        writer: its writer; empty if the table does not name the writer.
-        rows: its rows as JSON.
-        marks: a hash of each row's identity; empty for a fact that was received but is in no table.
-        is_proof: no other history has a fact with these marks.
+        id: the ID of the fact (a magnitude).
+        writer: the writer of the fact; empty if the table does not name the writer.
+        rows: the rows of the fact as JSON texts; empty if only the fact's identity was read.
+        marks: a hash of each row's identity; empty for a fact that was received on the channel.
+        is_proof: whether no other history of the database has a fact with these marks.
     """
 
     id: int
@@ -49,11 +49,14 @@ class StreamFact:
 
 @dataclass(frozen=True, slots=True)
 class ProvenAdvance:
-    """An advance of a writer: all its transactions with IDs in `(prev, id]` have ended.
+    """An advance of a writer: all transactions of the writer with IDs in `(prev, id]` have ended.
 
     Attributes:
-        facts: its facts in the range, in order of ID.
-        unseen: the range may contain more facts of the writer, which are unknown.
+        writer: the name of the writer.
+        prev: the ID before the range.
+        id: the last ID of the range.
+        facts: the writer's known facts in the range, in ascending order of their IDs.
+        unseen: whether the range may contain facts of the writer that are not in `facts`.
     """
 
     writer: str
@@ -65,7 +68,7 @@ class ProvenAdvance:
 
 @dataclass(frozen=True, slots=True)
 class WriterEncoder:
-    """Makes the records of a writer in one epoch. Takes magnitudes; the records have signed IDs."""
+    """Makes the records of a writer in one epoch. Methods take magnitudes; the records have signed IDs."""
 
     stream: str
     writer: str
@@ -74,6 +77,7 @@ class WriterEncoder:
     timeline: Timeline
 
     def join(self, id: int, *, unseen: bool = False) -> Join:
+        """The JOIN record. `unseen`: the IDs up to `id` may have facts that were not published."""
         signed = self.direction.signed(id)
         return Join(
             stream=self.stream,
@@ -85,13 +89,15 @@ class WriterEncoder:
         )
 
     def retire(self, id: int) -> Retire:
+        """The RETIRE record. `id`: the last position of the writer."""
         return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.direction.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
-        """The records of an advance. Each fact is an edge from the fact before it; a POSITION follows for the rest.
+        """The records of an advance: the edge of each fact, which begins at the previous fact, and a POSITION for the
+        rest.
 
-        If the range is `unseen`, each fact is an edge of one ID, and the caller settles the other IDs with a JOIN in
-        the epoch `epoch + 1`.
+        If the advance is `unseen`, the edge of each fact has one ID, and there is no POSITION. The caller must settle
+        the other IDs with a JOIN in the epoch `epoch + 1`.
         """
         prev, signed = advance.prev, self.direction.signed
         for fact in advance.facts:
@@ -110,7 +116,12 @@ class WriterEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """The running transactions (`waiting`), one of which may be of a dead process and commit an ID up to `head`."""
+    """Running transactions that may belong to a dead process of the writer, and may commit IDs up to `head`.
+
+    Attributes:
+        head: the highest ID that was given out when the transactions were read.
+        waiting: the numbers of the transactions that have not ended.
+    """
 
     head: int
     waiting: frozenset[int]
@@ -121,96 +132,110 @@ class SynapseWriter:
     """The state of one writer of the stream."""
 
     sent_upto: int
-    """Its highest published ID."""
+    """The writer's published position."""
     reported: int = 0
-    """The highest position that it has announced."""
+    """The highest position that the writer has announced."""
     is_uncertain: bool = True
-    """Whether its positions may now come from a successor of its process. `observe` then adds a barrier."""
+    """Whether the next positions may come from a new process of the writer. If so, `observe` adds a barrier."""
     has_reported: bool = False
-    """If `is_uncertain`: whether it has announced a position since then."""
+    """Whether the writer has announced a position since `is_uncertain` was set."""
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
     empty: Intervals = NO_INTERVALS
-    """The ranges beyond its published position that the writer has announced to be empty."""
-    moved: bool = False
-    """Whether the table must be read, because the announced position has advanced."""
+    """The ranges beyond the published position that the writer has announced to be empty."""
+    has_moved: bool = False
+    """Whether the table must be read, because the announced position has advanced or a barrier has ended."""
     answers: int = 0
-    """How often the writer may repeat its position without being a successor: the number of unanswered requests."""
+    """The number of requests for positions that the writer has not answered. The writer may repeat its position this
+    many times without being a new process."""
     has_backlog: bool = False
-    """Whether the writer joined although it may have facts below the ID at which it joined. These facts are read when
-    their transactions have ended."""
-    retiring: bool = False
+    """Whether the writer may have unpublished facts below the ID at which it joined. These facts are read when their
+    transactions have ended."""
+    is_retiring: bool = False
+    """Whether the writer's retirement was requested, and the writer has announced no position since."""
     final_id: int | None = None
-    """The ID at which a retiring writer retires; None: not known yet."""
+    """The ID at which a retiring writer retires; None if this ID is not known yet."""
     discarded: int = 0
-    """A discarded position, beyond the IDs that were given out; 0: none."""
+    """The announced position that was discarded; 0 if the last position was not discarded."""
 
     def report_position(self, id: int, *, again: bool = False) -> None:
-        """Apply an announced position. `again`: the position has not moved, so the worker answers a request, or has
-        started."""
+        """Apply an announced position. `again`: the position is the same as before. Then the worker answers a request,
+        or has started."""
         if again and self.answers:
             self.answers -= 1
         else:
             self.is_uncertain |= again
-        self.retiring = False
+        self.is_retiring = False
         self.discarded = 0
         self.has_reported = True
-        self.moved |= id > self.sent_upto
+        self.has_moved |= id > self.sent_upto
         self.reported = max(self.reported, id)
 
-    def check(self, head: int) -> bool:
-        """Discard the announced position if it is beyond `head`, the highest ID that was given out. `head` must be read
-        after the position was received.
+    def discard_beyond(self, head: int) -> bool:
+        """Discard the announced position if it is beyond `head`. Returns whether the position was discarded.
 
         Such a position shows that the sequence was set back. The position is no evidence for IDs that are given out
-        again. Returns whether the position was discarded.
+        again.
+
+        Args:
+            head: the highest ID that was given out, read after the position was received.
         """
         if self.reported <= head:
             return False
-        self.discarded, self.reported, self.moved = self.reported, self.sent_upto, False
+        self.discarded, self.reported, self.has_moved = self.reported, self.sent_upto, False
         self.is_uncertain, self.has_reported, self.empty = True, False, NO_INTERVALS
         return True
 
     @property
     def may_advance(self) -> bool:
-        return self.moved and self.sent_upto < self.reported and not (self.is_uncertain or self.has_backlog)
+        """Whether facts of the writer beyond its published position can be published now."""
+        return self.has_moved and self.sent_upto < self.reported and not (self.is_uncertain or self.has_backlog)
 
     @property
     def may_send_backlog(self) -> bool:
+        """Whether all transactions with IDs up to the published position have ended."""
         return self.reported >= self.sent_upto and not (self.is_uncertain or self.barriers)
 
     @property
     def has_ended(self) -> bool:
+        """Whether the writer can retire, because all its facts are published."""
         return self.final_id is not None and self.sent_upto >= self.final_id and not self.has_backlog
 
     @property
     def barrier_head(self) -> int:
-        """Up to this ID, transactions may still commit rows."""
+        """The highest ID that a transaction of a barrier may still commit; 0 without barriers."""
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
 WriterPositions = Iterable[tuple[str, int]]
+"""Writers, each with a position (a magnitude)."""
 MAX_IDS_PER_READ = 5000
+"""The largest number of IDs in a range that is read from the tables at once."""
 UNBOUNDED = 2**63 - 1
+"""A value of `kept_above`: any row may have been deleted."""
 MAX_RECEIVED = 50_000
-"""The maximum of received facts that are not published. Beyond it, the oldest are removed from memory, and read from
-the table later."""
+"""The largest number of received facts in memory. Above this number, the oldest received facts are removed from memory.
+Their rows are read from the table later."""
 
 
 class StreamDecider:
     """Decides up to which ID each writer's facts are complete, during one connection to Synapse's database. Not
     thread-safe.
 
-    In a loop: apply all messages, call `observe`, read the facts of `range_to_read` and pass them to `apply_facts`.
+    The caller repeats these steps: apply all messages; call `observe` if `needs_observation`; read the facts of
+    `range_to_read`, and pass them to `apply_facts`.
 
     Args:
-        sent_upto: by known writer, the highest published ID.
-        keeps_rows: rows above `kept_above` are never deleted, so a missing row proves that the ID has no fact.
-            Otherwise rows are overwritten and deleted, and an ID without a row may have had a fact.
-        retired: by retired writer, the highest published ID. The decider does not wait for a retired writer until the
-            writer announces a position again.
-        with_backlog: the writers that have a backlog (see `backlog`).
+        sent_upto: known writer -> the writer's published position.
+        keeps_rows: whether rows are never overwritten or deleted, so that a missing row proves that the ID has no fact.
+            Sets `kept_above`.
+        retired: the retired writers, with their published positions. A retired writer becomes unknown when it announces
+            a position, or has a row beyond its published position.
+        with_backlog: the known writers that have a backlog (see `sendable_backlogs`).
+
+    Attributes:
+        kept_above: rows above this ID are never deleted. Up to this ID, an ID without a row may have had a fact.
     """
 
     def __init__(
@@ -227,51 +252,55 @@ class StreamDecider:
         for name in with_backlog:
             self._writers[name].has_backlog = True
         self._received: dict[int, StreamFact] = {}
-        """By ID, received facts that are not published."""
+        """ID -> received fact that is not published."""
         self._partial_rows: dict[str, list[str]] = {}
-        """By writer, the received rows of a fact whose last row has not come yet."""
+        """Writer -> the received rows of a fact whose last row was not received yet."""
         self._at_boundary: set[str] = set()
-        """Writers whose next row begins a new fact. For other writers, the first rows of a fact may be lost."""
+        """Writers whose next row begins a new fact. Of other writers, the first rows of a fact may be lost."""
         self._unknown_writers: dict[str, SynapseWriter] = {}
 
     @property
     def unknown_writers(self) -> Set[str]:
-        """Writers that announced a position or have rows, and are not known yet. Nothing is published until they are
-        added."""
+        """Writers that announced a position or have rows, and were not passed to `add_writer` yet. `apply_facts`
+        returns no advances while there are unknown writers."""
         return self._unknown_writers.keys()
 
     @property
     def sent_upto(self) -> Mapping[str, int]:
-        """By writer, the highest published ID."""
+        """Known writer -> the writer's published position."""
         return {name: writer.sent_upto for name, writer in self._writers.items()}
 
     @property
     def reported_positions(self) -> Mapping[str, int]:
-        """The position that each writer has announced."""
+        """Known writer -> the highest position that the writer has announced; 0 if none."""
         return {name: writer.reported for name, writer in self._writers.items()}
 
     @property
     def discarded_positions(self) -> Mapping[str, int]:
-        """By writer, the position that was discarded, because it is beyond the IDs that were given out. Such a writer
-        does not advance."""
+        """Writer -> the announced position that was discarded, because it is beyond the IDs that were given out. Such a
+        writer does not advance."""
         every = {**self._writers, **self._unknown_writers}
         return {name: writer.discarded for name, writer in every.items() if writer.discarded}
 
-    def check(self, head: int) -> None:
-        """Discard positions beyond `head`, the highest ID that was given out. `head` must be read after all messages
-        were received."""
-        contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._unknown_writers.values()]]
+    def discard_beyond(self, head: int) -> None:
+        """Discard announced positions beyond `head`. If there are any, also discard the received facts beyond `head`.
+
+        Args:
+            head: the highest ID that was given out, read after all messages were received.
+        """
+        writers = [*self._writers.values(), *self._unknown_writers.values()]
+        contradicted = [writer.discard_beyond(head) for writer in writers]
         if any(contradicted):
             self._received = {id: fact for id, fact in self._received.items() if id <= head}
 
     @property
     def linear(self) -> int:
-        """The ID up to which everything is published."""
+        """The linear position: the ID up to which everything is published; 0 without writers."""
         return min((writer.sent_upto for writer in self._writers.values()), default=0)
 
     @property
-    def wants_observation(self) -> bool:
-        """Whether `observe` must be called before facts are read."""
+    def needs_observation(self) -> bool:
+        """Whether the caller must call `observe` before it reads facts."""
         return (
             any(writer.barriers or (writer.is_uncertain and writer.has_reported) for writer in self._writers.values())
             or self._can_retire
@@ -279,11 +308,12 @@ class StreamDecider:
 
     @property
     def _can_retire(self) -> bool:
-        """Whether a retirement was requested, and every other writer has announced a position since."""
+        """Whether a writer retires without a final ID, and every other writer has announced a position since the
+        request."""
         every = self._writers.values()
-        ending = any(writer.retiring and writer.final_id is None for writer in every)
+        ending = any(writer.is_retiring and writer.final_id is None for writer in every)
         return ending and not any(
-            writer.is_uncertain and not writer.has_reported and not writer.retiring for writer in every
+            writer.is_uncertain and not writer.has_reported and not writer.is_retiring for writer in every
         )
 
     def add_unknown(self, writers: Iterable[str]) -> None:
@@ -293,28 +323,33 @@ class StreamDecider:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """Begin to retire a writer, because an operator stated that it no longer exists. The caller must request the
-        positions of all workers: if the writer answers, it still exists and does not retire."""
+        """Begin to retire a writer, because an operator stated that the writer no longer exists.
+
+        The caller must request the positions of all workers. If the writer answers, the writer still exists, and the
+        retirement ends.
+        """
         self.mark_uncertain()
-        self._writers[writer].retiring, self._writers[writer].final_id = True, None
+        self._writers[writer].is_retiring, self._writers[writer].final_id = True, None
 
     @property
     def retiring(self) -> Mapping[str, int | None]:
-        """The retiring writers, each with its final ID when all its facts are published, before with None. Writers that
-        have announced a position since are left out."""
-        every = {name: writer for name, writer in self._writers.items() if writer.retiring}
+        """Retiring writer -> the ID at which the writer can retire now; None while facts of the writer are unpublished.
+
+        Writers that have announced a position since the request are left out.
+        """
+        every = {name: writer for name, writer in self._writers.items() if writer.is_retiring}
         return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
 
     def forget(self, writer: str) -> None:
-        """Remove a writer that has retired."""
+        """Move a writer that has retired from the known writers to the retired writers."""
         self._retired[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
-        """Note that a writer has joined at `sent_upto`. Its facts below are its backlog."""
+        """Note that an unknown writer has joined at `sent_upto`. The writer's facts up to this ID are its backlog."""
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
-            unknown_writer.sent_upto, unknown_writer.moved, unknown_writer.has_backlog = (
+            unknown_writer.sent_upto, unknown_writer.has_moved, unknown_writer.has_backlog = (
                 sent_upto,
                 unknown_writer.reported > sent_upto,
                 True,
@@ -322,33 +357,37 @@ class StreamDecider:
             self._writers[writer] = unknown_writer
 
     @property
-    def backlog(self) -> list[str]:
-        """Writers whose backlog can be read now, because all its transactions have ended.
+    def sendable_backlogs(self) -> list[str]:
+        """The writers whose backlog can be read now, because all transactions of the backlog have ended.
 
-        A writer's backlog is its facts below the ID at which it joined. The caller must publish the backlog before
-        other facts of the writer, and then call `backlog_sent`.
+        A writer's backlog is its facts up to the ID at which the writer joined. The caller must publish the backlog
+        before other facts of the writer, and then call `note_backlog_sent`.
         """
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
-    def backlog_sent(self, writer: str) -> None:
+    def note_backlog_sent(self, writer: str) -> None:
+        """Note that the writer's backlog is published."""
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Note that lines may be lost, including the first positions of new processes."""
+        """Note that lines of the channel may be lost, including the first positions of new processes."""
         self._partial_rows.clear()
         self._at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
 
     def note_request(self) -> None:
-        """Note that this bridge has requested the positions of all workers, so each may repeat its position once. For a
-        request of a starting worker, call `mark_uncertain` instead."""
+        """Note that this bridge has requested the positions of all workers, so each writer may repeat its position
+        once.
+
+        If a starting worker has sent the request, call `mark_uncertain` instead.
+        """
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.answers += 1
 
     def apply_position(self, writer: str, prev: int, id: int) -> None:
-        """Apply the line `POSITION writer prev id`. If `prev` is not below `id`, the worker has started, or answers a
-        request."""
+        """Apply the line `POSITION writer prev id` of the channel. If `prev` is not below `id`, the worker has started,
+        or answers a request."""
         self._partial_rows.pop(writer, None)
         self._at_boundary.add(writer)
         known = self._get_writer(writer)
@@ -357,8 +396,8 @@ class StreamDecider:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def apply_rdata(self, writer: str, id: int | None, row: str) -> None:
-        """Apply the line `RDATA writer id row`. If `id` is None, more rows of the fact follow; only the last has the
-        ID."""
+        """Apply the line `RDATA writer id row` of the channel. If `id` is None, more rows of the fact follow: only the
+        last row has the ID."""
         rows = self._partial_rows.setdefault(writer, [])
         rows.append(row)
         if id is None:
@@ -372,27 +411,29 @@ class StreamDecider:
         self._at_boundary.add(writer)
 
     def _get_writer(self, writer: str) -> SynapseWriter:
+        """The state of a writer. Adds the writer to the unknown writers if it is not known or has retired."""
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         return self._writers.get(writer) or self._unknown_writers[writer]
 
     def observe(self, head: int, running: frozenset[int]) -> None:
-        """Apply an observation of the database. It must be made after all messages were received.
+        """Apply an observation of the database: add, shrink and remove barriers, and find the final IDs of retiring
+        writers.
 
         Args:
-            head: the highest ID that was given out.
-            running: the transactions that ran after `head` was read.
+            head: the highest ID that was given out, read after all messages were received.
+            running: the numbers of the running transactions, read after `head`.
         """
-        self.check(head)
+        self.discard_beyond(head)
         if self._can_retire:
             for known in self._writers.values():
-                if known.retiring and known.final_id is None:
+                if known.is_retiring and known.final_id is None:
                     known.report_position(head)
-                    known.retiring, known.final_id = True, head
+                    known.is_retiring, known.final_id = True, head
         for writer in self._writers.values():
             barriers = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
             barriers = [barrier for barrier in barriers if barrier.waiting]
-            writer.moved |= len(barriers) < len(writer.barriers)
+            writer.has_moved |= len(barriers) < len(writer.barriers)
             if writer.is_uncertain and writer.has_reported:
                 writer.is_uncertain = writer.has_reported = False
                 writer.since = head
@@ -402,8 +443,8 @@ class StreamDecider:
             writer.barriers = [*by_waiting.values()]
 
     def floor(self) -> int | None:
-        """The ID at which all writers may join for the first time: all transactions with IDs up to it have ended. None
-        if it is not known yet."""
+        """The ID at which all writers may join for the first time, because all transactions up to this ID have ended.
+        None if the ID is not known yet."""
         if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
         return min(writer.reported for writer in self._writers.values())
@@ -411,10 +452,10 @@ class StreamDecider:
     def begin(self, floor: int) -> None:
         """Note that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
-            writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
+            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.reported > floor, False
 
     def range_to_read(self) -> tuple[int, int] | None:
-        """The range `(low, high]` of IDs whose facts must be read from the tables now; None if no writer may
+        """The range `(low, high]` of IDs whose facts must be read from the tables now. None if no writer may
         advance."""
         moved = [writer for writer in self._writers.values() if writer.may_advance]
         if not moved:
@@ -423,14 +464,17 @@ class StreamDecider:
         return low, min(low + MAX_IDS_PER_READ, max(writer.reported for writer in moved))
 
     def apply_facts(self, ids: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
-        """Apply the facts of a range, and return the advances to publish.
+        """Apply the facts of a range, move the positions of writers, and return the advances to publish.
+
+        Returns an empty list if a fact has an unknown writer. Then the writer is added to `unknown_writers`, and no
+        position moves.
 
         Args:
             ids: the range, from `range_to_read`.
-            head: the highest ID that was given out, from the same snapshot of the database as `facts`.
+            head: the highest ID that was given out, read with the same statement as `facts`.
             facts: the facts of the tables in the range.
         """
-        self.check(head)
+        self.discard_beyond(head)
         low, top = ids[0], min(ids[1], head)
         table = {fact.id: fact for fact in self.with_writers(facts)}
         # Above `kept_above`, rows are not deleted: a received fact that is not in the table belongs to a lost history.
@@ -452,11 +496,12 @@ class StreamDecider:
         return advances
 
     def with_writers(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
-        """The facts, each with its writer. Facts without a writer get their probable writer."""
+        """Copy the facts. A fact without a writer gets its probable writer."""
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 
     def _owner(self, id: int) -> str:
-        """The writer of a fact whose row names no writer: the writer that announced the ID, or the only writer."""
+        """The probable writer of a fact whose row names no writer: the writer that announced the ID, or the only
+        writer, or the main process."""
         if received := self._received.get(id):
             return received.writer
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
@@ -464,7 +509,8 @@ class StreamDecider:
     def _advance(
         self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
-        writer.moved = writer.reported > top
+        """Move the writer's position up to `top` if possible. Yields the advance, or nothing."""
+        writer.has_moved = writer.reported > top
         prev, id = writer.sent_upto, min(writer.reported, top)
         if id <= prev:
             return

@@ -1,6 +1,7 @@
 """The evidence about a stream that the bridge stores in its own database, besides positions.
 
-Published facts show whether Synapse's tables now have another history. Samples of the highest ID show how old a row is.
+The stored published facts show whether Synapse's tables now have another history. The stored samples of the highest ID
+show how old a row is at most.
 """
 
 import struct
@@ -11,14 +12,21 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse.decider import UNBOUNDED, StreamFact
 
 MAX_FACTS = 10_000
-"""The number of newest facts of a stream that are remembered, each with its marks."""
-_TRIM_MARGIN = 2_000  # more facts than `MAX_FACTS`, so that not each new fact removes an old one
+"""The number of newest facts of a stream that are stored, each with its marks."""
+_TRIM_MARGIN = 2_000
+"""Facts are removed when there are this many more than `MAX_FACTS`, so that they are removed many at a time."""
 
 Marks = frozenset[int]
+"""Hashes of the identities of a fact's rows, 64 bits each."""
 
 
 class PublishedFacts:
-    """The published facts above the ID `since`, with their marks."""
+    """The published facts of a stream above the ID `since`, as a copy in memory: ID -> marks.
+
+    Args:
+        since: the ID above which facts are remembered (a magnitude).
+        marks: the marks of the facts that are stored already; None for none.
+    """
 
     def __init__(self, since: int, marks: Mapping[int, Marks] | None = None) -> None:
         self.since = since
@@ -28,20 +36,26 @@ class PublishedFacts:
         return len(self._marks)
 
     def add(self, facts: Iterable[StreamFact]) -> None:
+        """Add facts that are published now. Facts up to `since` are ignored."""
         self._marks |= {fact.id: fact.marks for fact in facts if fact.id > self.since}
 
-    def knows(self, fact: StreamFact) -> bool:
-        """Whether this fact was published: a fact with the same ID whose marks include those of this fact."""
+    def contains(self, fact: StreamFact) -> bool:
+        """Whether `fact` was published: a published fact has the same ID, and its marks include the marks of `fact`."""
         marks = self._marks.get(fact.id)
         return marks is not None and bool(marks) and fact.marks <= marks
 
-    def above(self, count: int) -> int:
-        """The highest ID with `count` published facts above it."""
+    def id_below_newest(self, count: int) -> int:
+        """The highest ID above which there are `count` published facts; `since` if there are not more than `count`
+        facts."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
-        """The facts of the table that were not published. `sent_upto`: by writer, the ID up to which all facts should
-        have been published."""
+        """The facts of `table` that should have been published and were not.
+
+        Args:
+            table: facts that were read from Synapse's tables.
+            sent_upto: writer -> the ID up to which all facts of the writer should have been published.
+        """
         return [
             fact
             for fact in table
@@ -49,45 +63,47 @@ class PublishedFacts:
         ]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
-        """The facts of the table whose IDs were published with other facts, so that the IDs must have been given out
-        again."""
-        return [fact for fact in table if self._marks.get(fact.id) and not self.knows(fact)]
+        """The facts of `table` whose IDs were published with other marks. These IDs must have been given out again."""
+        return [fact for fact in table if self._marks.get(fact.id) and not self.contains(fact)]
 
     def last_common_id(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
-        """The ID up to which the table certainly has the published history, so that no ID up to it is given out again.
+        """The ID up to which `table` certainly has the published history. No ID up to this one is given out again.
 
-        This is the ID of the highest fact that is in both, is a proof, and is below all facts that are only in the
-        table. None if there is no such fact.
+        The result is the highest ID of a proof (`is_proof`) that was published and is in `table`. Facts that should
+        have been published and were not (see `unpublished`), and replaced facts, are all above this ID. None if there
+        is no such ID.
         """
         proven = None
         for fact in sorted(table, key=lambda fact: fact.id):
-            if self.knows(fact):
+            if self.contains(fact):
                 proven = fact.id if fact.is_proof else proven
             elif self._marks.get(fact.id) or self.since < fact.id <= sent_upto.get(fact.writer, 0):
                 break
         return proven
 
     def truncate(self, at: int) -> None:
-        """Remove the facts beyond the ID `at`, because these IDs may be given out again."""
+        """Remove the facts beyond the ID `at`, because these IDs may be given out again. Lowers `since` to `at`."""
         self.since = min(self.since, at)
         self._marks = {id: marks for id, marks in self._marks.items() if id <= at}
 
     def trim(self) -> bool:
-        """Remove facts that are not among the newest `MAX_FACTS`. Returns whether facts were removed."""
+        """If there are too many facts, remove all except the `MAX_FACTS` newest, and raise `since`. Returns whether
+        facts were removed."""
         if len(self._marks) <= MAX_FACTS + _TRIM_MARGIN:
             return False
-        self.since = self.above(MAX_FACTS)
+        self.since = self.id_below_newest(MAX_FACTS)
         self._marks = {id: marks for id, marks in self._marks.items() if id > self.since}
         return True
 
 
 _SAMPLE_ONE_IN = 500
-"""One in this many older facts is kept (an anchor), chosen by its marks."""
+"""One in this many facts is an *anchor*, chosen by its marks. Anchors stay stored when older facts are deleted."""
 _SAMPLE_INTERVAL_MS = 3_600_000
+"""The shortest time between two samples of the highest ID, in ms."""
 
 
 def load(connection: Connection, name: str) -> PublishedFacts | None:
-    """The stored facts of the stream; None if there are none."""
+    """Load the stored published facts of the stream `name`. None if the storage has not begun (see `begin`)."""
     row = connection.execute("select facts_since from tidemark.synapse_streams where stream = %s", [name]).fetchone()
     if row is None or row[0] is None:
         return None
@@ -98,7 +114,14 @@ def load(connection: Connection, name: str) -> PublishedFacts | None:
 
 
 def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
-    """Begin to store the published facts above the ID `since`. `facts`: those that are published already."""
+    """Begin to store the published facts of a stream.
+
+    Args:
+        connection: to the bridge's database.
+        name: the stream's name in Kafka.
+        since: the ID above which facts are stored (a magnitude).
+        facts: the facts above `since` that are published already.
+    """
     published = PublishedFacts(since)
     with connection.transaction():
         connection.execute("update tidemark.synapse_streams set facts_since = %s where stream = %s", [since, name])
@@ -107,7 +130,7 @@ def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamF
 
 
 def remember(connection: Connection, name: str, published: PublishedFacts, facts: Sequence[StreamFact]) -> None:
-    """Store facts in the transaction that publishes them."""
+    """Store newly published facts, and add them to `published`. The caller's transaction publishes the facts."""
     if not facts:
         return
     published.add(facts)
@@ -127,7 +150,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
 
 
 def truncate(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
-    """Delete the stored facts beyond the ID `at`, because these IDs may be given out again."""
+    """Delete the facts beyond the ID `at` from the database and from `published`: these IDs may be given out again."""
     published.truncate(at)
     connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
     connection.execute(
@@ -136,7 +159,7 @@ def truncate(connection: Connection, name: str, published: PublishedFacts, at: i
 
 
 def trim(connection: Connection, name: str, published: PublishedFacts) -> None:
-    """Delete all stored facts except the newest and the anchors, if there are too many."""
+    """If too many facts are stored, delete all except the `MAX_FACTS` newest. Anchors stay in the database."""
     if published.trim():
         with connection.transaction():
             connection.execute(
@@ -148,8 +171,11 @@ def trim(connection: Connection, name: str, published: PublishedFacts) -> None:
             )
 
 
-def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
-    """Some of the anchors up to the ID `upto`, newest first. The distance between two of them doubles."""
+def load_anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
+    """Load some anchors up to the ID `upto`, newest first: the anchors 0, 1, 2, 4, 8 and so on, from the newest.
+
+    The facts in the result have only an ID and marks.
+    """
     rows = connection.execute(
         "select id, marks from tidemark.synapse_facts where stream = %s and id <= %s and is_anchor order by id desc",
         [name, upto],
@@ -161,27 +187,46 @@ def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
 
 @dataclass
 class HeadSamples:
-    """Samples of the highest ID of a stream, as pairs (time in ms, ID). The ID was read after the time, so higher IDs
-    were given out after the time."""
+    """Samples of the highest ID of a stream.
+
+    Attributes:
+        name: the stream's name in Kafka.
+        samples: pairs of a time and an ID, the oldest first. The time is in ms since 1970, by the clock of Synapse's
+            Postgres. All IDs above this ID were given out after this time.
+    """
 
     name: str
     samples: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def load(cls, connection: Connection, name: str) -> "HeadSamples":
+        """Load the stored samples of the stream."""
         rows = connection.execute(
             "select at, head from tidemark.synapse_heads where stream = %s order by at", [name]
         ).fetchall()
         return cls(name, [(at, head) for at, head in rows])
 
     def kept_above(self, now: int, kept_seconds: float) -> int:
-        """The ID above which every row is younger than `kept_seconds` seconds."""
+        """The ID above which every row is younger than `kept_seconds`; `UNBOUNDED` if no sample shows this.
+
+        Args:
+            now: the current time, in ms since 1970.
+            kept_seconds: the age in seconds.
+        """
         oldest = now - int(kept_seconds * 1000)
         return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
 
     def note(self, connection: Connection, now: int, head: int, kept_seconds: float) -> None:
-        """Add a sample, at most one an hour. Delete samples that are too old, or in the future because the clock was
-        set back."""
+        """Store a sample, at most one in an hour, and delete samples that are useless.
+
+        A sample is useless if it is older than `kept_seconds`, or is in the future because the clock was set back.
+
+        Args:
+            connection: to the bridge's database.
+            now: the time of the sample, in ms since 1970.
+            head: the highest ID, read after `now` (a magnitude).
+            kept_seconds: the largest age of a sample in seconds.
+        """
         oldest = now - int(kept_seconds * 1000)
         if any(now - _SAMPLE_INTERVAL_MS < at <= now for at, _ in self.samples):
             return

@@ -1,8 +1,9 @@
 """The state of the bridge, in Tidemark's database. If the bridge is killed at any point, the next bridge continues.
 
-Records are stored in the outbox before they are sent, in one transaction with the position that they reach. So the next
-bridge sends the same records again. Any number of bridges may run; the one that holds the locks is active. If a bridge
-has lost its session without noticing, its next write finds that the positions have moved, and it starts again.
+The bridge stores records in the outbox before it sends them. One transaction stores the records and the new positions.
+So the next bridge sends the same records again. Any number of bridges may run; the bridge that holds the locks is
+active. A bridge may lose its session, and the locks with it, without noticing. Then its next write finds that another
+bridge has moved the positions, and the bridge starts again.
 """
 
 import uuid
@@ -22,15 +23,26 @@ from tidemark.streaming.wire.records import Record, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A record that Kafka has not acknowledged."""
+    """A record of the outbox, which Kafka has not acknowledged.
+
+    Attributes:
+        number: the number of the record in the outbox. Numbers rise in the order of sending.
+        stream: the stream's name in Kafka, which is the record's key.
+        value: the encoded record.
+    """
 
     number: int
     stream: str
     value: bytes
 
 
-def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
-    """The records in the outbox, in order. `after`: by stream, the number above which records are returned."""
+def read_unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
+    """Read the records of the outbox in the order of sending.
+
+    Args:
+        connection: to the bridge's database.
+        after: stream -> the outbox number above which records are read. Other streams are left out.
+    """
     rows = connection.execute(
         "select number, stream, value from tidemark.synapse_outbox"
         " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
@@ -41,12 +53,12 @@ def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
 
 
 def delete_acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
-    """Delete the records that Kafka has acknowledged."""
+    """Delete records from the outbox by their numbers, because Kafka has acknowledged the records."""
     connection.execute("delete from tidemark.synapse_outbox where number = any (%s)", [[*numbers]])
 
 
 def append_outbox(connection: Connection, stream: str, values: Iterable[Record]) -> None:
-    """Append records of a stream to the outbox."""
+    """Append records of a stream to the outbox, in this order."""
     connection.execute(
         """
         insert into tidemark.synapse_outbox (stream, value)
@@ -66,19 +78,25 @@ _USE = DatabaseUse(
         "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
     },
     options=(("synchronous_commit", "on"),),
-    # The bridge needs session-level locks.
+    # The bridge's advisory locks must last as long as its session.
     pooler_remedy="give the bridge a direct connection to the server",
 )
 
 
 def state_session(dsn: Dsn) -> PostgresSession:
-    """The bridge's session in its own database."""
+    """Make the bridge's session in its own database. The session connects at its first use."""
     return PostgresSession(dsn, "tidemark synapse", _USE)
 
 
 @dataclass(frozen=True, slots=True)
 class SynapseServer:
-    """Synapse's database: its identity, the end of its write-ahead log, and Synapse's server_name."""
+    """Synapse's database as it is when the bridge connects.
+
+    Attributes:
+        database: the identity of the database (`ServerHistory.database`).
+        lsn: the end of the server's write-ahead log, as text.
+        name: Synapse's server_name.
+    """
 
     database: str
     lsn: str
@@ -91,13 +109,14 @@ class StreamProgress:
 
     Attributes:
         stream: the stream.
-        name: its name in Kafka.
-        timeline: its timeline.
-        sent_upto: by active writer, the highest published ID.
-        epochs: by active writer, its epoch.
-        floor: the stream is published beyond this ID.
-        retired: by retired writer, the ID at which it retired.
-        backlog: by writer with a backlog, the ID beyond which its facts are not published yet.
+        name: the stream's name in Kafka.
+        timeline: the stream's timeline.
+        sent_upto: active writer -> its published position.
+        epochs: active writer -> its epoch.
+        floor: the ID at which the stream began. Facts up to this ID are not published.
+        retired: retired writer -> the ID at which the writer retired.
+        backlog: active writer with a backlog -> the ID above which its facts are not published yet, up to the ID at
+            which the writer joined.
     """
 
     stream: SynapseStream
@@ -110,26 +129,27 @@ class StreamProgress:
     backlog: Mapping[str, int] = field(default_factory=dict)
 
     def encoder(self, writer: str) -> WriterEncoder:
+        """The encoder of a writer of `epochs`, in its epoch."""
         return WriterEncoder(self.name, writer, self.epochs[writer], self.stream.direction, self.timeline)
 
     @property
     def all_sent_upto(self) -> Mapping[str, int]:
-        """By writer, the highest published ID, including retired writers."""
+        """Writer -> its published position, of active and retired writers."""
         return {**self.retired, **self.sent_upto}
 
     @property
     def reach(self) -> int:
-        """The highest published ID."""
+        """The highest published position of all writers; 0 without writers."""
         return max(self.all_sent_upto.values(), default=0)
 
     @property
     def slowest_writer(self) -> WriterEncoder:
-        """The writer with the lowest position, which is the linear position."""
+        """The encoder of the writer with the lowest position. This position is the linear position."""
         return self.encoder(min(self.sent_upto, key=lambda name: (self.sent_upto[name], name)))
 
 
 def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
-    """The keys of the advisory locks for publishing these streams."""
+    """The second halves of the keys of the advisory locks for publishing these streams (names in Kafka)."""
     rows = connection.execute("select hashtext(name) from unnest(%s::text[]) as name", [[*names]]).fetchall()
     return [key for (key,) in rows]
 
@@ -143,18 +163,23 @@ def create_stream(
     floor: int,
     head: int | None = None,
 ) -> tuple[StreamProgress, PublishedFacts]:
-    """Begin to publish a stream: all writers join at the ID `floor`. Readers find older facts in the table.
+    """Begin to publish a stream: store it, and write the JOINs of all writers to the outbox.
+
+    Facts up to `floor` are not published. Readers find these facts in the table.
 
     Args:
         connection: to the bridge's database.
         stream: the stream.
-        name: its name in Kafka.
+        name: the stream's name in Kafka.
         server: Synapse's database.
         writers: all writers.
         floor: the ID at which the writers join.
-        head: the highest ID that was given out; None: `floor`.
+        head: the highest ID that was given out; None if this is `floor`.
+
+    Returns:
+        The progress of the stream, and its published facts, which are none.
     """
-    names, now = sorted(writers), clock(connection)
+    names, now = sorted(writers), read_clock(connection)
     timeline = Timeline(server.database, uuid.uuid4().hex)
     progress = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
@@ -182,17 +207,20 @@ def create_stream(
 def add_writer(
     connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
-    """Let a writer join at the ID `at`, or at the ID at which it retired if that is higher. Its facts below are its
-    backlog, and are published as late.
+    """Store that a writer joins, and write its JOIN to the outbox. Returns the new progress.
+
+    The writer joins at the ID `at`, or at the ID at which it retired if this ID is higher. The writer's facts up to
+    this ID that are not published are its backlog. The backlog begins at the ID at which the writer retired, or for a
+    new writer, at the floor of the stream. The backlog is later published as late.
 
     Args:
         connection: to the bridge's database.
         known: the progress of the stream.
         writer: the writer.
         at: the linear position.
-        kept_above: rows of IDs up to this one may have been deleted.
+        kept_above: rows with IDs up to this one may have been deleted.
     """
-    now, ended = clock(connection), known.retired.get(writer, known.floor)
+    now, ended = read_clock(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
     ).fetchone()
@@ -214,7 +242,7 @@ def add_writer(
 def send_backlog(
     connection: Connection, known: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
 ) -> StreamProgress:
-    """Publish the backlog of a writer. `late`: the facts of the backlog."""
+    """Publish the backlog of a writer as late. Returns the new progress. `late`: the facts of the backlog."""
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set backlog_from = null where (stream, writer) = (%s, %s)",
@@ -227,7 +255,14 @@ def send_backlog(
 def publish_late(
     connection: Connection, known: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
 ) -> None:
-    """Publish facts at or below the positions of their writers. A writer may have retired."""
+    """Write facts at or below the positions of their writers to the outbox, and add them to `published`.
+
+    Args:
+        connection: to the bridge's database.
+        known: the progress of the stream.
+        published: the published facts of the stream.
+        late: the facts. Their writers may have retired.
+    """
     with connection.transaction():
         rows = connection.execute(
             "select writer, epoch from tidemark.synapse_writers where stream = %s", [known.name]
@@ -247,14 +282,14 @@ def advance_stream(
     lsn: str,
     head: int,
 ) -> StreamProgress:
-    """Write the records of advances to the outbox, and update the positions.
+    """Write the records of advances to the outbox, and store the new positions. Returns the new progress.
 
     Args:
         connection: to the bridge's database.
         known: the progress of the stream.
-        published: its published facts, to which the new facts are added.
+        published: the published facts of the stream, to which the new facts are added.
         advances: the advances.
-        lsn: the end of the write-ahead log of Synapse's database.
+        lsn: the end of the write-ahead log of Synapse's database, as text.
         head: the highest ID that was given out.
 
     Raises:
@@ -287,7 +322,10 @@ def advance_stream(
 
 
 def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
-    """Retire a writer whose facts are all published."""
+    """Store that a writer retires, and write its RETIRE to the outbox. Returns the new progress.
+
+    All facts of the writer must be published.
+    """
     at = known.sent_upto[writer]
     with connection.transaction():
         connection.execute(
@@ -314,15 +352,16 @@ def _upsert_writer(connection: Connection, known: StreamProgress, writer: str, a
     )
 
 
-def clock(connection: Connection) -> int:
-    """The clock of the database in ms. New epochs are at least this number, so they rise even after a restore."""
+def read_clock(connection: Connection) -> int:
+    """Read the clock of the bridge's database, in ms since 1970. New epochs have at least this number, so that they are
+    higher than the epochs before a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
 
 
-def requested_retirements(connection: Connection, name: str) -> list[str]:
-    """The writers of the stream whose retirement was requested."""
+def read_requested_retirements(connection: Connection, name: str) -> list[str]:
+    """Read the writers of the stream whose retirement was requested and is not finished."""
     rows = connection.execute(
         "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
     ).fetchall()
@@ -330,8 +369,16 @@ def requested_retirements(connection: Connection, name: str) -> list[str]:
 
 
 def request_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
-    """Request that the bridge retires a writer in `stream`, or in all streams. Returns the affected streams. The only
-    active writer of a stream is not retired."""
+    """Store a request that the bridge retires a writer. The only active writer of a stream is not retired.
+
+    Args:
+        connection: to the bridge's database.
+        writer: the writer.
+        stream: the stream's name in Kafka; None for all streams.
+
+    Returns:
+        The streams in which the writer retires, sorted.
+    """
     rows = connection.execute(
         """
         update tidemark.synapse_writers ending set state = 'retiring'
@@ -347,8 +394,11 @@ def request_retirement(connection: Connection, writer: str, stream: str | None) 
     return sorted(stream for (stream,) in rows)
 
 
-def active_writers(connection: Connection, stream: str | None) -> list[str]:
-    """The writers of a stream, or of all streams, that neither retire nor have retired."""
+def read_active_writers(connection: Connection, stream: str | None) -> list[str]:
+    """Read the names of the writers that neither retire nor have retired, sorted.
+
+    `stream`: the stream's name in Kafka; None for all streams.
+    """
     rows = connection.execute(
         "select distinct writer from tidemark.synapse_writers"
         " where state = 'active' and (%(stream)s::text is null or stream = %(stream)s) order by writer",
@@ -357,8 +407,12 @@ def active_writers(connection: Connection, stream: str | None) -> list[str]:
     return [writer for (writer,) in rows]
 
 
-def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
-    """The ID at which a writer retired; None if it has not retired yet. Raises `BadSetting` if the writer is alive."""
+def read_retired_id(connection: Connection, writer: str, stream: str) -> int | None:
+    """Read the ID at which a writer retired; None if the retirement is not finished.
+
+    Raises:
+        BadSetting: the retirement was cancelled, because the writer is alive; or the stream has no such writer.
+    """
     row = connection.execute(
         "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
@@ -369,7 +423,7 @@ def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
 
 
 def cancel_retirement(connection: Connection, name: str, writer: str) -> None:
-    """Cancel the retirement of a writer that is alive."""
+    """Cancel the requested retirement of a writer that is alive. `name`: the stream's name in Kafka."""
     connection.execute(
         "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",
         [name, writer],

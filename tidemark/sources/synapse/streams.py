@@ -1,4 +1,8 @@
-"""Publishes one stream of Synapse. Waits until all writers are known, then makes records from the evidence."""
+"""Publishes one stream of Synapse.
+
+The stream begins when all its writers have announced a position. Then the publisher writes the records of proven
+advances to the bridge's outbox.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 log = get_logger(__name__)
 
 MAX_LATE = 500
-"""The maximum of late facts that are published in one transaction."""
+"""The largest number of late facts that are published in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,9 @@ class BridgedStream:
 
     Attributes:
         stream: the stream of Synapse.
-        name: its name in Kafka.
-        writers: the writers that an operator named. The stream begins when all of them have announced a position.
-            Empty: the writers that the database names.
+        name: the stream's name in Kafka.
+        writers: the writers that an operator named; empty for the writers that the database names. The stream begins
+            when all these writers have announced a position.
     """
 
     stream: SynapseStream
@@ -37,15 +41,19 @@ class BridgedStream:
 
 
 class StreamPublisher:
-    """Publishes one stream, for the time of one connection to each database.
+    """Publishes one stream, during one connection to each database.
 
     Args:
         bridged: the stream.
         server: Synapse's database.
-        known: the progress and the published facts; None until all writers have joined.
-        writers: the writers to wait for.
-        head: the highest ID that was given out.
-        samples: the stream's highest ID at earlier times; they limit the age of a row.
+        known: the progress and the published facts; None if the stream has not begun.
+        writers: the writers that must announce a position before the stream begins.
+        head: the highest ID that was given out (a magnitude).
+        samples: the stream's highest IDs at earlier times, which limit the age of a row.
+
+    Attributes:
+        progress: the progress of the stream; None until the stream begins.
+        published: the published facts; None until the stream begins.
     """
 
     def __init__(
@@ -59,34 +67,34 @@ class StreamPublisher:
     ) -> None:
         self.bridged = bridged
         self._server = server
-        self.known: StreamProgress | None = None
+        self.progress: StreamProgress | None = None
         self.published: PublishedFacts | None = None
         if known is not None:
-            self.known, self.published = known
+            self.progress, self.published = known
         self.head = head
         self._samples = samples
         self.blocked_reason = ""
-        """If an operator must act before the stream can go on: the reason. Otherwise empty."""
+        """Why the stream is blocked until an operator acts; empty if the stream is not blocked."""
         self._retiring: set[str] = set()
         self._discarded: Mapping[str, int] = {}
         """Discarded positions that were logged."""
-        sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
-        retired, backlog = ({}, {}) if self.known is None else (self.known.retired, self.known.backlog)
+        sent_upto = dict.fromkeys(writers, 0) if self.progress is None else self.progress.sent_upto
+        retired, backlog = ({}, {}) if self.progress is None else (self.progress.retired, self.progress.backlog)
         self.decider = StreamDecider(
             sent_upto, keeps_rows=bridged.stream.keeps_rows, retired=retired.items(), with_backlog=backlog
         )
         self.decider.add_unknown(writers)
 
     def update_head(self, head: int) -> None:
-        """Update the highest ID that was given out. Raises `SequenceWentBack`."""
+        """Note the highest ID that was given out. Raises `SequenceWentBack` if `head` is lower than before."""
         if head < self.head:
             raise SequenceWentBack(self.bridged.stream.sequence, self.head, head)
         self.head = head
 
     @property
     def has_begun(self) -> bool:
-        """Whether all writers have joined."""
-        return self.known is not None
+        """Whether the stream has begun: all writers have joined."""
+        return self.progress is not None
 
     @property
     def silent(self) -> list[str]:
@@ -95,12 +103,15 @@ class StreamPublisher:
 
     @property
     def sent_upto(self) -> Mapping[str, int]:
-        """By writer, the highest published ID; empty until all writers have joined."""
+        """Writer -> its published position; empty until the stream begins."""
         return self.decider.sent_upto if self.has_begun else {}
 
     def start_retirements(self, own: Connection) -> bool:
-        """Start the requested retirements. Returns whether the positions of all workers must be requested now."""
-        requested = {*state.requested_retirements(own, self.bridged.name)} if self.has_begun else set[str]()
+        """Start the retirements that were requested since the last call.
+
+        Returns whether there were any. Then the caller must request the positions of all workers.
+        """
+        requested = {*state.read_requested_retirements(own, self.bridged.name)} if self.has_begun else set[str]()
         added = requested - self._retiring
         for writer in sorted(added):
             log.info("Retiring a writer of Synapse", stream=self.bridged.name, writer=writer)
@@ -109,9 +120,12 @@ class StreamPublisher:
         return bool(added)
 
     def _finish_retirements(self, own: Connection) -> bool:
-        """Retire the writers whose facts are all published, and cancel the retirement of writers that are alive.
-        Returns whether a writer has retired."""
-        assert self.known is not None
+        """Retire the retiring writers whose facts are all published, and cancel the retirement of writers that are
+        alive.
+
+        Returns whether a writer has retired.
+        """
+        assert self.progress is not None
         retiring = self.decider.retiring
         for writer in sorted(self._retiring - retiring.keys()):
             log.warning(
@@ -122,43 +136,53 @@ class StreamPublisher:
             state.cancel_retirement(own, self.bridged.name, writer)
         ended = [writer for writer, at in retiring.items() if at is not None]
         for writer in ended:
-            self.known = state.retire(own, self.known, writer)
+            self.progress = state.retire(own, self.progress, writer)
             self.decider.forget(writer)
-            id = self.known.retired[writer]
+            id = self.progress.retired[writer]
             log.info("A writer of Synapse has retired", stream=self.bridged.name, writer=writer, id=id)
         self._retiring &= {writer for writer, at in retiring.items() if at is None}
         return bool(ended)
 
     def receive(self, command: PositionCommand | RdataCommand) -> None:
+        """Apply a line of the channel that names this stream."""
         if isinstance(command, PositionCommand):
             self.decider.apply_position(command.writer, abs(command.prev), abs(command.id))
         else:
             self.decider.apply_rdata(command.writer, None if command.id is None else abs(command.id), command.row)
 
     def publish(self, synapse: Connection, own: Connection) -> list[ProvenAdvance]:
-        """Write the records of everything that may be published now to the outbox. Returns the advances."""
-        if self.known is None:
+        """Decide what may be published now, and write the records to the outbox. Returns the advances.
+
+        One call either begins the stream, lets unknown writers join, retires writers, or publishes advances of one
+        range. Before advances, also publishes backlogs. Raises `SequenceWentBack`.
+        """
+        if self.progress is None:
             self._create(synapse, own)
-        if self.known is None or self._add_unknown_writers(own) or (self._retiring and self._finish_retirements(own)):
+        if (
+            self.progress is None
+            or self._add_unknown_writers(own)
+            or (self._retiring and self._finish_retirements(own))
+        ):
             return []
         assert self.published is not None
-        for writer in self.decider.backlog:
+        for writer in self.decider.sendable_backlogs:
             self._send_backlog(synapse, own, writer)
         if (ids := self.decider.range_to_read()) is None:
             return []
-        head, facts = tables.facts(synapse, self.bridged.stream, *ids)
+        head, facts = tables.read_facts(synapse, self.bridged.stream, *ids)
         self.update_head(head)
         advances = self.decider.apply_facts(ids, head, facts)
         if advances:
             lsn = flush_wal(synapse)
-            self.known = state.advance_stream(own, self.known, self.published, advances, lsn, self.head)
+            self.progress = state.advance_stream(own, self.progress, self.published, advances, lsn, self.head)
         else:
             self._add_unknown_writers(own)
         return advances
 
     def check_sequence(self, synapse: Connection) -> None:
-        """Block the stream while the settings of its sequence are not those of Synapse."""
-        if (problem := tables.sequence_problem(synapse, self.bridged.stream)) != self.blocked_reason:
+        """Set `blocked_reason` if the settings of the stream's sequence differ from Synapse's, and clear it if not.
+        Logs each change."""
+        if (problem := tables.read_sequence_problem(synapse, self.bridged.stream)) != self.blocked_reason:
             self.blocked_reason = problem
             if problem:
                 log.error("A stream of Synapse is blocked", stream=self.bridged.name, problem=problem)
@@ -166,39 +190,54 @@ class StreamPublisher:
                 log.info("A stream of Synapse is no longer blocked", stream=self.bridged.name)
 
     def update_retention(self, synapse: Connection, own: Connection, now: int) -> None:
-        """Update the ID up to which Synapse may have deleted rows. `now`: the clock of Synapse's Postgres in ms."""
+        """Update the ID up to which Synapse may have deleted rows, and store a sample of the highest ID.
+
+        Does nothing if Synapse deletes no rows of the stream because of their age.
+
+        Args:
+            synapse: Synapse's database.
+            own: the bridge's database.
+            now: the clock of Synapse's Postgres, in ms since 1970.
+        """
         if self.bridged.stream.kept_seconds is not None:
             self.decider.kept_above = self._samples.kept_above(now, self.bridged.stream.kept_seconds)
             if self.has_begun:
                 self._samples.note(own, now, self.head, self.bridged.stream.kept_seconds)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Publish facts that appeared at or below published positions as late.
+        """Compare Synapse's tables with the published facts, and publish facts that are missing as late. Logs these
+        facts.
+
+        Returns the late facts. A full audit also deletes old stored facts.
 
         Args:
             synapse: Synapse's database.
             own: the bridge's database.
-            newest: compare only this many of the newest published facts; None: all remembered facts.
+            newest: compare only this many of the newest published facts; None for a full audit of all stored facts.
 
         Raises:
             FactsReplaced: other rows have IDs that were published.
         """
-        if self.known is None:
+        if self.progress is None:
             return []
         assert self.published is not None
-        low = self.published.since if newest is None else self.published.above(newest)
-        sent_upto = {writer: at for writer, at in self.known.all_sent_upto.items() if writer not in self.known.backlog}
-        table = self.decider.with_writers(tables.identities(synapse, self.bridged.stream, low, self.known.reach))
+        low = self.published.since if newest is None else self.published.id_below_newest(newest)
+        sent_upto = {
+            writer: at for writer, at in self.progress.all_sent_upto.items() if writer not in self.progress.backlog
+        }
+        table = self.decider.with_writers(
+            tables.read_identities(synapse, self.bridged.stream, low, self.progress.reach)
+        )
         self.decider.add_unknown(fact.writer for fact in table)
         if replaced := self.published.replaced(table):
             raise FactsReplaced(self.bridged.name, replaced[0].id)
         missing = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
         for id in sorted(missing)[:MAX_LATE]:
-            late += self.decider.with_writers(tables.facts(synapse, self.bridged.stream, id - 1, id)[1])
+            late += self.decider.with_writers(tables.read_facts(synapse, self.bridged.stream, id - 1, id)[1])
         if late:
             flush_wal(synapse)
-            state.publish_late(own, self.known, self.published, late)
+            state.publish_late(own, self.progress, self.published, late)
             log.error(
                 "Facts appeared in Synapse's tables below published positions, and are published as late. Check whether"
                 " two processes have the same worker_name, and whether a sequence was set back",
@@ -209,7 +248,7 @@ class StreamPublisher:
         return late
 
     def log_discarded_positions(self) -> None:
-        """Log the writers whose announced position was discarded, once for each position."""
+        """Log each writer whose announced position was discarded. Logs each discarded position once."""
         discarded = self.decider.discarded_positions
         for writer, announced in discarded.items():
             if self._discarded.get(writer) != announced:
@@ -222,17 +261,17 @@ class StreamPublisher:
         self._discarded = discarded
 
     def _create(self, synapse: Connection, own: Connection) -> None:
-        """Begin the stream, if the positions of all writers are known."""
+        """Begin the stream if all writers have announced a position and their earlier transactions have ended."""
         for unknown_writer in sorted(self.decider.unknown_writers):
             self.decider.add_writer(unknown_writer, 0)
         if self.decider.floor() is None or not self.decider.reported_positions.keys() >= {*self.bridged.writers}:
             return
-        self.update_head(tables.head(synapse, self.bridged.stream))
-        self.decider.check(self.head)
+        self.update_head(tables.read_head(synapse, self.bridged.stream))
+        self.decider.discard_beyond(self.head)
         if (floor := self.decider.floor()) is None:
             return  # a worker announced an ID that the sequence has not given out
         writers = self.decider.reported_positions.keys()
-        self.known, self.published = state.create_stream(
+        self.progress, self.published = state.create_stream(
             own, self.bridged.stream, self.bridged.name, self._server, writers, floor, self.head
         )
         self.decider.begin(floor)
@@ -247,23 +286,24 @@ class StreamPublisher:
         """Let unknown writers join. Returns whether there were any."""
         writers = sorted(self.decider.unknown_writers)
         for unknown_writer in writers:
-            assert self.known is not None
+            assert self.progress is not None
             at, kept_above = self.decider.linear, self.decider.kept_above
-            self.known = state.add_writer(own, self.known, unknown_writer, at, kept_above=kept_above)
-            at = self.known.sent_upto[unknown_writer]
+            self.progress = state.add_writer(own, self.progress, unknown_writer, at, kept_above=kept_above)
+            at = self.progress.sent_upto[unknown_writer]
             self.decider.add_writer(unknown_writer, at)
             log.info("A writer of Synapse joins", stream=self.bridged.name, writer=unknown_writer, id=at)
         return bool(writers)
 
     def _send_backlog(self, synapse: Connection, own: Connection, writer: str) -> None:
-        assert self.known is not None
+        """Publish the backlog of a writer as late."""
+        assert self.progress is not None
         assert self.published is not None
-        _, facts = tables.facts(
-            synapse, self.bridged.stream, self.known.backlog[writer], self.known.sent_upto[writer], writer
+        _, facts = tables.read_facts(
+            synapse, self.bridged.stream, self.progress.backlog[writer], self.progress.sent_upto[writer], writer
         )
         flush_wal(synapse)
-        self.known = state.send_backlog(own, self.known, self.published, writer, facts)
-        self.decider.backlog_sent(writer)
+        self.progress = state.send_backlog(own, self.progress, self.published, writer, facts)
+        self.decider.note_backlog_sent(writer)
         if facts:
             log.warning(
                 "A writer of Synapse has facts below the ID at which it joined", stream=self.bridged.name, writer=writer

@@ -1,11 +1,11 @@
-"""Synapse's streams in its database: their sequences and tables, and whether a missing row proves that there is no
-fact.
+"""The streams of Synapse, and the queries of their sequences and tables in Synapse's database.
 
-Each query returns the rows of a fact as JSON arrays, in the form in which Synapse sends them. If a fact has rows from
-several queries, the rows are in the order of the queries.
+Each query returns the rows of a fact as JSON arrays, in the form in which Synapse sends them on its replication
+channel. If a fact has rows from several queries, the rows are in the order of the queries.
 
-The bridge writes nothing to Synapse's tables. Each statement has its own snapshot. Two statements have side effects:
-one consumes a transaction number, and one writes a message to the write-ahead log, so that the log is flushed to disk.
+The bridge writes nothing to Synapse's tables. Each statement has its own snapshot. Two statements of
+`sources.transactions` have side effects in Synapse's database: `end_own_transaction` consumes a transaction number, and
+`flush_wal` writes a message to the write-ahead log.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,14 +23,13 @@ class TableQuery:
     """How to query the facts in a table.
 
     Attributes:
-        table: the table with its alias; may be a join.
-        id: its column of stream IDs.
-        row: SQL expression of the row as JSON.
-        identity: SQL expression of a text that never changes while the row exists, and differs for another row with the
-            same ID.
-        is_proof: whether no other history of the database can have a row of the same identity. Rows that only state
-            that data of a user has changed are no proof: the same row may be written again, even in a transaction with
-            the same number.
+        table: the table and its alias, separated by a space; may be followed by joins.
+        id: the column of stream IDs.
+        row: an SQL expression of the row as JSON.
+        identity: an SQL expression of a text that does not change while the row exists, and that differs for another
+            row with the same ID.
+        is_proof: whether no other history of the database can have a row with the same identity. A row that only states
+            that a user's data has changed is no proof, because the same row may be written again.
     """
 
     table: str
@@ -46,15 +45,16 @@ class TableQuery:
 
     @property
     def alias(self) -> str:
+        """The alias of the (first) table."""
         return self.table.split(" ")[1]
 
     def sql(self, number: int) -> str:
-        """The statement that selects the rows with IDs from `%(low)s` to `%(high)s` (signed). `number`: of the
-        query."""
+        """The statement that selects the rows with signed IDs from `%(low)s` to `%(high)s`. `number`: the query's index
+        in the stream's queries."""
         return self._select(f"{number} as place, ({self.row})::text as row")
 
     def identities(self) -> str:
-        """The same statement for identities, without rows."""
+        """The statement that selects the marks of these rows, without the rows."""
         return self._select("0 as place")
 
     def _select(self, columns: str) -> str:
@@ -72,15 +72,15 @@ class SynapseStream:
     """A stream of Synapse.
 
     Attributes:
-        name: its name on the replication channel.
-        sequence: the sequence of its IDs.
-        queries: how to query its tables.
-        keeps_rows: whether rows are kept for `kept_seconds`. Otherwise rows are overwritten or deleted, and a missing
-            row proves nothing.
-        positions: its name in the table `stream_positions`; empty if it is not in the table.
-        before: tables that a transaction writes before it writes the stream's own tables.
-        direction: whether its IDs rise or fall.
-        kept_seconds: seconds for which each row is certainly kept; None: forever.
+        name: the stream's name on the replication channel.
+        sequence: the sequence of the stream's IDs.
+        queries: how to query the stream's tables.
+        keeps_rows: whether each row is kept for `kept_seconds`. Then a missing row proves that the ID has no fact.
+            Otherwise rows are overwritten or deleted, and a missing row proves nothing.
+        positions: the stream's name in the table `stream_positions`; empty if the table does not have the stream.
+        before: the tables that a transaction writes before it writes the stream's own tables.
+        direction: whether the stream's IDs rise or fall.
+        kept_seconds: the seconds for which each row is certainly kept; None if rows are kept forever.
     """
 
     name: str
@@ -106,7 +106,7 @@ _BACKFILLED = f"json_build_array({_ROW})"
 def _events(row: str) -> tuple[TableQuery, TableQuery]:
     return (
         TableQuery(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
-        # An event that was an outlier and now has a state: its row in `events` keeps the older ID.
+        # Events that were outliers and now have a state. The row of such an event in `events` keeps the older ID.
         TableQuery(
             f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
         ),
@@ -127,9 +127,12 @@ always differs."""
 
 
 def _table_query(table: str, row: str, identity: str = "") -> TableQuery:
-    """Query a table of Synapse by `stream_id`.
+    """Make the query of a table that has the column `stream_id`.
 
-    `row`: the columns to send. `identity`: further columns that, with `row`, tell two versions of a row apart.
+    Args:
+        table: the table, which gets the alias `t`.
+        row: the SQL columns to send.
+        identity: more SQL columns. Together with `row`, they distinguish two versions of a row.
     """
     extra = f", {identity}" if identity else ""
     whole = f"json_build_array({row}{extra})::text"
@@ -207,7 +210,7 @@ _KNOWN = (
         [
             _table_query("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
             _table_query("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
-            # A sent poke is updated in place.
+            # Synapse updates the row of a poke after it has sent the poke.
             _table_query("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
         keeps_rows=False,
@@ -228,6 +231,7 @@ _KNOWN = (
     ),
 )
 STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
+"""Name on the replication channel -> stream, for the streams that the bridge can send."""
 
 _MEMORY = "the stream exists only in its writer's memory, and its IDs start again with each start of the writer"
 _OTHER = "Tidemark does not support its tables yet"
@@ -246,7 +250,7 @@ REFUSED: Mapping[str, str] = {
         _OTHER,
     ),
 }
-"""Streams of Synapse that cannot be sent, each with the reason."""
+"""Name on the replication channel -> the reason why the bridge cannot send the stream."""
 
 
 _USE = DatabaseUse(
@@ -266,20 +270,21 @@ _USE = DatabaseUse(
 
 
 def synapse_session(dsn: Dsn) -> PostgresSession:
-    """The bridge's session in Synapse's database."""
+    """Make the bridge's session in Synapse's database. The session connects at its first use."""
     return PostgresSession(dsn, "tidemark synapse", _USE)
 
 
-def head(connection: Connection, stream: SynapseStream) -> int:
-    """The highest ID that was given out, as a magnitude."""
-    return heads(connection, [stream])[stream.name]
+def read_head(connection: Connection, stream: SynapseStream) -> int:
+    """Read the highest ID that was given out (a magnitude). See `read_heads`."""
+    return read_heads(connection, [stream])[stream.name]
 
 
-def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
-    """By stream name, the highest ID that was given out, as a magnitude.
+def read_heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
+    """Read the highest ID that was given out, for each stream: name on the replication channel -> magnitude.
 
-    If a sequence is unused, all IDs below its first value count as given out, because a table that a migration script
-    filled has facts with these IDs. The first value is valid if the sequence is still unused after it was read.
+    If a sequence is unused, all IDs below its first value count as given out, because a migration script may have
+    filled the table with these IDs. The function reads the sequence again to check that it was still unused when its
+    first value was read.
     """
     names = {stream.sequence: stream.name for stream in streams}
     unused: dict[str, int] = {}
@@ -296,8 +301,9 @@ def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str,
                 unused[name] = int(row[0])
 
 
-def sequence_problem(connection: Connection, stream: SynapseStream) -> str:
-    """Why the sequence of a stream may not give out IDs one by one, in order, with the remedy; empty if it does."""
+def read_sequence_problem(connection: Connection, stream: SynapseStream) -> str:
+    """Check that the sequence of a stream gives out IDs one by one, in order. Returns the problem and the remedy, or an
+    empty text."""
     row = connection.execute(
         "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
     ).fetchone()
@@ -318,8 +324,8 @@ def check_server(connection: Connection, name: str) -> None:
         )
 
 
-def writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """The writers that the database names: those in `stream_positions`, or else those of the table's rows.
+def read_writers(connection: Connection, stream: SynapseStream) -> set[str]:
+    """Read the writers of a stream from `stream_positions`. If that table lacks the stream, from the rows of its table.
 
     Synapse deletes writers that are no longer in its configuration from `stream_positions`.
     """
@@ -329,17 +335,19 @@ def writers(connection: Connection, stream: SynapseStream) -> set[str]:
     return {name for (name,) in connection.execute(names.encode(), [stream.positions]).fetchall()}
 
 
-def facts(
+def read_facts(
     connection: Connection, stream: SynapseStream, low: int, top: int, only: str | None = None
 ) -> tuple[int, list[StreamFact]]:
-    """The highest ID that was given out, and the facts with IDs in `(low, top]`, from one snapshot. IDs are magnitudes.
+    """Read the highest ID that was given out, and the facts with IDs in `(low, top]`, with one statement.
+
+    IDs are magnitudes. The facts are in ascending order of their IDs.
 
     Args:
         connection: to Synapse's database.
         stream: the stream.
         low: the ID before the range.
         top: the last ID of the range.
-        only: return only facts of this writer.
+        only: read only rows that name this writer; None for all rows.
     """
     first, last = low + 1, top
     if stream.direction is Direction.BACKWARD:
@@ -361,11 +369,11 @@ def facts(
             marks.add(mark)
     facts = [StreamFact(id, fact[0], [*fact[1]], frozenset(fact[2])) for id, fact in sorted(facts_by_id.items())]
     given_out = rows[-1][4]
-    return head(connection, stream) if given_out is None else int(given_out), facts
+    return read_head(connection, stream) if given_out is None else int(given_out), facts
 
 
-def identities(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
-    """The facts with IDs in `(low, top]`, without their rows. IDs are magnitudes."""
+def read_identities(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
+    """Read the facts with IDs in `(low, top]`, without their rows, in ascending order. IDs are magnitudes."""
     first, last = low + 1, top
     if stream.direction is Direction.BACKWARD:
         first, last = -top, -low - 1
@@ -380,8 +388,8 @@ def identities(connection: Connection, stream: SynapseStream, low: int, top: int
     return [StreamFact(id, writer, (), frozenset(marks), is_proof) for id, writer, marks, is_proof in rows]
 
 
-def now(connection: Connection) -> int:
-    """The clock of Synapse's Postgres, in ms since 1970."""
+def read_clock(connection: Connection) -> int:
+    """Read the clock of Synapse's Postgres, in ms since 1970."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
@@ -389,12 +397,12 @@ def now(connection: Connection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableWriter:
-    """An open transaction that writes to tables of streams.
+    """An open transaction that writes to the tables of streams.
 
     Attributes:
-        streams: the names of these streams.
-        number: its transaction number, as in snapshots.
-        transaction: its description, without stream and writer.
+        streams: the names of these streams on the replication channel.
+        number: the transaction's number: 64 bits, or only the lower 32 bits if the query got no running transactions.
+        transaction: the description of the transaction, without stream and writer.
     """
 
     streams: frozenset[str]
@@ -402,15 +410,17 @@ class TableWriter:
     transaction: OpenTransaction
 
 
-def table_writers(
+def read_table_writers(
     connection: Connection, streams: Iterable[SynapseStream], running: Collection[int] | None = None
 ) -> list[TableWriter]:
-    """The open transactions that have written to tables of these streams, or hold a lock to do so, oldest first.
+    """Query the open transactions that have written to the tables of these streams, or hold a lock to do so.
+
+    The transactions are in the order of their start, after transactions whose start is hidden from this user.
 
     Args:
         connection: to Synapse's database.
         streams: the streams.
-        running: return only transactions with these numbers.
+        running: the numbers of the transactions to return (64 bits); None for all.
     """
     tables: dict[str, set[str]] = {}
     for stream in streams:

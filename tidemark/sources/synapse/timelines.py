@@ -1,9 +1,9 @@
-"""Checks whether Synapse's database still has the published history. If not, a new timeline begins where that history
-ends.
+"""Checks whether Synapse's database still has the published history. If not, begins a new timeline at the last ID that
+both histories have.
 
-A lagging standby may have been promoted, a backup restored, or a sequence set back, and the workers may have written
-for a long time before the bridge notices. So the highest ID at that moment is no evidence. Published facts are
-evidence: if a published fact still exists, no ID below it is given out again.
+The database may have lost history because a lagging standby was promoted, a backup was restored, or a sequence was set
+back. The workers may have written for a long time before the bridge notices this. So the highest ID that was given out
+is no evidence. Published facts are evidence: if a published fact still exists, no lower ID is given out again.
 """
 
 import uuid
@@ -25,8 +25,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PreviousState:
-    """The database when facts were last published: its identity, the end of its write-ahead log, and the highest ID
-    that was given out."""
+    """Synapse's database at the time when facts of the stream were last published.
+
+    Attributes:
+        database: the identity of the database (`ServerHistory.database`).
+        lsn: the end of the server's write-ahead log, as text.
+        head: the highest ID that was given out (a magnitude); 0 if not stored.
+    """
 
     database: str
     lsn: str
@@ -34,7 +39,7 @@ class _PreviousState:
 
 
 ReadTable = Callable[[int, int], list[StreamFact]]
-"""Reads the facts of Synapse's tables with IDs in `(low, top]`, without their rows."""
+"""Called with `low` and `top`. Reads the facts of Synapse's tables with IDs in `(low, top]`, without their rows."""
 
 
 def load_progress(
@@ -46,25 +51,26 @@ def load_progress(
     read_table: ReadTable,
     highest: int = 0,
 ) -> tuple[StreamProgress, PublishedFacts] | None:
-    """Load the progress of a stream and its published facts. If the database no longer has the published history, begin
-    a new timeline.
+    """Load the progress of a stream and its published facts.
+
+    If the database no longer has the published history, also begins a new timeline, and writes its JOINs to the outbox.
 
     Args:
         connection: to the bridge's database.
         stream: the stream.
-        name: its name in Kafka.
+        name: the stream's name in Kafka.
         server: Synapse's database.
         head: the highest ID that was given out, read after `server`.
         read_table: reads facts of Synapse's tables.
-        highest: the highest head that this process has read before.
+        highest: the highest head of the stream that this process has read before.
 
     Returns:
-        None if the stream is new.
+        The progress and the published facts; None if the stream is new.
 
     Raises:
         BadSetting: the stream belongs to another Synapse.
     """
-    if (previous := _find(connection, stream, name, server.name)) is None:
+    if (previous := _load_stored(connection, stream, name, server.name)) is None:
         return None
     known, before = previous
     published = evidence.load(connection, name)
@@ -105,7 +111,10 @@ def _rollback_reason(
     head: int,
     highest: int,
 ) -> str:
-    """The reason why IDs may be given out again; empty if that is impossible."""
+    """Why published IDs may be given out again; empty if the database shows no reason.
+
+    Compares the identity of the database, the write-ahead log and the head with their previous values.
+    """
     if before.database != server.database:
         return "another database, or another timeline of its server"
     row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [before.lsn, server.lsn]).fetchone()
@@ -119,22 +128,26 @@ def _rollback_reason(
 def _last_common_id(
     connection: Connection, known: StreamProgress, published: PublishedFacts | None, read_table: ReadTable
 ) -> int:
-    """The ID up to which Synapse's tables certainly have the published history."""
+    """The ID up to which Synapse's tables certainly have the published history; at least the floor of the stream.
+
+    Reads the tables for the newest published facts, and if none of them is proof, for some anchors.
+    """
     if published is None:
         return known.floor
     sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
     sent_upto[""] = min(known.sent_upto.values(), default=0)  # for rows without a writer
     if (id := published.last_common_id(read_table(published.since, known.reach), sent_upto)) is not None:
         return max(id, known.floor)
-    for anchor in evidence.anchors(connection, known.name, published.since):
+    for anchor in evidence.load_anchors(connection, known.name, published.since):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in read_table(anchor.id - 1, anchor.id)):
             return max(anchor.id, known.floor)
     return known.floor
 
 
-def _find(
+def _load_stored(
     connection: Connection, stream: SynapseStream, name: str, server_name: str
 ) -> tuple[StreamProgress, _PreviousState] | None:
+    """Load the stored progress of a stream. Stores the server_name if none is stored. None if the stream is new."""
     row = connection.execute(
         "update tidemark.synapse_streams set server = coalesce(server, %s) where stream = %s"
         " returning history, start, after, floor, server, database, lsn::text, coalesce(head, 0)",
@@ -163,10 +176,13 @@ def _find(
 def _begin_timeline(
     connection: Connection, known: StreamProgress, server: SynapseServer, at: int, head: int
 ) -> StreamProgress:
-    """Begin a new timeline, because IDs beyond `at` may be given out again. Runs in the caller's transaction."""
+    """Begin a new timeline, because IDs beyond `at` may be given out again. Returns the new progress.
+
+    Stores the positions, which are at most `at`, and writes the JOINs to the outbox. Runs in the caller's transaction.
+    """
     token = uuid.uuid4().hex
     timeline = Timeline(f"{server.database}/{token}", token, known.timeline.start)
-    now = state.clock(connection)
+    now = state.read_clock(connection)
     progress = replace(
         known,
         timeline=timeline,
