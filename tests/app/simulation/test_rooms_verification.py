@@ -155,7 +155,7 @@ def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
     invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, EventKind.OUT_OF_BAND)
     STORE.persist(world.connection, invite)
     state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
-    STORE.persist(world.connection, replace(invite, held_as=EventKind.REGULAR))
+    STORE.persist(world.connection, replace(invite, kind=EventKind.REGULAR))
     world.answer("history", "history", ROOM, 0, 3, {"events": [(2, 2), (1, 1)], "history": 0, "state": state})
     assert world.counts()["history"] == RoomCount("history", 2, 2)
 

@@ -16,11 +16,11 @@ _MEMBERSHIPS = ("join", "join", "leave", "ban")
 
 
 def an_event(
-    id: str, *prevs: RoomEvent, key: str | None = None, held_as: EventKind = EventKind.REGULAR, room: str = ROOM
+    id: str, *prevs: RoomEvent, key: str | None = None, kind: EventKind = EventKind.REGULAR, room: str = ROOM
 ) -> RoomEvent:
     """A regular or other event that follows `prevs`. `key`: its state key; None if it is not a state event."""
     depth = depth_after(prev.summary for prev in prevs)
-    return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, held_as=held_as)
+    return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, kind=kind)
 
 
 @st.composite
@@ -39,7 +39,7 @@ def dags(draw: st.DrawFn, max_events: int = 25, *, with_wrong_depths: bool = Fal
     for number in range(1, draw(st.integers(1, max_events))):
         prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
         key = draw(st.sampled_from([None, None, *_KEYS, *MEMBER_NAMES]))
-        event = an_event(f"e{number:02}", *prevs, key=key, held_as=draw(st.sampled_from(_KINDS)))
+        event = an_event(f"e{number:02}", *prevs, key=key, kind=draw(st.sampled_from(_KINDS)))
         if key in MEMBER_NAMES:
             event = replace(event, type=MEMBER, content={"membership": draw(st.sampled_from(_MEMBERSHIPS))})
         if with_wrong_depths and draw(st.integers(0, 5)) == 0:
@@ -67,7 +67,7 @@ def receive_event(rooms: MemoryRooms, event: RoomEvent, expected: ExpectedRoom) 
     before = [entry.id for entry in expected.state_before(event).values()]
     for id in before:
         if id not in rooms.events:
-            rooms.persist(replace(expected.all_events[id], held_as=EventKind.OUTLIER))
+            rooms.persist(replace(expected.all_events[id], kind=EventKind.OUTLIER))
     rooms.persist(event, state_ids_before=before)
 
 
@@ -78,7 +78,7 @@ def expected_deliveries(expected: ExpectedRoom, order: list[str], member: str) -
     deliveries, before = [], False
     kinds: dict[str, EventKind] = {}
     for id in order:
-        kinds[id] = expected.all_events[id].held_as
+        kinds[id] = expected.all_events[id].kind
         current = ExpectedRoom(expected.all_events.values(), kinds).current_state.get((MEMBER, member))
         after = current is not None and expected.all_events[current.id].content["membership"] == "join"
         if before or after:

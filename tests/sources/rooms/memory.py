@@ -80,9 +80,9 @@ class MemoryRooms:
         self.events[event.id], self._summaries[event.id] = event, event.summary
         if change.timeline:
             (self.live if change.timeline == "events" else self.history).append(event.id)
-        if event.held_as is EventKind.OUT_OF_BAND and event.state_key:
+        if event.kind is EventKind.OUT_OF_BAND and event.state_key:
             self.recipients[len(self.live)] = event.state_key
-        if not event.held_as.is_outlier:
+        if not event.kind.is_outlier:
             self._turns[event.id] = len(self._turns)
             self._store_edges_and_state(event, room, change, state_before)
         return change
@@ -138,12 +138,7 @@ class MemoryRooms:
                 if current.id in room.successor_depths[id]:
                     room.forward_extremities.pop(id, None)
                     prev = self.events[id] if id in self.group_of else None
-                    if (
-                        prev
-                        and prev.room == event.room
-                        and not prev.held_as.is_regular
-                        and id not in room.ending_events
-                    ):
+                    if prev and prev.room == event.room and not prev.kind.is_regular and id not in room.ending_events:
                         queue.append(prev)
 
     def _update_members(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:

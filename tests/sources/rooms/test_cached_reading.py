@@ -107,7 +107,7 @@ class Server:
         """Persist an event one of whose prev events is not stored, with a state before it that has several members."""
         members = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
         for member in members:
-            store.persist(connection, replace(member, depth=event.depth, held_as=EventKind.OUTLIER))
+            store.persist(connection, replace(member, depth=event.depth, kind=EventKind.OUTLIER))
         store.persist(
             connection,
             replace(event, prevs=(*event.prevs, f"unknown{event.id}"), depth=event.depth + 1),

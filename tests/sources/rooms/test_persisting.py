@@ -64,8 +64,8 @@ def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEven
         before = [entry.id for entry in expected.state_before(event).values()]
         with rooms.transaction():
             for id in (id for id in before if id not in memory.events):
-                memory.persist(replace(expected.all_events[id], held_as=EventKind.OUTLIER))
-                STORE.persist(rooms, replace(expected.all_events[id], held_as=EventKind.OUTLIER))
+                memory.persist(replace(expected.all_events[id], kind=EventKind.OUTLIER))
+                STORE.persist(rooms, replace(expected.all_events[id], kind=EventKind.OUTLIER))
             store = SQL_STORE if number % 2 else STORE
             try:
                 memory.persist(event, state_ids_before=before)
@@ -75,11 +75,11 @@ def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEven
                 continue
             assert store.persist(rooms, event, state_ids_before=before)
             turns[event.id] = number
-        assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward_extremities}
-        assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward_extremities
+        assert {*tables.load_forward_extremities(rooms, room)} == {*memory.rooms[room].forward_extremities}
+        assert {*tables.load_backward_extremities(rooms, room)} == memory.rooms[room].backward_extremities
     for _ in range(2):
         stored = tables.load_events(rooms, [event.id for event in named.values()])
-        expected = ExpectedRoom(named.values(), {id: event.held_as for id, (event, _) in stored.items()}, turns)
+        expected = ExpectedRoom(named.values(), {id: event.kind for id, (event, _) in stored.items()}, turns)
         assert current_state(rooms, room)[1] == expected.current_state
         states = {id: tables.load_state(rooms, group) for id, (_, group) in stored.items() if group is not None}
         assert states == {id: expected.state_at(id) for id in expected.non_outliers}
@@ -104,12 +104,12 @@ def test_history_has_descending_stream_ids(rooms: Connection) -> None:
     """Fetched events have the IDs -1, -2, and so on in the stream `backfill`, and remove backward extremities."""
     middle, last = an_event("middle", ROOT), an_event("last", an_event("middle", ROOT))
     STORE.persist(rooms, last, state_ids_before=[])
-    assert tables.backward_extremities(rooms, ROOM) == ["middle"]
+    assert tables.load_backward_extremities(rooms, ROOM) == ["middle"]
     assert STORE.persist(rooms, middle, "backfill", state_ids_before=[]) == -1
-    assert tables.backward_extremities(rooms, ROOM) == ["root"]
+    assert tables.load_backward_extremities(rooms, ROOM) == ["root"]
     assert STORE.persist(rooms, ROOT, "backfill") == -2
-    assert tables.backward_extremities(rooms, ROOM) == []
-    assert [*tables.forward_extremities(rooms, ROOM)] == ["last"]
+    assert tables.load_backward_extremities(rooms, ROOM) == []
+    assert [*tables.load_forward_extremities(rooms, ROOM)] == ["last"]
 
 
 def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, second_connection: Connection) -> None:
@@ -160,10 +160,10 @@ def test_an_event_may_be_named_in_another_room_before_it_arrives(rooms: Connecti
     """An event of another room names it as a prev event. The event is stored; in the other room it stays missing."""
     shallow = replace(an_event("shallow", ROOT, room="!other"), depth=2)
     STORE.persist(rooms, shallow, state_ids_before=[])
-    assert tables.backward_extremities(rooms, "!other") == ["root"]
+    assert tables.load_backward_extremities(rooms, "!other") == ["root"]
     assert STORE.persist(rooms, ROOT) == 2
-    assert tables.backward_extremities(rooms, "!other") == ["root"]
-    assert [*tables.forward_extremities(rooms, ROOM)] == ["root"]
+    assert tables.load_backward_extremities(rooms, "!other") == ["root"]
+    assert [*tables.load_forward_extremities(rooms, ROOM)] == ["root"]
     again = replace(an_event("again", ROOT, room="!other"), prevs=("unknown", "root"))
     with pytest.raises(BadEvent, match="is of another room"):
         STORE.persist(rooms, again, state_ids_before=[])
@@ -174,7 +174,7 @@ def test_an_outlier_becomes_regular_whatever_types_its_content_has(rooms: Connec
     event = replace(
         an_event("late", ROOT), content={"list": (1, 2), "none": float("inf"), "bytes": b"x", "text": "\\u0000"}
     )
-    STORE.persist(rooms, replace(event, held_as=EventKind.OUTLIER))
+    STORE.persist(rooms, replace(event, kind=EventKind.OUTLIER))
     assert STORE.persist(rooms, ROOT) == 1
     assert STORE.persist(rooms, event) == 2
 
@@ -233,7 +233,7 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
         ("state", [ROOM]),
     ]
     assert current_state(rooms, ROOM)[0] == 3
-    members = [replace(a_member(f"m{number}", f"@m{number}"), held_as=EventKind.OUTLIER) for number in range(11)]
+    members = [replace(a_member(f"m{number}", f"@m{number}"), kind=EventKind.OUTLIER) for number in range(11)]
     for member in members:
         STORE.persist(rooms, member)
     far = replace(an_event("far", ROOT), depth=9, prevs=("unknown",))
@@ -251,8 +251,8 @@ def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
     last = ROOT
     STORE.persist(rooms, last)
     for number in range(20):
-        first_bad = replace(an_event(f"s{number}", last), held_as=EventKind.SOFT_FAILED)
-        second_bad = replace(an_event(f"t{number}", first_bad), held_as=EventKind.REJECTED)
+        first_bad = replace(an_event(f"s{number}", last), kind=EventKind.SOFT_FAILED)
+        second_bad = replace(an_event(f"t{number}", first_bad), kind=EventKind.REJECTED)
         regular = an_event(f"u{number}", second_bad, key=f"k{number % 3}")
         before = state_at(rooms, ROOM, VectorPosition(1000))
         state_ids = [entry.id for entry in before.values()]
@@ -261,7 +261,7 @@ def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
         ]
         assert state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
         last = regular
-    assert [*tables.forward_extremities(rooms, ROOM)] == ["u19"]
+    assert [*tables.load_forward_extremities(rooms, ROOM)] == ["u19"]
 
 
 def test_an_event_with_a_wrong_depth_loses_its_edge(rooms: Connection) -> None:
@@ -272,10 +272,10 @@ def test_an_event_with_a_wrong_depth_loses_its_edge(rooms: Connection) -> None:
     for event in (ROOT, first):
         STORE.persist(rooms, event)
     STORE.persist(rooms, replace(an_event("shallow", genuine), depth=3), state_ids_before=[])
-    assert tables.backward_extremities(rooms, ROOM) == ["genuine"]
+    assert tables.load_backward_extremities(rooms, ROOM) == ["genuine"]
     assert STORE.persist(rooms, genuine)
-    assert tables.backward_extremities(rooms, ROOM) == []
-    assert {*tables.forward_extremities(rooms, ROOM)} == {"shallow", "genuine"}
+    assert tables.load_backward_extremities(rooms, ROOM) == []
+    assert {*tables.load_forward_extremities(rooms, ROOM)} == {"shallow", "genuine"}
 
 
 def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
@@ -285,7 +285,7 @@ def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
         prevs, depth = next_prevs_and_depth(rooms, ROOM)
         assert depth == MAX_DEPTH
         STORE.persist(rooms, RoomEvent(id, ROOM, "topic", "@ada", prevs, depth, "a"))
-        assert [*tables.forward_extremities(rooms, ROOM)] == [id]
+        assert [*tables.load_forward_extremities(rooms, ROOM)] == [id]
         assert [entry.id for entry in current_state(rooms, ROOM)[1].values()] == [id]
     page, _ = messages(rooms, ROOM, VectorPosition(1000))
     assert [row.event for row in page] == ["x", "y", "z", "last"]

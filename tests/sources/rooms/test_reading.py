@@ -114,16 +114,16 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, second_con
             prevs = random.sample(recent, min(len(recent), random.randrange(1, 4)))
             depth = 1 + max((prev.depth for prev in prevs), default=0)
             key = random.choice([None, "a", "b", "c"])
-            held_as = random.choice([*[EventKind.REGULAR] * 4, EventKind.SOFT_FAILED, EventKind.REJECTED])
+            kind = random.choice([*[EventKind.REGULAR] * 4, EventKind.SOFT_FAILED, EventKind.REJECTED])
             names = tuple(prev.id for prev in prevs)
-            event = RoomEvent(f"e{number}", ROOM, "topic", "@ada", names, depth, key, {}, held_as)
+            event = RoomEvent(f"e{number}", ROOM, "topic", "@ada", names, depth, key, {}, kind)
             memory.persist(event)
             ids[event.id] = (STORE if number % 3 else SQL_STORE).persist(rooms, event) or 0
         first = min(ids.values())
         for linear in range(first - 1, first + 40):
             result = initial_sync(second_connection, ROOM, VectorPosition(linear), limit=100)
             expected = ExpectedRoom(
-                memory.events.values(), {id: memory.events[id].held_as for id in ids if ids[id] <= linear}
+                memory.events.values(), {id: memory.events[id].kind for id in ids if ids[id] <= linear}
             )
             assert result.state == expected.current_state
             assert {row.stream_ordering for row in result.events} == {id for id in ids.values() if id <= linear}
@@ -132,17 +132,17 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, second_con
 def test_an_out_of_band_membership_is_returned_only_to_its_user(rooms: Connection) -> None:
     """An invite to an unknown room, its rejection and a knock are returned once."""
     invite = a_member("invite", "@bob", replace(an_event("unknown"), depth=8), membership="invite")
-    STORE.persist(rooms, replace(invite, held_as=EventKind.OUT_OF_BAND))
+    STORE.persist(rooms, replace(invite, kind=EventKind.OUT_OF_BAND))
     result = sync(rooms, "@bob", VectorPosition(0), VectorPosition(1))
     assert (ids([*result.out_of_band]), result.events, result.rooms) == ([1], [], [])
     assert not sync(rooms, "@ada", VectorPosition(0), VectorPosition(1)).out_of_band
     assert not sync(rooms, "@bob", result.until, VectorPosition(1)).out_of_band
     assert messages(rooms, ROOM, VectorPosition(1)) == ([], None)
     rejection = replace(invite, id="no", prevs=("invite",), depth=10, content={"membership": "leave"})
-    STORE.persist(rooms, replace(rejection, held_as=EventKind.OUT_OF_BAND))
+    STORE.persist(rooms, replace(rejection, kind=EventKind.OUT_OF_BAND))
     assert ids([*sync(rooms, "@bob", result.until, VectorPosition(2)).out_of_band]) == [2]
     knock = replace(invite, id="knock", prevs=("no",), depth=11, content={"membership": "knock"})
-    STORE.persist(rooms, replace(knock, held_as=EventKind.OUT_OF_BAND))
+    STORE.persist(rooms, replace(knock, kind=EventKind.OUT_OF_BAND))
     assert ids([*sync(rooms, "@bob", VectorPosition(2), VectorPosition(3)).out_of_band]) == [3]
 
 

@@ -50,7 +50,7 @@ def test_any_events_in_any_order_match_the_definitions(
             continue
         stored.append(event)
         turns = {other.id: turn for turn, other in enumerate(stored)}
-        expected = ExpectedRoom(everything, {id: other.held_as for id, other in rooms.events.items()}, turns)
+        expected = ExpectedRoom(everything, {id: other.kind for id, other in rooms.events.items()}, turns)
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == expected.forward_extremities
         assert room.backward_extremities == expected.backward_extremities
@@ -77,7 +77,7 @@ def test_members_receive_the_events_of_their_stays(
     for member in MEMBER_NAMES:
         received = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.received_ids(member)]
         assert received == expected_deliveries(expected, ids, member)
-    expected_at_end = ExpectedRoom(everything, {event.id: event.held_as for event in order})
+    expected_at_end = ExpectedRoom(everything, {event.id: event.kind for event in order})
     stays = expected_at_end.stays((id, turn) for turn, id in enumerate(ids))
     lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
@@ -140,7 +140,7 @@ def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent],
             before = [entry.id for entry in expected.state_before(event).values()]
             for other in before:
                 if other not in rooms.events:
-                    rooms.persist(replace(expected.all_events[other], held_as=EventKind.OUTLIER))
+                    rooms.persist(replace(expected.all_events[other], kind=EventKind.OUTLIER))
             rooms.persist(event, "backfill", before)
     assert len(rooms.history) == len({*rooms.history})
     assert rooms.rooms[ROOM].backward_extremities == set()
@@ -199,7 +199,7 @@ ROOT = an_event("root")
         (replace(ROOT, id="x" * 256), "its ID"),
         (replace(ROOT, id="\ud800"), "its ID"),
         (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "and the maximum is 20"),
-        (replace(ROOT, id="x", held_as=EventKind.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (replace(ROOT, id="x", kind=EventKind.OUT_OF_BAND), "only an invite, its rejection or a knock"),
         (
             RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, EventKind.OUT_OF_BAND),
             "only an invite, its rejection or a knock",
@@ -265,19 +265,17 @@ def test_a_room_continues_at_the_maximum_depth() -> None:
     require_refused(rooms, replace(an_event("past", last), depth=MAX_DEPTH + 1), "is not from 1 to 9223372036854775807")
 
 
-@pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
+@pytest.mark.parametrize("kind", [EventKind.SOFT_FAILED, EventKind.REJECTED])
 @pytest.mark.parametrize("order", list(permutations("abc")))
-def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
-    order: tuple[str, ...], held_as: EventKind
-) -> None:
+def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(order: tuple[str, ...], kind: EventKind) -> None:
     """Soft-failed or rejected events between regular events, a hundred times, in any order of arrival: the only forward
     extremity is the last regular event."""
     rooms = MemoryRooms()
     last = ROOT
     rooms.persist(last)
     for number in range(100):
-        first_bad = replace(an_event(f"s{number}", last), held_as=held_as)
-        second_bad = replace(an_event(f"t{number}", first_bad), held_as=held_as)
+        first_bad = replace(an_event(f"s{number}", last), kind=kind)
+        second_bad = replace(an_event(f"t{number}", first_bad), kind=kind)
         regular = an_event(f"u{number}", second_bad)
         for name in order:
             rooms.persist({"a": first_bad, "b": second_bad, "c": regular}[name], state_ids_before=[])
@@ -304,11 +302,11 @@ def test_an_outlier_has_no_edges_and_no_state_until_it_is_regular() -> None:
     """An outlier is in no timeline either. It becomes regular once; then it is a duplicate."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    outlier = replace(an_event("late", ROOT, key="a"), held_as=EventKind.OUTLIER)
+    outlier = replace(an_event("late", ROOT, key="a"), kind=EventKind.OUTLIER)
     rooms.persist(outlier)
     assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
     require_refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
-    rooms.persist(replace(outlier, held_as=EventKind.REGULAR))
+    rooms.persist(replace(outlier, kind=EventKind.REGULAR))
     assert ({*rooms.rooms[ROOM].forward_extremities}, rooms.live) == ({"late"}, ["root", "late"])
     require_refused(rooms, outlier, "a duplicate: it is stored already, as regular")
 
@@ -321,7 +319,7 @@ def test_an_out_of_band_membership_is_published_again_as_a_regular_event() -> No
     )
     rooms.persist(invite, "backfill")  # published live all the same
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities, rooms.rooms[ROOM].group) == (["invite"], set(), None)
-    rooms.persist(replace(invite, held_as=EventKind.REGULAR), state_ids_before=[])
+    rooms.persist(replace(invite, kind=EventKind.REGULAR), state_ids_before=[])
     assert (rooms.live, rooms.rooms[ROOM].backward_extremities) == (["invite", "invite"], {"unknown"})
 
 
@@ -342,13 +340,13 @@ def test_a_new_event_follows_the_ten_deepest_extremities() -> None:
     assert {*rooms.rooms[ROOM].forward_extremities} == {"heal2"}
 
 
-@pytest.mark.parametrize("held_as", [EventKind.SOFT_FAILED, EventKind.REJECTED])
-def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: EventKind) -> None:
+@pytest.mark.parametrize("kind", [EventKind.SOFT_FAILED, EventKind.REJECTED])
+def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(kind: EventKind) -> None:
     """New events follow the event before it, until a regular event follows it. A soft-failed event sets its state key
     in that state; a rejected event does not."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    bad = replace(an_event("bad", ROOT, key="a"), held_as=held_as)
+    bad = replace(an_event("bad", ROOT, key="a"), kind=kind)
     rooms.persist(bad)
     room = rooms.rooms[ROOM]
     assert {*room.forward_extremities} == {"root"}
@@ -357,4 +355,4 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     rooms.persist(an_event("after", bad))
     assert {*room.forward_extremities} == {"after"}
     state = room.groups.state(room.group)
-    assert [entry.id for entry in state.values()] == ["bad"] * (held_as is EventKind.SOFT_FAILED)
+    assert [entry.id for entry in state.values()] == ["bad"] * (kind is EventKind.SOFT_FAILED)

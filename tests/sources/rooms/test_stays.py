@@ -39,7 +39,7 @@ class Writers:
     def persist(self, event: RoomEvent, expected: ExpectedRoom, *, late: bool) -> None:
         before = [entry.id for entry in expected.state_before(event).values()]
         for id in {*before} - tables.load_events(self.quick, before).keys():
-            STORE.persist(self.quick, replace(expected.all_events[id], held_as=EventKind.OUTLIER))
+            STORE.persist(self.quick, replace(expected.all_events[id], kind=EventKind.OUTLIER))
         if late and self.reserved_id is not None:
             SQL_STORE.persist(self.slow, event, state_ids_before=before, reserved_id=self.reserved_id)
             self.end()
@@ -121,7 +121,7 @@ def test_a_member_receives_its_stays_and_their_ends_despite_slow_writers(
             pass
         expected_rows = expected_deliveries(expected, [event.id for event in order], member.name)
         member.require_correct(expected_rows)
-        expected_at_end = ExpectedRoom(everything, {event.id: event.held_as for event in order})
+        expected_at_end = ExpectedRoom(everything, {event.id: event.kind for event in order})
         stays = expected_at_end.stays((event.id, turn) for turn, event in enumerate(order))
         assert member.rooms == [ROOM for name, _, ended, _ in stays if name == member.name and ended is None]
 
@@ -213,7 +213,7 @@ def test_a_member_who_rejoins_receives_events_from_the_join_on(tea_room: Connect
 def test_a_leave_known_only_from_a_received_state_ends_the_stay(tea_room: Connection) -> None:
     """The leave is an outlier, so it is in no timeline. The event whose state contains the leave ends the stay."""
     gone = replace(a_member("gone", "@bob", membership="leave"), prevs=("unknown",), depth=8)
-    STORE.persist(tea_room, replace(gone, held_as=EventKind.OUTLIER))
+    STORE.persist(tea_room, replace(gone, kind=EventKind.OUTLIER))
     far = replace(gone, id="far", type="m", state_key=None, content={}, prevs=("bob", "gone"), depth=9)
     STORE.persist(tea_room, far, state_ids_before=["ada", "gone"])
     result = sync(tea_room, "@bob", VectorPosition(2), VectorPosition(4))

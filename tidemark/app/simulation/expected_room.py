@@ -83,7 +83,7 @@ class ExpectedRoom:
                 continue
             to_visit.pop()
             state = self.state_before(event)
-            if event.key is not None and event.held_as is not EventKind.REJECTED:
+            if event.key is not None and event.kind is not EventKind.REJECTED:
                 state[event.key] = StateEntry(event.depth, event.id)
             self._states[event.id] = state
         return self._states[id]

@@ -153,7 +153,7 @@ class _RoomThread:
         ids = [*event_ids]
         missing = {*ids} - tables.load_events(connection, ids).keys()
         for event, _ in fetch_remote_events(connection, missing):
-            self._store.persist(connection, replace(event, held_as=EventKind.OUTLIER))
+            self._store.persist(connection, replace(event, kind=EventKind.OUTLIER))
 
 
 class _LiveThread(_RoomThread):
@@ -177,7 +177,7 @@ class _LiveThread(_RoomThread):
         elif chance < 0.7:
             fork = self._new_fork_event(connection, room)
             self._store.persist(
-                connection, replace(fork, held_as=self._random.choice(_RANDOM_KINDS)), reserved_id=reserved_id
+                connection, replace(fork, kind=self._random.choice(_RANDOM_KINDS)), reserved_id=reserved_id
             )
         elif chance < 0.93:
             self._receive_remote_event(connection, room, reserved_id)
@@ -227,18 +227,18 @@ class _LiveThread(_RoomThread):
         for left in range(self._random.randrange(4), -1, -1):
             if is_invite and not left:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
-            event = replace(event, held_as=EventKind.REGULAR if is_invite else self._random.choice(_RANDOM_KINDS))
+            event = replace(event, kind=EventKind.REGULAR if is_invite else self._random.choice(_RANDOM_KINDS))
             before = [entry.id for entry in state.values()]
             connection.execute(
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
                 [event.id, room, msgspec.json.encode(event).decode(), before],
             )
             if left:
-                if event.key and event.held_as is not EventKind.REJECTED:
+                if event.key and event.kind is not EventKind.REJECTED:
                     state = {**state, event.key: StateEntry(event.depth, event.id)}
                 event = self._new_event(room, [event.id], event.depth + 1)
         if is_invite:
-            event = replace(event, held_as=EventKind.OUT_OF_BAND)
+            event = replace(event, kind=EventKind.OUT_OF_BAND)
         self._store_outliers(connection, before)
         self._store.persist(connection, event, state_ids_before=before, reserved_id=reserved_id)
 
@@ -263,7 +263,7 @@ class _BackfillThread(_RoomThread):
         if self._random.random() < COMPACTION_PROBABILITY:
             tables.compact_states(connection, room)
         tables.lock_room(connection, room)
-        missing = tables.backward_extremities(connection, room)[:5]
+        missing = tables.load_backward_extremities(connection, room)[:5]
         for event, before in sorted(
             fetch_remote_events(connection, missing), key=lambda fetched_event: -fetched_event[0].depth
         ):

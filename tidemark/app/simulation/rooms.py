@@ -434,7 +434,7 @@ def _load_all_events(connection: Connection, room: str) -> tuple[Collection[Room
     stored = {id: event for id, (event, _) in tables.load_events(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
     others = {event.id: event for event in (msgspec.convert(body, RoomEvent) for (body,) in remote)}
-    return {**stored, **others}.values(), {id: event.held_as for id, event in stored.items()}
+    return {**stored, **others}.values(), {id: event.kind for id, event in stored.items()}
 
 
 def _matches_definitions(connection: Connection, room: str) -> bool:
@@ -452,8 +452,8 @@ def _matches_definitions(connection: Connection, room: str) -> bool:
     current = current_state(connection, room)[1]
     chains = tables.PostgresStateGroups(connection, room)
     return (
-        {*tables.forward_extremities(connection, room)} == expected_room.forward_extremities
-        and {*tables.backward_extremities(connection, room)} == expected_room.backward_extremities
+        {*tables.load_forward_extremities(connection, room)} == expected_room.forward_extremities
+        and {*tables.load_backward_extremities(connection, room)} == expected_room.backward_extremities
         and groups.keys() == expected_room.non_outliers
         and all(states[group] == expected_room.state_at(id) for id, group in groups.items())
         and current == expected_room.current_state

@@ -1,8 +1,8 @@
 """Persists events in the caller's transaction, with their facts on the streams `events`, `backfill` and `caches`.
 
-A transaction first takes the lock of the event's room, so one transaction at a time changes a room, and rooms are
-independent. The isolation level must be `read committed`: after the transaction has taken the lock, it sees the changes
-that other transactions have committed.
+A transaction first takes the lock of the event's room. So one transaction at a time changes a room, and rooms are
+independent of each other. The isolation level must be `read committed`. Then the statements after the lock see all
+changes that other transactions have committed.
 """
 
 import re
@@ -40,13 +40,13 @@ from tidemark.sources.rooms.rules import (
 from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, ROOM_CACHES, STATE_CACHE, LockedRoom, PostgresStateGroups
 from tidemark.sources.writer import Writer
 
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not if the backslash itself is escaped
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL in JSON; an escaped backslash before `u0000` is none
 MAX_INVALIDATED_MEMBERS = 10
 """If the memberships of more members change at once, the cache of joined rooms is cleared for all members."""
 
 
 class Appender(Protocol):
-    """Appends facts to streams, as the writer `name`."""
+    """Appends facts to streams, as the writer `name`. See `tidemark.sources.writer.Writer` for the methods."""
 
     name: str
 
@@ -66,7 +66,7 @@ class WriterAppender(Writer):
 
 
 class SqlAppender:
-    """Appends with the SQL functions. The writer is the database; `name` is its name."""
+    """Appends with the SQL functions, as the writer of the database. `name`: the name of the database's own writer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,11 +94,18 @@ class RoomStreams:
     caches: str = "caches"
 
     def name_of(self, timeline: Timeline) -> str:
+        """The name of the stream of a timeline."""
         return self.events if timeline == "events" else self.backfill
 
 
 class RoomStore:
-    """Persists events as one writer. Only one thread at a time may use it. It has no state of its own."""
+    """Persists events as one writer. Only one thread at a time may call a method. A store has no state of its own.
+
+    Args:
+        appender: appends the facts.
+        streams: the names of the streams.
+        clock: returns the time in seconds since 1970, for the rows of the stream `caches`.
+    """
 
     def __init__(self, appender: Appender, streams: RoomStreams, clock: Callable[[], float] = time.time) -> None:
         self._appender = appender
@@ -113,15 +120,16 @@ class RoomStore:
         state_ids_before: Collection[str] | None = None,
         reserved_id: int | None = None,
     ) -> int | None:
-        """Persist an event.
+        """Persist an event, update the room, and append the facts. Takes the room's lock until the transaction ends.
 
         Args:
             connection: in the transaction of the service.
             event: the event.
             timeline: `events` for a live event, `backfill` for history.
-            state_ids_before: the IDs of the events of the state before it. Required if not all of its prev events are
-                stored.
-            reserved_id: an ID of the timeline's stream that this transaction has reserved; None to append.
+            state_ids_before: the IDs of the events that make up the state before `event`. Required if a prev event of
+                `event` is not stored; otherwise ignored.
+            reserved_id: the ID for the event's fact, which this transaction has reserved on the timeline's stream; None
+                to take the next ID.
 
         Returns:
             The stream ID of the event; None for an outlier, which is not published.
@@ -150,19 +158,19 @@ class RoomStore:
         related = RelatedEvents(
             stored.get(event.id),
             {id: stored[id].summary for id in event.prevs if id in stored},
-            tables.successors_of(connection, event.room, event.id),
+            tables.load_successors(connection, event.room, event.id),
         )
         change = compute_change(event, related, timeline)
         state_before = check_state_before(event, change, state_ids_before, stored)
         groups, group = PostgresStateGroups(connection, event.room), None
-        if not event.held_as.is_outlier:
+        if not event.kind.is_outlier:
             prev_groups = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
             group = group_after_event(event, prev_groups, state_before, groups)
         _store_event(connection, event, group)
         _store_change(connection, event, change)
         id = None
         if change.timeline:
-            recipient = event.state_key if event.held_as is EventKind.OUT_OF_BAND else None
+            recipient = event.state_key if event.kind is EventKind.OUT_OF_BAND else None
             id = self._publish(connection, event.summary, change.timeline, room.turn, recipient, reserved_id)
         if change.ends_extremities:
             includes_prevs = change.becomes_extremity and event.depth < MAX_DEPTH
@@ -178,7 +186,16 @@ class RoomStore:
         recipient: str | None,
         reserved_id: int | None = None,
     ) -> int:
-        """Append a fact to a timeline, for all members of the room or for one recipient. Returns its stream ID."""
+        """Append the fact of an event to a timeline. Returns the fact's stream ID.
+
+        Args:
+            connection: in the transaction that has locked the room.
+            event: the event.
+            timeline: the timeline.
+            turn: the turn of the event (see `rules.Stay`).
+            recipient: the only member who receives the fact; None for all members of the room.
+            reserved_id: the reserved ID of the fact; None to take the next ID.
+        """
         stream, row = self._streams.name_of(timeline), {"event": event.id, "room": event.room}
         id = self._appender.append(connection, stream, row) if reserved_id is None else reserved_id
         if reserved_id is not None:
@@ -205,11 +222,11 @@ class RoomStore:
             room: the room.
             before: the room before the event.
             groups: the state groups of the room.
-            newest: the group after the event, if its state includes the states of the forward extremities that the
-                event replaced; otherwise None.
+            newest: the group of the state after the event, if the event replaced its prev events as a forward
+                extremity. Then this state includes their states. Otherwise None.
         """
         current = before.group
-        current_groups = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
+        current_groups = dict.fromkeys(group for _, group in tables.load_forward_extremities(connection, room).values())
         if newest is not None and current is not None and len(current_groups) > 1:
             current_groups = dict.fromkeys([current, newest])
         group = merge_groups([*current_groups], None, {}, groups) if current_groups else None
@@ -234,13 +251,12 @@ class RoomStore:
         Args:
             connection: in the transaction that has locked the room.
             room: the room.
-            turn: how often the room's lock had been taken when the event that changes the memberships was persisted
-                (`rooms.timeline.turn`).
-            members: by member, the changed entry of the room's current state.
+            turn: the turn of the event that changes the memberships (see `rules.Stay`).
+            members: member -> the changed entry of the room's current state.
         """
-        before = tables.joined_among(connection, room, members)
+        before = tables.load_joined_members(connection, room, members)
         tables.store_memberships(connection, room, [entry.id for entry in members.values()])
-        joined, left = joined_and_left(before, tables.joined_among(connection, room, members))
+        joined, left = joined_and_left(before, tables.load_joined_members(connection, room, members))
         left_by = []
         for member in left:
             event = EventSummary(members[member].id, room, members[member].depth, EventKind.REGULAR)
@@ -248,6 +264,14 @@ class RoomStore:
         tables.update_stays(connection, room, turn, joined, dict(zip(left, left_by, strict=True)))
 
     def _invalidate(self, connection: Connection, cache: str, keys: Sequence[str] | None, version: int | None) -> None:
+        """Append an invalidation to the stream `caches`.
+
+        Args:
+            connection: in the transaction that has locked the room.
+            cache: the name of a cache or of a group of caches.
+            keys: the key of the value to remove; None for all values.
+            version: the new version of the room's current state; None for a cache that is not of a room.
+        """
         now = int(self._clock() * 1000)
         id = self._appender.append(connection, self._streams.caches, [cache, keys, now])
         connection.execute(
@@ -258,8 +282,10 @@ class RoomStore:
 
 
 def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
-    """Yield names and keys of the caches that a change of the room's state invalidates. `members`: whose memberships
-    changed."""
+    """Yield the caches that a change of the room's state invalidates: a name, and a key or None for all values.
+
+    `members`: the members whose memberships changed.
+    """
     if not members:
         yield STATE_CACHE, [room]
         return
@@ -271,6 +297,7 @@ def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[s
 
 
 def _store_event(connection: Connection, event: RoomEvent, group: int | None) -> None:
+    """Store an event, or replace a stored outlier. `group`: the group of the state after the event."""
     connection.execute(
         "insert into rooms.events (event, room, type, sender, prevs, depth, state_key, content, held_as, state_group)"
         " values (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
@@ -278,14 +305,14 @@ def _store_event(connection: Connection, event: RoomEvent, group: int | None) ->
         " where events.held_as in ('outlier', 'out-of-band')",
         [
             *(event.id, event.room, event.type, event.sender, [*event.prevs], event.depth, event.state_key),
-            *(tables.as_json(event.content), event.held_as.value, group),
+            *(tables.as_json(event.content), event.kind.value, group),
         ],
     )
 
 
 def _store_change(connection: Connection, event: RoomEvent, change: RoomChange) -> None:
-    """Update the room's edges and extremities."""
-    if event.held_as.is_outlier:
+    """Update the room's edges and extremities. Does nothing for an outlier."""
+    if event.kind.is_outlier:
         return
     edges = [*change.edges]
     if change.wrong_depth_events:
@@ -313,7 +340,7 @@ def _store_change(connection: Connection, event: RoomEvent, change: RoomChange) 
 
 
 def _with_stored_content(event: RoomEvent) -> RoomEvent:
-    """The event with its content as the table returns it. Raises `BadEvent` if a table cannot store the content."""
+    """Copy the event with its content as the table will return it. Raises `BadEvent` if the table cannot store it."""
     try:
         text = tables.as_json(event.content)
         text.encode()
@@ -325,7 +352,7 @@ def _with_stored_content(event: RoomEvent) -> RoomEvent:
 
 
 def next_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
-    """The IDs of the prev events of a new event, and its depth. Takes the room's lock."""
+    """Take the room's lock, and choose the prev events of a new event. Returns their IDs, and the new event's depth."""
     tables.lock_room(connection, room)
-    prevs = choose_prevs(extremity for extremity, _ in tables.forward_extremities(connection, room).values())
+    prevs = choose_prevs(extremity for extremity, _ in tables.load_forward_extremities(connection, room).values())
     return tuple(prev.id for prev in prevs), depth_after(prevs)

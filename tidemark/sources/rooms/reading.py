@@ -1,8 +1,8 @@
-"""The requests of clients, at positions that the caller passes: sync, initial sync, and pages of history.
+"""Answers the requests of clients: sync, initial sync, and pages of history.
 
-`sync` returns the events between two positions of the stream `events`, in order of arrival; it includes the events of
-slow writers. `messages` returns pages of history in descending order of `(depth, stream_ordering)`. The caller reads
-the position before the call, so that all events up to the position are visible.
+`sync` returns the events between two positions of the stream `events`, in the order of their stream IDs, including the
+events of slow writers. `messages` returns pages of history in descending order of `(depth, stream_ordering)`. The
+caller must read the published position before it calls a function, so that all events up to the position are visible.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,23 @@ class VectorPosition:
 
     Attributes:
         linear: the linear position.
-        positions: by writer, the writer positions beyond `linear`.
+        positions: writer -> the writer's position, of writers beyond `linear`.
     """
 
     linear: int
     positions: Mapping[str, int] = field(default_factory=dict)
 
     def position_of(self, writer: str) -> int:
+        """The position of a writer."""
         return max(self.linear, self.positions.get(writer, 0))
 
     def covers(self, row: "TimelineRow") -> bool:
-        """Whether the row is at or below the position of its writer. True for all history, whose IDs are negative."""
+        """Whether the row is at or below the position of its writer. True for all rows of the stream `backfill`,
+        because their IDs are negative."""
         return row.stream_ordering <= self.position_of(row.writer)
 
     def merge(self, other: "VectorPosition") -> "VectorPosition":
-        """The position that covers every ID that either position covers."""
+        """The lowest position that covers every ID which this or the other position covers."""
         names = {*self.positions, *other.positions}
         linear = max(self.linear, other.linear)
         return VectorPosition(
@@ -43,11 +45,20 @@ class VectorPosition:
 
     @property
     def max_id(self) -> int:
+        """The highest ID that the position may cover."""
         return max([self.linear, *self.positions.values()])
 
 
 class TimelineRow(NamedTuple):
-    """A row of the table `rooms.timeline`."""
+    """A row of the table `rooms.timeline`.
+
+    Attributes:
+        stream_ordering: the signed stream ID of the event; negative for history.
+        event: the ID of the event.
+        room: the room of the event.
+        depth: the depth of the event.
+        writer: the writer of the event's fact.
+    """
 
     stream_ordering: int
     event: str
@@ -57,7 +68,8 @@ class TimelineRow(NamedTuple):
 
 
 class PageEnd(NamedTuple):
-    """The last event of a page: the next page begins before it."""
+    """The last event of a page. The next page begins after this event, in descending order of `(depth,
+    stream_ordering)`."""
 
     depth: int
     stream_ordering: int
@@ -69,11 +81,11 @@ class SyncResult:
 
     Attributes:
         until: the position to pass as `since` to the next call.
-        rooms: the rooms that the member has joined.
-        events: the new events of the member's stays, in order of arrival.
-        out_of_band: new out-of-band memberships, which only the member receives.
-        ended_stays: the events that ended stays (leave, kick or ban). No more events of such a stay follow. If the
-            member has joined again, the room is also in `rooms`.
+        rooms: the rooms in which the member is joined now, or the rooms that the caller passed.
+        events: the new events of the member's stays, in the order of their stream IDs.
+        out_of_band: the new out-of-band memberships, which only the member receives.
+        ended_stays: the events that ended stays of the member (leave, kick or ban). No more events of such a stay
+            follow. If the member has joined again, the room is also in `rooms`.
     """
 
     until: VectorPosition
@@ -88,9 +100,9 @@ class InitialSync:
     """The answer to `initial_sync`.
 
     Attributes:
-        events: the newest events of the room, the first page of its history.
+        events: the first page of the room's history: the newest events.
         state: the state of the room.
-        before: the end of that page, for `messages`; None if there are no more events.
+        before: the end of the page, to pass to `messages`; None if there are no more events.
     """
 
     events: Sequence[TimelineRow]
@@ -102,19 +114,26 @@ _COLUMNS = "stream_ordering, event, room, depth, writer"
 
 
 def _covered_condition(row: str) -> str:
-    """The SQL of `VectorPosition.covers` for the row of the alias `row`. Needs `_position_parameters`."""
+    """The SQL condition that is the same as `VectorPosition.covers`. Its parameters come from `_position_parameters`.
+
+    `row`: the alias of the row of `rooms.timeline`.
+    """
     position = f"greatest(%(linear)s, (%(to)s::jsonb->>{row}.writer)::bigint)"
     return f"({row}.stream_ordering < 0 or {row}.stream_ordering <= {position})"
 
 
 def incarnation(connection: Connection) -> int:
-    """The incarnation of the database: the time in microseconds since 1970 when it was last opened after a restore, or
-    0. Tokens and caches of another incarnation are invalid."""
+    """Query the incarnation of the database. Tokens and caches of another incarnation are invalid.
+
+    The incarnation is the time, in microseconds since 1970, at which the database was last opened after a restore; 0 if
+    it never was.
+    """
     ((began,),) = connection.execute("select max(began) from rooms.incarnations").fetchall()
     return int(began)
 
 
 def joined_rooms(connection: Connection, member: str) -> list[str]:
+    """Query the rooms in which a member is joined now, sorted."""
     rows = connection.execute(
         "select room from rooms.memberships where member = %s and membership = %s order by room", [member, JOINED]
     )
@@ -122,6 +141,7 @@ def joined_rooms(connection: Connection, member: str) -> list[str]:
 
 
 def members_of(connection: Connection, room: str) -> list[str]:
+    """Query the members who are joined in a room now, sorted."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and membership = %s order by member", [room, JOINED]
     )
@@ -136,18 +156,18 @@ def sync(
     limit: int = 100,
     rooms: Sequence[str] | None = None,
 ) -> SyncResult:
-    """The events after `since` and up to `now`, in order of arrival.
+    """Query the events after `since` and up to `now`, in the order of their stream IDs.
 
-    The end of a stay is returned only when the linear position has passed it: before that, a slow writer may add an
-    event of the stay.
+    The end of a stay is returned only when the linear position has passed this end. Before that, a slow writer may add
+    an event of the stay.
 
     Args:
         connection: to the database of the rooms.
         member: the member whose stays are read.
-        since: the `until` of the last answer. It may be beyond `now`.
+        since: the `until` of the last answer. This position may be beyond `now`.
         now: the published position.
-        limit: the maximum number of events. If there are more, `until` of the result is below `now`.
-        rooms: read all events of these rooms instead of the member's stays.
+        limit: the largest number of events. If there are more, `until` of the result is below `now`.
+        rooms: the rooms of which to read all events; None to read only the member's stays.
     """
     now = now.merge(since)
     stays = _load_stays(connection, member, since) if rooms is None else [Stay(room, 0) for room in rooms]
@@ -172,7 +192,7 @@ def sync(
 
 
 def _load_stays(connection: Connection, member: str, since: VectorPosition) -> list[Stay]:
-    """The member's stays, except the stays that end at or below the linear position of `since`."""
+    """Query the member's stays, except the stays whose end is at or below the linear position of `since`."""
     rows = connection.execute(
         "select room, began, ended, left_by from rooms.stays where member = %s"
         " and (left_by is null or left_by > %s) order by room, began",
@@ -184,7 +204,10 @@ def _load_stays(connection: Connection, member: str, since: VectorPosition) -> l
 def _limit_events(
     events: list[TimelineRow], since: VectorPosition, now: VectorPosition, limit: int
 ) -> tuple[list[TimelineRow], VectorPosition]:
-    """The first `limit` events, and the position after them."""
+    """Return the first `limit` events, and the position after these events: between `since` and `now`.
+
+    `events`: the events in the order of their stream IDs.
+    """
     page = events[:limit]
     last = page[-1].stream_ordering
     linear = min(last, now.linear)
@@ -198,8 +221,10 @@ def _limit_events(
 def _load_arrived_events(
     connection: Connection, stays: Sequence[Stay], since: VectorPosition, now: VectorPosition, limit: int
 ) -> list[TimelineRow]:
-    """The first `limit` events of the stays. An index is used for each stay, so the cost depends only on the events of
-    its rooms."""
+    """Query the first `limit` events of the stays, after `since` and up to `now`.
+
+    The query uses an index for each stay, so its cost depends only on the events of these rooms.
+    """
     writers = [*{*since.positions, *now.positions}]
     rows = connection.execute(
         f"""
@@ -234,20 +259,20 @@ def _load_arrived_events(
 def messages(
     connection: Connection, room: str, upto: VectorPosition, before: PageEnd | None = None, limit: int = 100
 ) -> tuple[list[TimelineRow], PageEnd | None]:
-    """A page of history, the deepest events first.
+    """Query a page of history, the deepest events first.
 
-    The order by `(depth, stream_ordering)` is unique: pages neither omit nor repeat an event that exists when the first
-    page is read, even if events are inserted meanwhile.
+    The order by `(depth, stream_ordering)` is unique. So an event that exists when the first page is read is on exactly
+    one page, even if other events are inserted meanwhile.
 
     Args:
         connection: to the database of the rooms.
         room: the room.
-        upto: live events beyond this position are omitted; `sync` returns them.
+        upto: live events beyond this position are left out, because `sync` returns them.
         before: the end of the previous page; None for the first page.
-        limit: the maximum number of events.
+        limit: the largest number of events.
 
     Returns:
-        The events, and the end of the page; None instead of the end if there are no more events.
+        The events, and the end of the page. The end is None if there are no more events.
     """
     page_start = PageEnd(2**63 - 1, 2**63 - 1) if before is None else before
     rows = connection.execute(
@@ -265,9 +290,10 @@ def messages(
 
 
 def initial_sync(connection: Connection, room: str, now: VectorPosition, limit: int = 20) -> InitialSync:
-    """The room at the position `now`, from one snapshot. The connection must not be in a transaction.
+    """Query the newest events and the state of the room at the position `now`, from one snapshot.
 
-    A client continues forwards with `sync(since=now)`, and backwards with `messages(before=result.before)`.
+    The connection must not be in a transaction. A client reads later events with `sync(since=now)`, and earlier events
+    with `messages(before=result.before)`.
     """
     with connection.transaction():
         connection.execute("set transaction isolation level repeatable read read only")
@@ -276,7 +302,7 @@ def initial_sync(connection: Connection, room: str, now: VectorPosition, limit: 
 
 
 def state_at(connection: Connection, room: str, now: VectorPosition) -> State:
-    """The room's state at a position: the state after the events that were the forward extremities at that position."""
+    """Query the room's state at a position: the state after the events that were the forward extremities then."""
     groups = connection.execute(
         f"""
         with recursive later as (
@@ -315,7 +341,8 @@ def _position_parameters(upto: VectorPosition) -> dict[str, object]:
 
 
 def current_state(connection: Connection, room: str) -> tuple[int, State]:
-    """The version of the room's current state, and the state, from one snapshot."""
+    """Query the version of the room's current state, and the state, from one snapshot. Version 0 if there is no
+    room."""
     rows = connection.execute(
         """
         with recursive chain as (
@@ -335,7 +362,7 @@ def current_state(connection: Connection, room: str) -> tuple[int, State]:
 
 
 def members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
-    """The version of the room's current state, and its joined members, from one snapshot."""
+    """Query the version of the room's current state, and the joined members, sorted, from one snapshot."""
     rows = connection.execute(
         "select version, member from rooms.rooms left join rooms.memberships"
         " on memberships.room = rooms.room and membership = %s where rooms.room = %s order by member",
@@ -345,7 +372,10 @@ def members_with_version(connection: Connection, room: str) -> tuple[int, list[s
 
 
 def joined_rooms_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
-    """The number of invalidations of the member's list of joined rooms, and the list, from one snapshot."""
+    """Query a version of the member's list of joined rooms, and the list, from one snapshot.
+
+    The version is the number of invalidations of the list.
+    """
     ((version, rooms),) = connection.execute(
         """
         select (
@@ -363,11 +393,12 @@ def joined_rooms_with_version(connection: Connection, member: str) -> tuple[int,
 def load_invalidations(
     connection: Connection, since: VectorPosition, now: VectorPosition
 ) -> list[tuple[str, list[str] | None]]:
-    """The invalidations after `since` and up to `now`, positions of the stream `caches`. Some may have been returned
-    before.
+    """Query the invalidations after `since` and up to `now`, which are positions of the stream `caches`.
+
+    A call may return invalidations again that an earlier call returned.
 
     Returns:
-        The name of a cache or of a group of caches, and its keys; None instead of keys for all values.
+        Pairs of the name of a cache or of a group of caches, and a key. The key is None for all values of the cache.
     """
     return connection.execute(
         "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"

@@ -1,12 +1,13 @@
 """The rules of a room's DAG: how one persisted event changes edges, extremities and timelines. Pure.
 
-An event names its prev events, so the edges point back in time. `compute_change` needs only the neighbours of an event,
-so a store reads a few rows, also for a large room.
+An event names its prev events, so the edges point back in time. `compute_change` needs only the neighbours of an event.
+So a store reads only a few rows, even for a large room.
 
-A state maps each key (type, state key) to an event. The state resolution is simpler than Matrix's: for each key the
-deepest event wins; among equally deep events, the greatest ID. So the order and number of resolutions do not matter.
-The state after an event is the resolved state of its prev events, updated by the event itself. A state group is stored
-as a delta to its base; the chain of bases has a bounded length.
+A state maps each key (type, state key) to an event. The state resolution is simpler than Matrix's: for each key, the
+deepest event wins; among equally deep events, the event with the greatest ID wins. So the order and the number of
+resolutions do not matter. The state after an event is the resolved state of its prev events, updated by the event
+itself. A state group is a stored state. It has the entries that differ from another group, its *base*. The chain of
+bases has a bounded length.
 """
 
 from collections import Counter
@@ -23,14 +24,18 @@ MAX_NEW_PREV_EVENTS = 10
 MAX_PREV_EVENTS = 20
 """The maximum number of prev events of any event."""
 MAX_DEPTH = 2**63 - 1
+"""The largest depth of an event."""
 MEMBER = "m.room.member"
 _OUT_OF_BAND_MEMBERSHIPS = ("invite", "leave", "knock")
 
 Timeline = Literal["events", "backfill"]
+"""`events`: live events. `backfill`: history, which another server sent on request."""
 
 
 @message("event {event!r} is refused: {problem}")
 class BadEvent(Reject):
+    """An event that is refused. `event`: its ID. `problem`: why."""
+
     event: str
     problem: str
 
@@ -40,31 +45,32 @@ class EventKind(StrEnum):
 
     REGULAR = "regular"
     SOFT_FAILED = "soft-failed"
-    """Soft-failed: it has edges and a state, but is no forward extremity."""
+    """The event has edges and a state, but does not become a forward extremity."""
     REJECTED = "rejected"
-    """Rejected: like soft-failed, but it changes no state."""
+    """The same as soft-failed, but the event changes no state."""
     OUTLIER = "outlier"
-    """Outlier: the room's state at the event is unknown. It has no edges, sets no state, and is in no timeline."""
+    """The room's state at the event is unknown. The event has no edges, sets no state, and is in no timeline."""
     OUT_OF_BAND = "out-of-band"
-    """An outlier that is sent to its user: an invite, its rejection, a knock."""
+    """An outlier that is sent to the user of its state key: an invite, the rejection of an invite, or a knock."""
 
     @property
     def is_outlier(self) -> bool:
+        """Whether the event is an outlier, also one that is sent out of band."""
         return self in {EventKind.OUTLIER, EventKind.OUT_OF_BAND}
 
     @property
     def is_regular(self) -> bool:
-        """Only a regular event becomes a forward extremity, and only a regular event ends one."""
+        """Whether the event is regular. Only a regular event can become a forward extremity, or end one directly."""
         return self is EventKind.REGULAR
 
 
 class EventSummary(NamedTuple):
-    """The fields of an event that the rules need of its neighbours."""
+    """The fields of an event that the rules need from an event's neighbours. See `RoomEvent`."""
 
     id: str
     room: str
     depth: int
-    held_as: EventKind
+    kind: EventKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +78,15 @@ class RoomEvent:
     """An event of a room.
 
     Attributes:
-        prevs: the IDs of its prev events.
+        id: the ID of the event.
+        room: the ID of the room.
+        type: the type of the event, such as `m.room.member`.
+        sender: the ID of the user who sent the event.
+        prevs: the IDs of the prev events.
         depth: one more than the depth of the deepest prev event; 1 without prev events.
-        state_key: None if it is not a state event.
+        state_key: with `type`, the key of the state that the event sets; None if the event is not a state event.
+        content: the JSON content.
+        kind: the kind as which the event is stored.
     """
 
     id: str
@@ -85,19 +97,20 @@ class RoomEvent:
     depth: int
     state_key: str | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
-    held_as: EventKind = EventKind.REGULAR
+    kind: EventKind = EventKind.REGULAR
 
     @property
     def key(self) -> tuple[str, str] | None:
-        """The key of the room's state that the event sets, unless it is rejected; None if it is not a state event."""
+        """The key of the state that the event sets, unless the event is rejected; None if it is not a state event."""
         return None if self.state_key is None else (self.type, self.state_key)
 
     @property
     def summary(self) -> EventSummary:
-        return EventSummary(self.id, self.room, self.depth, self.held_as)
+        """The fields that the rules need from a neighbour."""
+        return EventSummary(self.id, self.room, self.depth, self.kind)
 
     def is_same(self, other: "RoomEvent") -> bool:
-        """Whether both are the same event. Ignores `held_as`."""
+        """Whether both events have the same fields, except the ID and `kind`."""
         return _compared_fields(self) == _compared_fields(other)
 
 
@@ -106,10 +119,10 @@ class RelatedEvents:
     """The stored neighbours of an event.
 
     Attributes:
-        stored: the event itself; None if it is not stored.
-        prevs: its stored prev events by ID, of any room and kind.
-        successors: the events of its room with an edge to it. If the edge ends forward extremities, the event has the
-            kind `REGULAR`.
+        stored: the stored event with the same ID; None if there is none.
+        prevs: ID -> stored prev event, of any room and kind.
+        successors: the events of the same room that have an edge to the event. A successor has the kind `REGULAR` if
+            its edge ends forward extremities.
     """
 
     stored: RoomEvent | None = None
@@ -119,18 +132,17 @@ class RelatedEvents:
 
 @dataclass(frozen=True, slots=True)
 class RoomChange:
-    """The effects of persisting an event.
-
-    If the event has edges, it is no longer a backward extremity.
+    """The effects of persisting an event. If the event has edges, it is no longer a backward extremity.
 
     Attributes:
-        edges: the IDs of its prev events.
-        ends_extremities: whether its prev events stop being forward extremities. Then the edges of soft-failed and
-            rejected prev events end forward extremities too, recursively.
+        edges: the IDs of the prev events to which the event has an edge; empty for an outlier.
+        ends_extremities: whether the prev events stop being forward extremities. Then the edges of soft-failed and
+            rejected prev events also end forward extremities, recursively.
         becomes_extremity: whether the event becomes a forward extremity.
-        missing_prevs: the IDs of prev events that are not stored; they become backward extremities.
-        timeline: the stream on which the event is published; None for an outlier, which is not published.
-        wrong_depth_events: the IDs of events that state a wrong depth; their edges to this event are removed.
+        missing_prevs: the IDs of the prev events that are not stored, or are outliers. They become backward
+            extremities.
+        timeline: the timeline in which the event is published; None for an outlier that is not out-of-band.
+        wrong_depth_events: the IDs of successors that state a wrong depth. Their edges to the event are removed.
     """
 
     edges: tuple[str, ...]
@@ -142,11 +154,11 @@ class RoomChange:
 
 
 def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline = "events") -> RoomChange:
-    """The effects of persisting an event.
+    """Check an event, and compute the effects of persisting the event.
 
     Args:
-        event: an event that arrived live or was fetched as history.
-        related: its stored neighbours.
+        event: the event.
+        related: the stored neighbours of the event.
         timeline: `events` for a live event, `backfill` for history. An out-of-band event is always live.
 
     Raises:
@@ -155,16 +167,16 @@ def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline 
     _check_fields(event)
     if related.stored is not None:
         _check_duplicate(event, related.stored)
-    if event.held_as.is_outlier:
-        stream: Timeline | None = "events" if event.held_as is EventKind.OUT_OF_BAND else None
+    if event.kind.is_outlier:
+        stream: Timeline | None = "events" if event.kind is EventKind.OUT_OF_BAND else None
         return RoomChange((), ends_extremities=False, becomes_extremity=False, missing_prevs=(), timeline=stream)
     _check_prevs_and_depth(event, related)
     deeper = [other for other in related.successors if other.depth > event.depth]
-    is_followed = any(other.held_as.is_regular for other in deeper)
+    is_followed = any(other.kind.is_regular for other in deeper)
     return RoomChange(
         edges=event.prevs,
-        ends_extremities=event.held_as.is_regular or is_followed,
-        becomes_extremity=event.held_as.is_regular and not is_followed,
+        ends_extremities=event.kind.is_regular or is_followed,
+        becomes_extremity=event.kind.is_regular and not is_followed,
         missing_prevs=tuple(id for id in event.prevs if _is_missing(related.prevs.get(id))),
         timeline=timeline,
         wrong_depth_events=tuple(other.id for other in related.successors if other.depth <= event.depth),
@@ -172,7 +184,7 @@ def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline 
 
 
 def choose_prevs(extremities: Iterable[EventSummary]) -> tuple[EventSummary, ...]:
-    """The prev events of a new event: the deepest `MAX_NEW_PREV_EVENTS` forward extremities."""
+    """Choose the prev events of a new event: the deepest `MAX_NEW_PREV_EVENTS` forward extremities."""
     ranked = sorted(extremities, key=lambda extremity: (-extremity.depth, extremity.id))
     return tuple(ranked[:MAX_NEW_PREV_EVENTS])
 
@@ -183,7 +195,7 @@ def depth_after(prevs: Iterable[EventSummary]) -> int:
 
 
 def _is_missing(prev: EventSummary | None) -> bool:
-    return prev is None or prev.held_as.is_outlier
+    return prev is None or prev.kind.is_outlier
 
 
 def _compared_fields(event: RoomEvent) -> tuple[object, ...]:
@@ -211,7 +223,7 @@ def _check_fields(event: RoomEvent) -> None:
     _require(event, len({*event.prevs}) == len(event.prevs), "it names a prev event twice")
     is_valid_depth = type(event.depth) is int and 1 <= event.depth <= MAX_DEPTH
     _require(event, is_valid_depth, f"its depth {event.depth!r} is not from 1 to {MAX_DEPTH}")
-    if event.held_as is EventKind.OUT_OF_BAND:
+    if event.kind is EventKind.OUT_OF_BAND:
         membership = event.content.get("membership")
         is_allowed = event.type == MEMBER and bool(event.state_key) and membership in _OUT_OF_BAND_MEMBERSHIPS
         _require(event, is_allowed, "only an invite, its rejection or a knock is sent to its user out of band")
@@ -223,16 +235,16 @@ def _is_valid_name(name: str) -> bool:
 
 def _check_duplicate(event: RoomEvent, stored: RoomEvent) -> None:
     _require(event, event.is_same(stored), "another event has this ID")
-    replaces_outlier = stored.held_as.is_outlier and not event.held_as.is_outlier
-    _require(event, replaces_outlier, f"a duplicate: it is stored already, as {stored.held_as}")
+    replaces_outlier = stored.kind.is_outlier and not event.kind.is_outlier
+    _require(event, replaces_outlier, f"a duplicate: it is stored already, as {stored.kind}")
 
 
 def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
-    """Check that the edges of the event stay in its room and form no cycle.
+    """Check that the edges of the event stay in its room and form no cycle. Raises `BadEvent`.
 
-    Edges lead from deeper events to less deep events; between events of `MAX_DEPTH`, from later events to earlier ones.
-    If a stored event names this event as its prev but is not deeper, the stored event's depth is wrong and its edge
-    does not count.
+    Edges lead from deeper events to less deep events. Between events of `MAX_DEPTH`, edges lead from later to earlier
+    events. If a stored event names this event as a prev event but is not deeper, the depth of the stored event is
+    wrong, and its edge does not count.
     """
     for prev in related.prevs.values():
         _require(event, prev.room == event.room, f"its prev event {prev.id} is of another room, {prev.room}")
@@ -258,13 +270,14 @@ JOINED = "join"
 class Stay:
     """The stay of a member in a room, from the event that joins to the event that ends the membership.
 
-    A turn is the number of times that the room's lock had been taken when an event was persisted.
+    The *turn* of an event is the number of times that the room's lock had been taken when the event was persisted.
 
     Attributes:
+        room: the room.
         began: the turn of the first event.
         ended: the turn of the last event; None while the member is joined.
-        left_by: the stream ID of the fact that reports the end to the member. It was reserved in the turn `ended`, so
-            every event of the stay has a lower ID.
+        left_by: the stream ID of the fact that reports the end to the member; None while the member is joined. The ID
+            was reserved in the turn `ended`, so every event of the stay has a lower ID.
     """
 
     room: str
@@ -273,16 +286,17 @@ class Stay:
     left_by: int | None = None
 
     def covers(self, turn: int) -> bool:
+        """Whether an event with this turn belongs to the stay."""
         return self.began <= turn and (self.ended is None or turn <= self.ended)
 
 
 def is_join(event: RoomEvent) -> bool:
-    """Whether this membership event makes its user a joined member. A leave, kick, ban or invite does not."""
+    """Whether a membership event makes its user a joined member. A leave, kick, ban or invite does not."""
     return event.content.get("membership") == JOINED
 
 
 def joined_and_left(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
-    """The members who joined and the members who left, from the joined members before and after an event."""
+    """Compare the joined members before and after an event. Returns the members who joined, and who left, sorted."""
     return sorted(after - before), sorted(before - after)
 
 
@@ -290,10 +304,11 @@ MAX_CHAIN_LENGTH = 100
 """The maximum number of state groups on a chain of bases."""
 
 StateKey = tuple[str, str]
+"""The type and the state key of an event."""
 
 
 class StateEntry(NamedTuple):
-    """The event that sets a key of a state. State resolution keeps the greater entry."""
+    """The event that sets a key of a state: its depth and its ID. State resolution keeps the greater entry."""
 
     depth: int
     id: str
@@ -306,9 +321,9 @@ class StateGroup(NamedTuple):
     """A state group, as it is stored.
 
     Attributes:
-        base: the number of the group from which it differs; None if it has no base.
-        delta: the entries in which it differs from its base; all entries if it has no base.
-        length: the number of groups on its chain, with itself.
+        base: the number of the base, from which `delta` differs; None if the group has no base.
+        delta: the entries in which the group differs from its base; all entries if the group has no base.
+        length: the number of groups in the chain of bases, including the group itself; 0 if not known.
     """
 
     base: int | None
@@ -317,18 +332,20 @@ class StateGroup(NamedTuple):
 
 
 class StateGroups(Protocol):
-    """The state groups of a room, by number. The state of a group never changes."""
+    """Stores the state groups of a room. A group is named by its number. The state of a group never changes."""
 
-    def state(self, group: int) -> State: ...
+    def state(self, group: int) -> State:
+        """The whole state of a group."""
 
     def chain(self, group: int) -> Sequence[int]:
-        """The group, its base, the base of its base, and so on."""
+        """The numbers of the group, its base, the base of the base, and so on."""
 
     def add(self, state_group: StateGroup) -> int:
         """Store a group, and return its number."""
 
 
 def resolve_states(states: Iterable[State]) -> dict[StateKey, StateEntry]:
+    """Merge states: for each key, the greatest entry of all states."""
     result: dict[StateKey, StateEntry] = {}
     for state in states:
         for key, entry in state.items():
@@ -340,13 +357,16 @@ def resolve_states(states: Iterable[State]) -> dict[StateKey, StateEntry]:
 def check_state_before(
     event: RoomEvent, change: RoomChange, state_ids: Collection[str] | None, stored: Mapping[str, RoomEvent]
 ) -> State | None:
-    """The state before `event` that another server sent; None if all prev events of `event` are stored.
+    """Check and return the state before `event` that another server sent.
 
     Args:
         event: the event.
-        change: the effects of persisting it.
-        state_ids: the IDs of the events of the state before it, as the other server sent them.
-        stored: the stored events among `state_ids`, by ID.
+        change: the effects of persisting the event.
+        state_ids: the IDs of the events that make up the state, as the other server sent them; None if it sent none.
+        stored: ID -> stored event, at least those in `state_ids`.
+
+    Returns:
+        The state; None if no prev event is missing. Then the state is not needed, and `state_ids` is ignored.
 
     Raises:
         BadEvent: the state is required and missing, or impossible.
@@ -360,7 +380,7 @@ def check_state_before(
     state: dict[StateKey, StateEntry] = {}
     for id in state_ids:
         other = stored.get(id)
-        if other is None or other.room != event.room or other.held_as is EventKind.REJECTED or other.key is None:
+        if other is None or other.room != event.room or other.kind is EventKind.REJECTED or other.key is None:
             raise BadEvent(
                 event.id, f"the state before it names {id}, which is not stored as a state event of its room"
             )
@@ -377,28 +397,28 @@ def check_state_before(
 def group_after_event(
     event: RoomEvent, prev_groups: Iterable[int], state_before: State | None, groups: StateGroups
 ) -> int:
-    """The number of the group of the state after a persisted event. Adds a group only if the state changes.
+    """Find or add the group of the state after an event. Returns its number.
 
     Args:
         event: the event.
-        prev_groups: the groups of the stored prev events.
-        state_before: the state before the event; None if all prev events are stored.
-        groups: the groups of the room.
+        prev_groups: the groups of the states after the stored prev events.
+        state_before: the state before the event that another server sent; None if all prev events are stored.
+        groups: the groups of the room, to which a group is added if none of `prev_groups` has the state.
     """
     own_state = (
-        {event.key: StateEntry(event.depth, event.id)} if event.key and event.held_as is not EventKind.REJECTED else {}
+        {event.key: StateEntry(event.depth, event.id)} if event.key and event.kind is not EventKind.REJECTED else {}
     )
     return merge_groups([*dict.fromkeys(prev_groups)], state_before, own_state, groups)
 
 
 def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_state: State, groups: StateGroups) -> int:
-    """The number of the group of a merged state. Adds a group only if no stored group has this state.
+    """Resolve states, and find or add the group of the result. Returns its number.
 
     Args:
         stored_groups: the groups whose states are resolved.
-        other_state: a state that is resolved with them; None if there is none.
-        own_state: the entries that replace those of the resolved state.
-        groups: the groups of the room.
+        other_state: one more state that is resolved with these states; None if there is none.
+        own_state: the entries that replace the entries of the resolved state.
+        groups: the groups of the room, to which a group is added if none of `stored_groups` has the result.
     """
     if len(stored_groups) == 1 and other_state is None:
         (group,) = stored_groups
@@ -416,8 +436,12 @@ def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_st
 
 
 def group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
-    """A new group whose state is that of `base`, updated by `delta`. If the chain of `base` has the maximum length, the
-    new group is based on the middle of that chain, or has no base."""
+    """Make a group whose state is the state of the group `base`, updated by `delta`. Does not add the group to
+    `groups`.
+
+    If the chain of `base` has the largest length, the base of the new group is in the middle of this chain, or the new
+    group has no base.
+    """
     chain = groups.chain(base)
     if len(chain) < MAX_CHAIN_LENGTH:
         return StateGroup(base, delta, len(chain) + 1)
@@ -430,16 +454,16 @@ def group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
 
 
 def difference(state: State, before: State) -> dict[StateKey, StateEntry]:
-    """The entries of `state` that differ from `before`. `state` has all keys of `before`."""
+    """The entries of `state` that are missing or different in `before`. `state` must have all keys of `before`."""
     return {key: entry for key, entry in state.items() if before.get(key) != entry}
 
 
 @dataclass
 class MemoryStateGroups:
-    """State groups in memory.
+    """State groups in memory. See `StateGroups`.
 
     Attributes:
-        stored: the groups by number.
+        stored: number -> group.
         last_id: the number that `add` gave to the last group.
     """
 
@@ -473,15 +497,15 @@ class MemoryStateGroups:
 
 
 def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> dict[int, StateGroup]:
-    """Compute groups that need fewer rows.
+    """Compute how to store the groups of a room in fewer rows. Does not change `stored`.
 
     Args:
-        stored: the groups of a room by number.
+        stored: number -> group.
         used: the numbers of the groups that events or the room refer to.
 
     Returns:
-        The remaining groups by number, each with the same state as before, on chains of at most `MAX_CHAIN_LENGTH`. An
-        unused group remains if it is the base of several groups.
+        Number -> group, for the groups to keep. Each group has the same state as before, and a chain of at most
+        `MAX_CHAIN_LENGTH` groups. An unused group is kept if it is the base of several groups.
     """
     before, after = MemoryStateGroups(dict(stored)), MemoryStateGroups()
     for group in sorted(_groups_to_keep(stored, used)):
@@ -495,8 +519,9 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
 
 
 def _groups_to_keep(stored: Mapping[int, StateGroup], used: Collection[int]) -> set[int]:
+    """The used groups, and the unused groups on which several kept groups are based."""
     kept = set(used)
-    dependents: Counter[int] = Counter()  # by group, the number of kept groups that are based on it
+    dependents: Counter[int] = Counter()  # group -> the number of kept groups with this base
     for group in sorted(stored, reverse=True):  # a group has a higher number than its base
         if dependents[group] > 1:
             kept.add(group)

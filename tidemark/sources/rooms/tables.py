@@ -1,8 +1,8 @@
 """The tables of the rooms, in the service's own database, and caches of their rows.
 
-A reader invalidates its caches with the rows of the stream `caches`: `[name, keys or null, ms]`. After `invalidate`, no
-value that was loaded earlier is returned, even if it was still being loaded. So a reader that has applied the
-invalidations up to a position returns no older values.
+A reader invalidates its caches with the rows of the stream `caches`: `[name, keys or null, ms]`. After `invalidate`,
+`Caches.get` returns no value whose load began before. So a reader that has applied the invalidations up to a position
+returns no older values.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,7 +39,12 @@ with recursive chain as (
 
 
 class PostgresStateGroups:
-    """The state groups of one room, in a transaction that has locked the room. Caches the states that it reads."""
+    """The state groups of one room in Postgres (see `StateGroups`). Caches the states that were read.
+
+    Args:
+        connection: in a transaction that has locked the room.
+        room: the room.
+    """
 
     def __init__(self, connection: Connection, room: str) -> None:
         self._connection = connection
@@ -73,7 +78,7 @@ class PostgresStateGroups:
 
 
 def load_state(connection: Connection, group: int) -> State:
-    """The whole state of a group."""
+    """Load the whole state of a group."""
     rows = connection.execute(
         f"""{_CHAIN_CTE} select distinct on (type, state_key) type, state_key, depth, event
             from chain join rooms.state_deltas on state_group = chain.id order by type, state_key, place""".encode(),
@@ -86,9 +91,9 @@ class LockedRoom(NamedTuple):
     """A room whose lock is taken.
 
     Attributes:
-        group: the group of its current state; None without forward extremities.
-        version: the number of changes of its current state.
-        turn: the number of times that the lock was taken.
+        group: the number of the group of the room's current state; None if the room has no forward extremities.
+        version: the number of changes of the room's current state.
+        turn: the number of times that the room's lock was taken.
     """
 
     group: int | None
@@ -97,7 +102,7 @@ class LockedRoom(NamedTuple):
 
 
 def lock_room(connection: Connection, room: str) -> LockedRoom:
-    """Take the room's lock until the transaction ends."""
+    """Create the room if it is new, and take its lock until the transaction ends. Waits for the lock."""
     row = connection.execute(
         "insert into rooms.rooms (room, turn) values (%s, 1) on conflict (room) do update set turn = rooms.turn + 1"
         " returning state_group, version, turn",
@@ -108,8 +113,9 @@ def lock_room(connection: Connection, room: str) -> LockedRoom:
 
 
 def load_events(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
-    """Load the stored events of `ids`. Returns by ID: the event, and the group of the state after it (None for an
-    outlier).
+    """Load stored events: ID -> the event, and the group of the state after the event (None for an outlier).
+
+    IDs without a stored event are left out.
     """
     rows = connection.execute(
         "select event, room, type, sender, prevs, depth, state_key, content, held_as, state_group"
@@ -124,9 +130,12 @@ def _event_from_row(row: Sequence[Any]) -> RoomEvent:
     return RoomEvent(id, room, event_type, sender, tuple(prevs), depth, key, content, EventKind(kind))
 
 
-def successors_of(connection: Connection, room: str, id: str) -> list[EventSummary]:
-    """The events with an edge to an event. If the edge ends forward extremities, the event is returned with the kind
-    `REGULAR`, otherwise as `SOFT_FAILED`."""
+def load_successors(connection: Connection, room: str, id: str) -> list[EventSummary]:
+    """Load the events that have an edge to the event `id`.
+
+    The kind in the result only says whether the edge ends forward extremities: `REGULAR` if so, otherwise
+    `SOFT_FAILED`.
+    """
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
     return [
         EventSummary(event, room, depth, EventKind.REGULAR if counts else EventKind.SOFT_FAILED)
@@ -134,8 +143,8 @@ def successors_of(connection: Connection, room: str, id: str) -> list[EventSumma
     ]
 
 
-def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[EventSummary, int]]:
-    """By ID, the forward extremities, each with the group of the state after it."""
+def load_forward_extremities(connection: Connection, room: str) -> dict[str, tuple[EventSummary, int]]:
+    """Load the forward extremities of the room: ID -> the event, and the group of the state after the event."""
     rows = connection.execute(
         "select event, depth, held_as, state_group from rooms.forward_extremities join rooms.events using (event)"
         " where forward_extremities.room = %s",
@@ -145,8 +154,11 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Ev
 
 
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """Remove `events` from the forward extremities, because a regular event follows them. If one of them is soft-failed
-    or rejected, remove its prev events too, recursively."""
+    """Remove events from the forward extremities, because a regular event follows these events.
+
+    If an event of `events` is soft-failed or rejected, also removes its prev events, recursively. Marks the edges of
+    such events as edges that end forward extremities.
+    """
     connection.execute(
         """
         with recursive followed (event) as (
@@ -169,8 +181,8 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
     )
 
 
-def backward_extremities(connection: Connection, room: str) -> list[str]:
-    """The IDs of the missing prev events. Those named by the deepest events come first."""
+def load_backward_extremities(connection: Connection, room: str) -> list[str]:
+    """Load the IDs of the missing prev events. IDs that the deepest events name are first."""
     rows = connection.execute(
         "select missing.event from rooms.backward_extremities as missing"
         " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
@@ -180,8 +192,8 @@ def backward_extremities(connection: Connection, room: str) -> list[str]:
     return [event for (event,) in rows.fetchall()]
 
 
-def joined_among(connection: Connection, room: str, members: Collection[str]) -> set[str]:
-    """The joined members among `members`."""
+def load_joined_members(connection: Connection, room: str, members: Collection[str]) -> set[str]:
+    """Load which of `members` are joined in the room."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and member = any(%s) and membership = %s",
         [room, [*members], JOINED],
@@ -212,9 +224,9 @@ def update_stays(connection: Connection, room: str, turn: int, joined: Sequence[
     Args:
         connection: in the transaction that has locked the room.
         room: the room.
-        turn: the turn of the event that changed the memberships.
+        turn: the turn of the event that changed the memberships (see `rules.Stay`).
         joined: the members whose stays begin.
-        left: by member whose stay ends, the stream ID of the fact that reports the end.
+        left: member whose stay ends -> the stream ID of the fact that reports the end.
     """
     connection.execute(
         "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [joined, room, turn]
@@ -227,12 +239,15 @@ def update_stays(connection: Connection, room: str, turn: int, joined: Sequence[
 
 
 def as_json(content: object) -> str:
+    """Encode a value as a JSON text."""
     return msgspec.json.encode(content).decode()
 
 
 def compact_states(connection: Connection, room: str) -> int:
-    """Store the room's state groups in fewer rows, in a transaction of its own (a savepoint if the connection is in a
-    transaction). Returns the number of removed groups."""
+    """Store the room's state groups in fewer rows. Takes the room's lock. Returns the number of removed groups.
+
+    Runs in its own transaction, or in a savepoint if the connection is in a transaction.
+    """
     with connection.transaction():
         lock_room(connection, room)
         stored = _load_groups(connection, room)
@@ -258,6 +273,7 @@ def compact_states(connection: Connection, room: str) -> int:
 
 
 def _load_groups(connection: Connection, room: str) -> dict[int, StateGroup]:
+    """Load the state groups of a room: number -> group, with the length 0."""
     deltas: dict[int, dict[StateKey, StateEntry]] = {}
     bases: dict[int, int | None] = {}
     rows = connection.execute(
@@ -274,7 +290,7 @@ def _load_groups(connection: Connection, room: str) -> dict[int, StateGroup]:
 
 
 def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
-    """The types, state keys, event IDs and depths of the entries."""
+    """Convert entries to columns: the types, the state keys, the event IDs and the depths."""
     items: Iterable[tuple[StateKey, StateEntry]] = delta.items()
     types, keys, events, depths = [], [], [], []
     for (kind, key), entry in items:
@@ -294,15 +310,15 @@ joined."""
 V = TypeVar("V")
 
 CacheKey = tuple[str, tuple[str, ...]]
-"""The name of a cache, and the keys of a value in it."""
+"""The name of a cache, and the key of a value in the cache."""
 
 
 class Caches:
     """Named caches. Thread-safe.
 
     Args:
-        groups: by name of a group, the names of its caches. An invalidation may name a group.
-        max_entries: the maximum number of values in all caches. The oldest values are removed first.
+        groups: name of a group -> the names of its caches. An invalidation may name a group.
+        max_entries: the largest number of values in all caches together. The oldest values are removed first.
     """
 
     def __init__(self, groups: Mapping[str, Collection[str]], max_entries: int = 10_000) -> None:
@@ -310,12 +326,14 @@ class Caches:
         self._max_entries = max_entries
         self._values: dict[CacheKey, Any] = {}
         self._loading: dict[CacheKey, list[set[str]]] = {}
-        """The running loads of each value. Each load is a set; an invalidation makes it non-empty."""
+        """Key -> the running loads of its value. Each load is a set, to which an invalidation adds an element."""
         self._lock = Lock()
 
     def get(self, cache: str, keys: Sequence[str], load: Callable[[], V]) -> V:
-        """The cached value, or the result of `load`. If the value is invalidated while `load` runs, `load` is called
-        again."""
+        """Return the cached value, or call `load`, cache the result and return it.
+
+        If the value is invalidated while `load` runs, calls `load` again. Does not hold a lock while `load` runs.
+        """
         cache_key = cache, tuple(keys)
         while True:
             stale: set[str] = set()
@@ -337,11 +355,11 @@ class Caches:
                     return value
 
     def invalidate(self, cache: str, keys: Sequence[str] | None) -> None:
-        """Remove the value of `keys` from a cache or a group of caches. Ignores unknown names.
+        """Remove a value from a cache or from a group of caches. Does nothing if the value is not cached.
 
         Args:
             cache: the name of a cache or of a group of caches.
-            keys: None to remove all values.
+            keys: the key of the value; None to remove all values.
         """
         with self._lock:
             for name in self._groups.get(cache, (cache,)):
@@ -352,7 +370,7 @@ class Caches:
                 )
 
     def clear(self) -> None:
-        """Clear all caches, because invalidations may have been missed."""
+        """Remove all values from all caches, because invalidations may have been missed."""
         with self._lock:
             self._forget([*self._values, *self._loading])
 
@@ -360,12 +378,14 @@ class Caches:
         return len(self._values)
 
     def _forget(self, cache_keys: Iterable[CacheKey]) -> None:
+        """Remove cached values, and mark the running loads of these values as stale."""
         for cache_key in cache_keys:
             self._values.pop(cache_key, None)
             for load in self._loading.get(cache_key, ()):
                 load.add("stale")
 
     def _remove_load(self, cache_key: CacheKey, load: set[str]) -> None:
+        """Remove a load from the running loads of a value."""
         loads = self._loading[cache_key]
         loads[:] = [other for other in loads if other is not load]
         if not loads:
