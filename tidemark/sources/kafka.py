@@ -7,7 +7,7 @@ from typing import TypeAlias
 from tidemark.common.errors import BadSetting
 
 Offsets: TypeAlias = dict[str, dict[int, int]]
-"""The next offset to read, by topic and partition."""
+"""Topic -> partition -> the next offset to read."""
 
 
 MAX_MESSAGE_BYTES = 1_048_588
@@ -18,7 +18,7 @@ _BATCH_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class OAuth:
-    """OAuth 2 client credentials. `token_url`: the endpoint that issues tokens."""
+    """OAuth 2 client credentials. `token_url`: the URL of the endpoint that issues tokens."""
 
     token_url: str
     client_id: str
@@ -28,12 +28,18 @@ class OAuth:
 
 @dataclass(frozen=True, slots=True)
 class KafkaConnection:
-    """The brokers' address and the credentials. Files are PEM; without `ca_file` the system's root certificates are
-    used.
+    """The brokers' address and the credentials. `app/settings.py` checks the values.
 
-    `protocol` is one of PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL; `mechanism` one of PLAIN, SCRAM-SHA-256,
-    SCRAM-SHA-512, OAUTHBEARER, and OAUTHBEARER needs `oauth` (app/settings.py checks them). With `certificate_file` and
-    `key_file` (without a password) the client authenticates by its certificate.
+    Attributes:
+        bootstrap: the addresses of brokers, such as `one:9092,two:9092`.
+        protocol: PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.
+        mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER; None without SASL.
+        username: the SASL user.
+        password: the SASL password.
+        ca_file: the PEM file of root certificates; None for the certificates of the system.
+        certificate_file: the PEM file of the client's certificate; None if the client has no certificate.
+        key_file: the PEM file of the certificate's key, without a password.
+        oauth: the credentials for OAUTHBEARER.
     """
 
     bootstrap: str
@@ -47,7 +53,7 @@ class KafkaConnection:
     oauth: OAuth | None = None
 
     def client_settings(self) -> dict[str, str]:
-        """Settings of any librdkafka client. They contain the password: never log them."""
+        """Settings of any librdkafka client. The settings contain the password, so never log them."""
         settings = {
             "bootstrap.servers": self.bootstrap,
             "security.protocol": self.protocol,
@@ -75,10 +81,10 @@ class KafkaConnection:
         return settings | {name: value for name, value in optional.items() if value is not None}
 
     def portable_settings(self) -> dict[str, str]:
-        """`client_settings` for clients on other hosts, with the contents of certificate and key files.
+        """`client_settings` for clients on other hosts, with the contents of the certificate and key files.
 
-        Two results differ only if a secret was rotated between the calls. Never log them. Raises `BadSetting` if a file
-        cannot be read.
+        The result is the same in every call until a file changes. The settings contain secrets, so never log them.
+        Raises `BadSetting` if a file cannot be read.
         """
         settings = self.client_settings()
         for part in ("ca", "certificate", "key"):
@@ -89,7 +95,8 @@ class KafkaConnection:
     def producer_settings(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
         """Settings of every producer: no record is lost, duplicated or reordered in a partition.
 
-        `max_bytes`: the topic's `max.message.bytes`. A broker refuses a larger batch with every record in the batch.
+        Args:
+            max_bytes: the topic's `max.message.bytes`. A broker refuses a larger batch, with all its records.
         """
         return self.client_settings() | {
             "enable.idempotence": "true",

@@ -1,7 +1,6 @@
-"""Readers of a topic: `RecordReader` reads records between two offsets of a partition, `Tail` follows the end of a
-topic.
+"""Two readers of a topic: `RecordReader` reads the records between two offsets, and `Tail` follows the end of a topic.
 
-Both read from the offsets that the caller gives. They use no consumer group and commit no offsets.
+Both readers start at the offsets that the caller gives. They use no consumer group and commit no offsets.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void,
 
 @dataclass(frozen=True, slots=True)
 class RecordedMessage:
-    """A record with its topic, partition and offset. `time`: Kafka's timestamp, in ms since 1970."""
+    """A record with its topic, partition and offset. `time`: Kafka's timestamp of the record, in ms since 1970."""
 
     topic: str
     partition: int
@@ -31,7 +30,7 @@ class RecordedMessage:
 
 
 class RecordReader:
-    """Reads records between two offsets of a partition. For one thread; a context manager.
+    """Reads the records between two offsets of a partition. A context manager. Not thread-safe.
 
     Methods raise `Refused`, and `Unavailable` after `timeout` seconds without an answer.
     """
@@ -50,15 +49,16 @@ class RecordReader:
             self._partition_reader.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """The oldest available offset, and the offset that the next written record will get."""
+        """Query the oldest available offset, and the offset that the next written record will get."""
         try:
             return self._reader().offsets(topic, partition)
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
 
     def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
-        """The records with offsets in `[first, end)`, which must lie within `bounds`. Records that retention removes
-        during the iteration are missing.
+        """Read the records with offsets in `[first, end)`. The range must lie within `bounds`.
+
+        Records are left out if retention removes them during the iteration, or if their Kafka transaction was aborted.
         """
         if first >= end:
             return
@@ -76,6 +76,7 @@ class RecordReader:
             raise self._errors.explain(error.args[0]) from error
 
     def _reader(self) -> PartitionReader:
+        """The reader of all partitions, which is made at the first call."""
         if self._partition_reader is None:
             # The pipeline also skips records of aborted transactions.
             self._partition_reader = PartitionReader(
@@ -85,15 +86,19 @@ class RecordReader:
 
 
 MAX_RECORDS_PER_READ = 2_000
-"""The largest number of records that `Tail.read` returns at once. Each edge of a RUN counts as a record."""
+"""The largest number of records that one call of `Tail.read` returns. Each edge of a RUN counts as a record."""
 _OFFSET_GONE_CODES = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 class Tail:
-    """Follows the end of a topic. For one thread; a context manager.
+    """Follows the end of a topic. A context manager. Not thread-safe.
 
-    Methods raise `Unavailable`, `Refused` and `TopicMissing`. Call `begin` again after an error.
-    `timeout`: the time limit of each request to the brokers, in seconds.
+    Methods raise `Unavailable`, `Refused` and `TopicMissing`. After an error, call `begin` again.
+
+    Args:
+        connection: the address and the credentials of Kafka.
+        topic: the topic of facts.
+        timeout: the time limit of each request to the brokers, in seconds.
     """
 
     def __init__(self, connection: KafkaConnection, topic: str, timeout: float = 2.0) -> None:
@@ -111,16 +116,20 @@ class Tail:
         self.close()
 
     def close(self) -> None:
+        """Stop reading. `begin` starts again."""
         self._remaining_records = iter(())
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
 
     def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
-        """Read each partition from its offset in `offsets`, or from its oldest record.
+        """Start to read all partitions. Stops an earlier read.
+
+        Args:
+            offsets: partition -> the first offset to read. Other partitions are read from their oldest record.
 
         Returns:
-            By partition, whether the first offset to read is 0, so that no record of the partition is missing.
+            Partition -> whether the first offset to read is 0, so that no record of the partition is missing.
         """
         self.close()
         self._errors.forget()
@@ -131,9 +140,10 @@ class Tail:
             raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """Wait up to `seconds` for records. Returns the new records with their partitions; an empty list if none came.
+        """Wait up to `seconds` for records. Returns pairs of a partition and a record; an empty list if none came.
 
-        Returns all records of a partition in order, without bad records. Each edge of a RUN is a record.
+        The records of a partition are in order. Records that cannot be decoded are left out. Each edge of a RUN is
+        returned as a record of its own.
         """
         assert self._consumer is not None, "begin first"
         try:
@@ -165,6 +175,7 @@ class Tail:
         return self._consumer
 
     def _assign(self, consumer: Consumer, offsets: Mapping[int, int]) -> dict[int, bool]:
+        """Assign all partitions to the consumer. The arguments and the result are as in `begin`."""
         topic = consumer.list_topics(self.topic, self._timeout).topics[self.topic]
         if topic.error is not None:
             raise TopicMissing(self.topic)
@@ -179,6 +190,7 @@ class Tail:
         return is_complete
 
     def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
+        """Decode a message of Kafka: pairs of the partition and a record of one edge."""
         if (error := message.error()) is not None:
             if is_group_refusal(error):
                 return
@@ -191,7 +203,7 @@ class Tail:
 
 
 def split_edges(record: Record) -> Iterator[Record]:
-    """Split `record` into records of one edge each."""
+    """Split a RUN into records of one edge each: RDATA and VOID. Yields any other record unchanged."""
     if not isinstance(record, FactRun):
         yield record
         return

@@ -1,4 +1,5 @@
-"""Sends records to one topic with the stream as key, so that a stream stays in its partition and its order."""
+"""Sends records to one topic. The key of a record is its stream, so the records of a stream stay in one partition and
+in order."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,24 +12,32 @@ from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
 
 NO_TIME_LIMIT = 0.0
+"""A value of `give_up_after`: the producer tries to deliver a record without a time limit."""
 _FRAME_BYTES = 150
-"""The largest number of bytes that Kafka adds to a record alone in its batch: batch header, lengths, offsets."""
+"""The largest number of bytes that a batch of one record has besides the key and the value."""
 
 
 def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
-    """A producer with the topic's present `max.message.bytes` as its limit.
+    """Query the topic's `max.message.bytes`, and make a producer with this limit.
 
-    Raises `Unavailable` if Kafka does not answer, `TopicMissing`, and `Refused` if this user may not describe the
-    topic.
+    Args:
+        connection: the address and the credentials of Kafka.
+        topic: the topic of all records.
+        give_up_after: the delivery time limit of a record in seconds, or `NO_TIME_LIMIT`.
+
+    Raises:
+        Unavailable: Kafka does not answer.
+        TopicMissing: the topic does not exist.
+        Refused: this user may not describe the topic.
     """
     return RecordProducer(connection, topic, give_up_after, Topics(connection).max_message_bytes(topic))
 
 
 def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
-    """librdkafka settings of a producer for the topic, with the topic's limits.
+    """Query the topic's limit, and return the librdkafka settings of a producer for the topic.
 
-    If the topic is missing, or this user may not describe it, the limits are Kafka's defaults. Raises `Unavailable` if
-    Kafka does not answer.
+    If the topic is missing, or this user may not describe the topic, the limit is Kafka's default. Raises `Unavailable`
+    if Kafka does not answer.
     """
     try:
         return connection.producer_settings(Topics(connection).max_message_bytes(topic))
@@ -37,10 +46,17 @@ def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]
 
 
 class RecordProducer:
-    """Sends records to one topic. For one thread. All records are in Kafka only after `flush` has returned 0.
+    """Sends records to one topic. Not thread-safe. All records are in Kafka only after `flush` has returned 0.
 
-    `give_up_after` is the delivery time limit of a record in seconds, or `NO_TIME_LIMIT`; a retry keeps the order.
-    `max_bytes` is the topic's `max.message.bytes`.
+    Args:
+        connection: the address and the credentials of Kafka.
+        topic: the topic of all records.
+        give_up_after: the delivery time limit of a record in seconds, or `NO_TIME_LIMIT`. Retries keep the order.
+        max_bytes: the topic's `max.message.bytes`.
+
+    Attributes:
+        where: the address of Kafka, for messages.
+        delivered_count: the number of acknowledged records.
     """
 
     def __init__(
@@ -53,10 +69,10 @@ class RecordProducer:
         self._failure: KafkaError | None = None
         self.delivered_count = 0
         self.last_acknowledged: tuple[int, int] | None = None
-        """Partition and offset of the record that was acknowledged last."""
+        """The partition and the offset of the record that was acknowledged last; None if none was."""
         settings = connection.producer_settings(max_bytes) | {
             "message.timeout.ms": str(int(give_up_after * 1000)),
-            # Callers bound their backlog themselves. A full queue would block without a way to interrupt it.
+            # Callers limit their backlog themselves. A full queue would block without a way to interrupt it.
             "queue.buffering.max.messages": "500000",
             # Send nothing after a refused record: the last record of a fact completes the fact, even if Kafka refused
             # one of its other records.
@@ -68,17 +84,24 @@ class RecordProducer:
             raise kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
-        """Queue a record; blocks while the queue is full. Raises the error of an earlier record."""
+        """Queue a record. Blocks while the queue is full. Raises the error of an earlier record, if there is one.
+
+        Args:
+            stream: the key of the record.
+            value: the value of the record.
+        """
         self._produce(stream.encode(), value, self._on_delivery)
         self._poll(0)
 
     def send_all(self, stream: str, values: Iterable[bytes], on_acknowledged: Callable[[], None]) -> None:
-        """Queue several records. Blocks while the queue is full. Raises the error of an earlier record.
+        """Queue several records. Blocks while the queue is full. Raises the error of an earlier record, if there is
+        one.
 
         Args:
             stream: the key of the records.
             values: the values of the records.
-            on_acknowledged: called once for each record that Kafka has acknowledged, during this call or a later one.
+            on_acknowledged: called once for each record that Kafka has acknowledged. Each call of this function happens
+                during this or a later call of a method of the producer.
         """
         key, on_delivery = stream.encode(), partial(self._on_delivery, on_acknowledged=on_acknowledged)
         for value in values:
@@ -102,13 +125,18 @@ class RecordProducer:
         return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
     def backlog(self) -> int:
-        """The number of records that Kafka has not acknowledged."""
+        """Process Kafka's acknowledgements without waiting. Returns the number of records that Kafka has not
+        acknowledged.
+
+        Raises the error of an earlier record, if there is one.
+        """
         self._poll(0)
         return len(self._producer)
 
     def flush(self, seconds: float) -> int:
-        """Wait up to `seconds` until Kafka has acknowledged every record. Returns the number of records that it has not
-        acknowledged. Raises `Unavailable` or `Refused`.
+        """Wait up to `seconds` until Kafka has acknowledged every record.
+
+        Returns the number of records that Kafka has not acknowledged. Raises `Unavailable` or `Refused`.
         """
         with self._errors.translate_errors():  # the reason if the client has failed permanently
             left: int = self._producer.flush(seconds)
@@ -116,13 +144,16 @@ class RecordProducer:
         return left
 
     def deliver(self, seconds: float) -> None:
-        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `seconds`, or `Refused`."""
+        """Wait until Kafka has acknowledged every record.
+
+        Raises `Unavailable` if Kafka has not acknowledged every record after `seconds`, or `Refused`.
+        """
         if left := self.flush(seconds):
             raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
 
     @property
     def problem(self) -> str:
-        """The newest reason why the brokers were unreachable; empty if there was none."""
+        """The newest reason why the brokers were unreachable; empty if they never were."""
         return self._errors.reason
 
     def _poll(self, seconds: float) -> None:

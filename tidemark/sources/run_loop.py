@@ -1,7 +1,7 @@
-"""The run loop of the relay and of the bridge to Synapse: connect, wait for the lock, work, back off, start again.
+"""The run loop of the relay and of the bridge to Synapse: connect, get the locks, work, back off, start again.
 
 The relay and the bridge read a database and send records to Kafka. Any number of processes may run for one database.
-One process holds an advisory lock and works; the others are on standby until its session ends.
+One process holds advisory locks and works. The other processes are on standby until the session with the locks ends.
 """
 
 import threading
@@ -29,22 +29,28 @@ FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE = 5.0, 60.0
 
 
 class OversizedRecords:
-    """The records that exceed the limit of the Kafka topic and were not sent. `gauge` shows their number by stream."""
+    """The records that were not sent, because they exceed the limit of the Kafka topic.
+
+    Args:
+        gauge: shows the number of these records for each stream.
+
+    Attributes:
+        causes: stream -> text that names its newest oversized record and the remedy.
+    """
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._bytes: dict[tuple[str, int | None], int] = {}
         self.causes: dict[str, str] = {}
-        """By stream: the record that is too large, and what to do."""
         self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
         self._next_query = 0.0
 
     def __contains__(self, stream: str) -> bool:
-        """Whether a record of the stream is too large."""
+        """Whether the stream has an oversized record."""
         return any(name == stream for name, _ in self._bytes)
 
     def clear(self) -> None:
-        """Remove all records, so that the caller checks each record again."""
+        """Remove all records, so that the caller can check each record again."""
         for stream, _ in self._bytes:
             self._gauge.labels(stream).set(0)
         self._bytes, self.causes = {}, {}
@@ -56,8 +62,8 @@ class OversizedRecords:
             stream: the stream of the record.
             writer: the writer of the record; empty if not known.
             id: the signed stream ID of the record's fact; None if not known.
-            size: bytes of the record's value.
-            producer: the producer whose limit is too low.
+            size: the size of the record's value in bytes.
+            producer: the producer whose limit the record exceeds.
             now: seconds of a monotonic clock.
         """
         if not self._bytes:
@@ -78,15 +84,17 @@ class OversizedRecords:
         )  # fmt: skip
 
     def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """Make a producer with the topic's current `max.message.bytes`, if this limit accepts a waiting record.
+        """Query the topic's current limit, and make a producer with this limit if it accepts an oversized record.
+
+        The pause between two queries grows.
 
         Args:
-            make: makes the producer.
+            make: queries the limit and makes the producer.
             now: seconds of a monotonic clock.
 
         Returns:
-            None if every waiting record is still too large, Kafka is unavailable, or Kafka was queried a short time
-            ago. The pause between two queries grows.
+            The producer. None if there are no oversized records, if all of them are still too large, if Kafka is
+            unavailable, or if the pause has not ended.
         """
         if not self._bytes or now < self._next_query:
             return None
@@ -100,18 +108,19 @@ class OversizedRecords:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Shortest and longest pause before the loop starts again after a failure, in seconds."""
 _RESET_BACKOFF_AFTER = 60.0
-"""After this many seconds of work the back-off begins again with the first pause."""
+"""If the work lasted this many seconds before a failure, the back-off begins again with the first pause."""
 _STANDBY_PAUSE = 1.0
 """Seconds between two attempts of a standby to get the lock."""
 LOCK_TIMEOUT = "10s"
 """Lock time-out of a statement. Afterwards the log names the sessions that hold the lock."""
 DELIVERY_TIMEOUT = 30.0
-"""Seconds to wait until Kafka has acknowledged every record. Afterwards the work starts again."""
+"""Seconds to wait until Kafka has acknowledged every record. After this time, the loop starts again."""
 SILENCE_LOGGED_AFTER = 5.0
 """A warning is logged after this many seconds without an acknowledgement."""
 FAILURE_REPORTED_AFTER = 5.0
-"""A failure is reported to readers only after this many seconds: most outages are shorter."""
+"""A failure is reported in OPEN records only after this many seconds, because most outages are shorter."""
 _LOCK_HOLDERS = """
 select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
     and classid = %s::bigint::oid and objid::bigint = any (select key & 4294967295 from unnest(%s::bigint[]) as key)
@@ -127,33 +136,34 @@ class LoopMetrics:
     ) -> None:
         """
         Args:
-            registry: the metrics are registered there.
+            registry: the registry of the metrics.
             prefix: the beginning of each metric's name, such as `tidemark_relay`.
-            process: the command after `tidemark`, for the descriptions.
-            transaction_labels: the fields of `OpenTransaction` that label the oldest transaction.
+            process: the name of the command, such as `relay`, for the descriptions.
+            transaction_labels: the fields of `OpenTransaction` that are labels of the gauge of the oldest transaction.
         """
         self.registry = registry
         self._transaction_labels = transaction_labels
         self.active = Gauge(
             f"{prefix}_active",
-            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
-            " facts wait in the database, and none is lost.",
+            "1 while this process sends facts to Kafka, 0 while it is on standby or retries. If no process has 1, facts"
+            " stay in the database, and none is lost.",
             registry=registry,
         )
         self.standby = Gauge(
             f"{prefix}_standby",
-            f"1 while this process waits because another `tidemark {process}` works on its database.",
+            f"1 while this process is on standby, because another `tidemark {process}` works on the database.",
             registry=registry,
         )
         self.heartbeat = Gauge(
             f"{prefix}_heartbeat_timestamp_seconds",
-            "Time of the last round of the active process's loop (s since 1970). Older than a minute: the loop hangs.",
+            "Time of the last round of the active process's loop (s since 1970). If it is older than a minute, the loop"
+            " hangs.",
             registry=registry,
         )
         self.oversized = Gauge(
             f"{prefix}_oversized_facts",
-            "Facts above the topic's max.message.bytes, which are not sent. Above 0: the stream waits for them; the log"
-            " names each with its ID and size. Raise max.message.bytes of the topic.",
+            "Facts above the topic's max.message.bytes, which are not sent. If it is above 0, the stream is blocked"
+            " until you raise max.message.bytes of the topic. The log names the ID and the size of each fact.",
             ["stream"],
             registry=registry,
         )
@@ -166,22 +176,22 @@ class LoopMetrics:
         )
         self.oldest = Gauge(
             f"{prefix}_oldest_transaction_seconds",
-            "Age of the oldest open transaction that blocks a stream; no series if none is open. Rising: it hangs, and"
-            f" readers wait for it; `tidemark {process} blockers` names it.",
+            "Age of the oldest open transaction that blocks a stream; no series if none is open. If it rises, the"
+            f" transaction hangs, and readers get no newer facts; `tidemark {process} blockers` names the transaction.",
             transaction_labels,
             registry=registry,
         )
         self.oldest_open = OldestOpenGauge(self.oldest)
 
     def show_open_transactions(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
-        """Set the gauge of the oldest open transaction that blocks a stream."""
+        """Set the gauges of the oldest open transaction. `transactions`: all open transactions that block a stream."""
         self.oldest_open.show(
             (tuple(getattr(transaction, label) for label in self._transaction_labels), transaction.age(now))
             for transaction in transactions
         )
 
     def clear(self) -> None:
-        """Reset the gauges of the present state, after this process has stopped working."""
+        """Reset the gauges that describe the running work. The loop calls this method when the work has stopped."""
         self.active.set(0)
         self.standby.set(0)
         self.oldest_open.show([])
@@ -196,7 +206,12 @@ class KafkaWait:
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Log if due. `unacknowledged`: the number of records that Kafka has not acknowledged now."""
+        """Log if a silence of `SILENCE_LOGGED_AFTER` seconds has begun, or has ended.
+
+        Args:
+            producer: the producer.
+            unacknowledged: the number of the producer's records that Kafka has not acknowledged.
+        """
         now = time.monotonic()
         if not unacknowledged or producer.delivered_count != self._delivered:
             if self._is_logged:
@@ -208,19 +223,24 @@ class KafkaWait:
 
 
 class StandbyLocks:
-    """The advisory locks that the active process of one kind holds. Logs when a wait for the locks begins and ends."""
+    """Takes the advisory locks that only the active process has. Logs when a wait for the locks begins and ends.
+
+    Args:
+        lock_space: the first half of the key of each lock.
+    """
 
     def __init__(self, lock_space: int) -> None:
-        """`lock_space` is the first half of each lock's key."""
         self._lock_space = lock_space
         self._since: float | None = None
 
     def take(self, connection: Connection, keys: Sequence[int]) -> bool:
-        """Take all locks, or none if one is not free. Does not wait. The locks last as long as the session.
+        """Take all locks, or none if another session has one of them. Does not wait.
+
+        The locks last until the session ends. If the result is False, the session has no advisory locks at all.
 
         Args:
             connection: the session that gets the locks.
-            keys: the second half of each lock's key.
+            keys: the second half of the key of each lock.
 
         Returns:
             Whether the session has the locks.
@@ -249,7 +269,14 @@ class StandbyLocks:
 class RunLoop(ABC):
     """Runs in the thread that calls `run`, until `halt` is set. A subclass does the work.
 
-    `session` holds the locks of `lock_space`. Its database must have the version of `schema`.
+    Args:
+        session: the session that holds the locks.
+        schema: the schema that the database of `session` must have.
+        lock_space: the first half of the key of each lock.
+        make_producer: makes a producer with the topic's current limit.
+        metrics: the metrics to update.
+        halt: ends the loop.
+        heartbeat: seconds between two OPEN records of each stream; 0 to send OPEN records only after a change.
     """
 
     def __init__(
@@ -262,7 +289,6 @@ class RunLoop(ABC):
         halt: threading.Event,
         heartbeat: int = 0,
     ) -> None:
-        """`heartbeat`: seconds between two reports of each stream; 0: report only changes."""
         self._session = session
         self._schema = schema
         self._make_producer = make_producer
@@ -274,21 +300,22 @@ class RunLoop(ABC):
         self._reports = SourceReports({}, heartbeat)
         self._producer: RecordProducer
         self._has_producer = False
-        """Whether a producer exists, and nothing has failed since it was made."""
+        """Whether `_producer` exists, and nothing has failed since the producer was made."""
         self._kafka_wait = KafkaWait()
         self._has_worked = False
-        """Whether this process has ever worked. If so, a refusal of a server may be temporary, and the loop retries."""
+        """Whether this process has ever worked. If so, a refusal of a server is taken for temporary, and the loop
+        retries."""
         self._problem = ""
         """Why no facts are sent; empty while facts are sent."""
         self._problem_since = 0.0
 
     def run(self) -> None:
-        """Work until `halt` is set.
+        """Work until `halt` is set. Retries after a failure that may be temporary.
 
         Raises:
             Stop: a person must decide.
             Refused: a server refused before this process ever worked.
-            Exception: an unexpected error, which ends the process.
+            Exception: an unexpected error.
         """
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while not self._halt.is_set():
@@ -320,19 +347,21 @@ class RunLoop(ABC):
 
     @abstractmethod
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
-        """The keys of the locks. One process holds all of them."""
+        """The second halves of the keys of the locks. The active process has all these locks."""
 
     @abstractmethod
     def _work(self, connection: Connection) -> None:
-        """Work until something fails, or `halt` is set. Sets `_has_worked`."""
+        """Work until an error is raised, or `halt` is set. Must set `_has_worked`. `connection`: the session of the
+        locks."""
 
     def _close(self) -> None:
         """Close all sessions after a failure."""
         self._session.close()
 
     def _wait_for_turn(self, connection: Connection) -> bool:
-        """Wait until this process has the locks. Returns False if `halt` is set. Polls, because a statement that waits
-        for a lock would hold a snapshot.
+        """Try to take the locks again and again until this process has them. Returns False if `halt` is set first.
+
+        A statement that waits for a lock would hold a snapshot, so this method polls.
         """
         keys = self._lock_keys(connection)
         while not self._halt.is_set():
@@ -344,17 +373,18 @@ class RunLoop(ABC):
         return False
 
     def _connect_producer(self) -> None:
-        """Make a producer, unless one exists that works."""
+        """Make a producer, unless `_has_producer`."""
         if not self._has_producer:
             self._use_producer(self._make_producer())
 
     def _use_producer(self, producer: RecordProducer) -> None:
+        """Use `producer` from now on."""
         self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
 
     def _deliver(self) -> None:
         """Wait until Kafka has acknowledged every record.
 
-        Raises `Unavailable` after `DELIVERY_TIMEOUT` seconds, or when `halt` is set before that.
+        Raises `Unavailable` if records are not acknowledged after `DELIVERY_TIMEOUT` seconds, or when `halt` is set.
         """
         deadline = time.monotonic() + DELIVERY_TIMEOUT
         while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
@@ -366,7 +396,10 @@ class RunLoop(ABC):
         self._kafka_wait.check(self._producer, self._producer.backlog())
 
     def _grow_producer(self) -> bool:
-        """Make a new producer if the topic accepts an oversized record now. Returns whether it was made."""
+        """Change to a new producer if the topic now accepts an oversized record. Returns whether the producer changed.
+
+        Before the change, waits until Kafka has acknowledged every record of the old producer.
+        """
         if (producer := self._oversized.make_larger_producer(self._make_producer, time.monotonic())) is None:
             return False
         self._deliver()
@@ -375,7 +408,7 @@ class RunLoop(ABC):
         return True
 
     def _log_recovery(self) -> None:
-        """Log that facts are sent again after a failure."""
+        """If a failure was logged, log that facts are sent again. Called when facts are sent."""
         if self._problem:
             log.info("Facts are sent again")
             self._problem = ""
@@ -385,7 +418,7 @@ class RunLoop(ABC):
 
         Args:
             transactions: the open transactions that block a stream.
-            blocked: by stream, why nothing new is sent. Oversized records are added here.
+            blocked: stream -> why no new facts are sent. Streams with oversized records are added.
         """
         now = datetime.now(UTC)
         self._loop_metrics.show_open_transactions(transactions, now)
@@ -393,9 +426,10 @@ class RunLoop(ABC):
             self._producer.send(report.stream, records.encode(report))
 
     def _restore_of_database(self, error: TidemarkError) -> PrerequisitePending | None:
-        """The running restore of the database, if it explains the refusal `error`; otherwise None.
+        """Check whether `error` is a refusal that a running restore of the database explains. Returns the restore, or
+        None.
 
-        During a restore a table may be missing. Then the remedy in `error`, to run a migration, would be wrong.
+        During a restore, a table may be missing. Then the remedy in `error`, to run a migration, would be wrong.
         """
         if isinstance(error, Refused):
             with suppress(Retry, Refused, SchemaMismatch):
@@ -407,7 +441,7 @@ class RunLoop(ABC):
         return None
 
     def _report_failure(self) -> None:
-        """Send OPEN records that say why nothing is sent, if the failure lasts and Kafka is reachable."""
+        """If the failure has lasted long enough and Kafka is reachable, send OPEN records with the reason."""
         if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
             return  # without reporters no record was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)

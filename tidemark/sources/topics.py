@@ -1,7 +1,7 @@
-"""Creates and describes topics, and compares them with their stored state.
+"""Creates and describes topics, and compares topics with their state that was stored at the last start.
 
-A stream is in one partition, in a fixed order, and no record is read twice or skipped (docs/design.md 3). So a
-recreated, repartitioned or truncated topic stops the pipeline until an operator accepts the loss.
+All records of a stream must be in one partition, and the pipeline reads each record once and in order (docs/design.md
+3). So if a topic was created again, repartitioned or truncated, the pipeline stops until an operator accepts the loss.
 """
 
 import time
@@ -28,26 +28,36 @@ from tidemark.sources.kafka import KafkaConnection, Offsets
 log = get_logger(__name__)
 
 Acceptance = Literal["partitions", "loss", "shards"]
-"""A change that an operator accepts for one start. `partitions`: another partition count; streams may have moved to
-other partitions. `loss`: records were deleted before they were read. `shards`: another number of shards, which loses
-nothing; this module does not check it.
+"""A change that an operator accepts for one start of the pipeline.
+
+`partitions`: the topic has another partition count, so streams may have moved to other partitions. `loss`: records were
+deleted before the pipeline read them. `shards`: the pipeline has another number of shards, which loses nothing; this
+module does not check `shards`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The available offsets of a partition, `[earliest, end)`."""
+    """The available offsets of a partition: `[earliest, end)`. The next written record gets the offset `end`."""
 
     earliest: int
     end: int
 
-    def contains(self, next_offset: int) -> bool:
+    def can_start_at(self, next_offset: int) -> bool:
+        """Whether a reader can continue at this offset without a loss of records."""
         return self.earliest <= next_offset <= self.end
 
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """A topic as the brokers describe it; `partitions[i]` is partition `i`."""
+    """A topic as the brokers describe it.
+
+    Attributes:
+        name: the name of the topic.
+        id: the ID of the topic. A topic that is created again has another ID.
+        policy: the `cleanup.policy`.
+        partitions: the partitions; the index is the partition's number.
+    """
 
     name: str
     id: str
@@ -57,14 +67,24 @@ class TopicState:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTopic:
-    """The ID and partition count of a topic, which must not change, as stored in Postgres at the last start."""
+    """The identity of a topic, which must not change, as it was stored in Postgres at the last start.
+
+    Attributes:
+        id: the ID of the topic.
+        partitions: the partition count.
+    """
 
     id: str
     partitions: int
 
 
 def require_unchanged(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
-    """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that differs from `remembered`."""
+    """Raise `TopicReplaced` or `PartitionsChanged` for the first topic that differs from `remembered`.
+
+    Args:
+        topics: name -> the topic now.
+        remembered: name -> the topic at the last start. Each of these topics must be in `topics`.
+    """
     for name, before in remembered.items():
         if topics[name].id != before.id:
             raise TopicReplaced(name, before.id, topics[name].id)
@@ -73,9 +93,9 @@ def require_unchanged(topics: Mapping[str, RememberedTopic], remembered: Mapping
 
 
 def require_policy(topics: Iterable[TopicState], policy: str = "delete") -> None:
-    """Raises `WrongCleanupPolicy` for the first topic whose cleanup policy differs from `policy`.
+    """Raise `WrongCleanupPolicy` for the first topic whose cleanup policy differs from `policy`.
 
-    With another policy, Kafka would delete records that are needed.
+    With another policy, Kafka would delete records that Tidemark needs.
     """
     for topic in topics:
         if topic.policy != policy:
@@ -88,13 +108,13 @@ def starting_offsets(
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
-    """The next offset to read of every partition. A partition that was never read starts at its oldest record.
+    """Compute the next offset to read of every partition. A partition that was never read starts at its oldest record.
 
     Args:
-        topics: by name, the topics as they are now.
-        remembered: by name, the topics of the last start.
-        stored: by topic and partition, the next offsets of the last commit.
-        accept: changes that are logged and not raised.
+        topics: name -> the topic now.
+        remembered: name -> the topic at the last start. New topics are missing.
+        stored: topic -> partition -> the next offset at the last commit.
+        accept: the changes that an operator accepts. The function logs such a change, and raises no error.
 
     Raises:
         TopicReplaced, PartitionsChanged, RecordsGone, RecordsBeyondEnd: a change that `accept` does not contain.
@@ -112,7 +132,7 @@ def _topic_offsets(
         if "loss" not in accept:
             raise TopicReplaced(topic.name, before.id, topic.id)
         log.warning(
-            "the topic was created again: it is read from its beginning, and unread records of the old topic are lost",
+            "the topic was created again and is read from its beginning; unread records of the old topic are lost",
             topic=topic.name,
             stored=dict(stored),
         )
@@ -137,7 +157,7 @@ def _partition_offset(
 ) -> int:
     if wanted is None:
         return partition.earliest
-    if partition.contains(wanted):
+    if partition.can_start_at(wanted):
         return wanted
     if "loss" not in accept:
         if wanted > partition.end:
@@ -160,9 +180,12 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The settings with which a missing topic is created. An existing topic is not checked.
+    """The settings with which a missing topic is created. An existing topic is not compared with these settings.
 
-    If `retention_ms` is None, the topic is compacted.
+    Attributes:
+        name: the name of the topic.
+        partitions: the number of partitions.
+        retention_ms: how long records are kept, in ms; None for a compacted topic.
     """
 
     name: str
@@ -170,22 +193,31 @@ class TopicPlan:
     retention_ms: int | None = None
 
     def settings(self) -> dict[str, str]:
+        """The topic's configuration in Kafka's names."""
         if self.retention_ms is None:
             return {"cleanup.policy": "compact", "segment.ms": str(_DAY_MS // 24)}
         return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms)}
 
 
 def positions_plan(name: str) -> TopicPlan:
-    """The topic of positions, compacted with segments of one hour, because the pipeline reads all of it at start."""
+    """The plan of the topic of positions: one partition, compacted. Segments last one hour, so that compaction keeps
+    the topic small. The pipeline reads the whole topic at its start."""
     return TopicPlan(name, 1)
 
 
 def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
-    """Tidemark's three topics. `partitions` is for the topic of facts, and must not change later."""
+    """The plans of the topics of facts, of control records and of dead letters.
+
+    Args:
+        facts: the name of the topic of facts.
+        control: the name of the topic of control records.
+        dead_letters: the name of the topic of dead letters.
+        partitions: the number of partitions of the topic of facts, which must not change later.
+    """
     return (
-        # 7 days: the longest outage of the pipeline without a loss of records.
+        # 7 days: if an outage of the pipeline is shorter, no records are lost.
         TopicPlan(facts, partitions, 7 * _DAY_MS),
-        # Overrides are rare and need one order, so one partition. 30 days, for audits.
+        # One partition, because overrides are rare and must stay in order. 30 days, for audits.
         TopicPlan(control, 1, 30 * _DAY_MS),
         # 30 days, so that a person has time to examine dead letters.
         TopicPlan(dead_letters, 1, 30 * _DAY_MS),
@@ -194,12 +226,12 @@ def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) ->
 
 @dataclass(frozen=True, slots=True)
 class TopicDetails:
-    """The description of a topic for people.
+    """The description of a topic for a person.
 
     Attributes:
         partitions: the number of partitions.
-        replicas: the number of replicas of the partition that has the fewest.
-        settings: the topic's configuration; empty if not requested.
+        replicas: the smallest number of replicas of a partition.
+        settings: the topic's configuration: name -> value; empty if not requested.
         operations: the operations that this user may perform, such as READ.
     """
 
@@ -212,8 +244,8 @@ class TopicDetails:
 class Topics:
     """Queries and creates topics over one connection. Not thread-safe.
 
-    Every method raises `Unavailable` if the brokers do not answer within `timeout` seconds, and `Refused` if they
-    refuse.
+    Every method waits for the brokers. It raises `Unavailable` if they do not answer within `timeout` seconds, and
+    `Refused` if they refuse the request.
     """
 
     def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
@@ -230,11 +262,11 @@ class Topics:
             raise kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
-        """Create the missing topics, with the brokers' default replication factor.
+        """Create the missing topics, with the brokers' default replication factor, and wait until they are usable.
 
         Returns:
-            The names of the topics that this call created, without topics that another process created at the same
-            moment.
+            The names of the topics that this call created. A topic that another process created at the same moment is
+            left out.
         """
         # Check first: a user without the right to create topics may still use existing ones.
         missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
@@ -246,14 +278,15 @@ class Topics:
         ]
         answers = self._send_request(
             lambda timeout: self._admin.create_topics(topics, request_timeout=timeout),
-            # Another process created the topic first, or the broker that checked did not know the topic yet.
+            # Another process has created the topic, or the broker that answered `_exists` did not have the topic yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
         self._wait_for_leaders(missing)
         return [name for name in missing if not isinstance(answers[name], KafkaError)]
 
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
-        """Describe the topics, in the order of `names`. Raises `TopicMissing` for the first missing one."""
+        """Query the topics: name -> topic, in the order of `names`. Raises `TopicMissing` for the first missing
+        topic."""
         names = list(names)
         if not names:  # the client refuses a request without topics
             return {}
@@ -278,23 +311,33 @@ class Topics:
         }
 
     def identities(self, names: Iterable[str]) -> dict[str, RememberedTopic]:
-        """The IDs and partition counts of the topics, in one request. Raises `TopicMissing` for the first missing
-        one.
+        """Query the IDs and partition counts of the topics, in one request: name -> topic.
+
+        Raises `TopicMissing` for the first missing topic.
         """
         topics = self._descriptions(list(names))
         return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """By topic and partition, the end offset: the offset that the next written record will get."""
+        """Query the end offsets: (topic, partition) -> the offset that the next written record will get.
+
+        Args:
+            partition_counts: topic -> the number of its partitions.
+        """
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
         ]
         return self._offsets(partitions, OffsetSpec.latest())
 
     def details(self, name: str, *, settings: bool) -> TopicDetails:
-        """The details of a topic. `settings`: include its configuration, if the user may describe it.
+        """Query the details of a topic.
 
-        Raises `TopicMissing`.
+        Args:
+            name: the name of the topic.
+            settings: whether to query the configuration. The user needs the right to describe it.
+
+        Raises:
+            TopicMissing: the topic does not exist.
         """
         topic = self._descriptions([name], operations=True)[name]
         entries = self._configs([name])[name] if settings else {}
@@ -304,14 +347,18 @@ class Topics:
         return TopicDetails(len(topic.partitions), replicas, values, operations)
 
     def max_message_bytes(self, name: str) -> int:
-        """The topic's limit for one batch of records, in bytes. Raises `TopicMissing`."""
+        """Query the topic's `max.message.bytes`, the limit for one batch of records. Raises `TopicMissing`."""
         self._descriptions([name])
         return int(self._configs([name])[name]["max.message.bytes"].value)
 
     def stable_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """By topic and partition, the last stable offset. Readers with `read_committed` get no record from there on.
+        """Query the last stable offsets: (topic, partition) -> offset.
 
-        The last stable offset is the first offset of the oldest open transaction, or the end offset if none is open.
+        The last stable offset is the first offset of the oldest open Kafka transaction, or the end offset if no
+        transaction is open. A reader with `read_committed` gets no record at or above this offset.
+
+        Args:
+            partition_counts: topic -> the number of its partitions.
         """
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
@@ -326,7 +373,7 @@ class Topics:
         return True
 
     def _wait_for_leaders(self, names: Iterable[str]) -> None:
-        """Wait until the brokers know the new topics and their leaders, which may take a moment after the creation."""
+        """Wait until the brokers answer requests about the new topics. After the creation, this may take a moment."""
         deadline = time.monotonic() + self._timeout
         for name in names:
             while True:
@@ -377,7 +424,10 @@ class Topics:
     def _send_request(
         self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None
     ) -> dict[Any, Any]:
-        """Send a request and wait for all its answers. An error with the code `expected` is an answer."""
+        """Send a request, and wait for all answers: key of the request -> answer.
+
+        An error with the code `expected` is returned as an answer. Other errors are raised.
+        """
         try:
             return self._wait_for_answers(request, expected)
         except Unavailable:

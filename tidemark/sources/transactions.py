@@ -21,9 +21,10 @@ from tidemark.streaming.wire.records import MAX_HEARTBEAT_SECONDS, MAX_TRANSACTI
 class ServerHistory:
     """Identifies one uninterrupted run of a database server.
 
-    `database` has the system identifier, the timeline, and the OIDs of the database and of one table. A restore from a
-    dump changes the OIDs. `server` is the start time of the server: a restored disk image has the same `database`, but
-    another `server`.
+    Attributes:
+        database: the system identifier, the timeline of the server, and the OIDs of the database and of one table. A
+            restore from a dump changes the OIDs.
+        server: the start time of the server. A restored disk image has the same `database`, but another `server`.
     """
 
     database: str
@@ -31,15 +32,18 @@ class ServerHistory:
 
 
 def read_server_history(connection: Connection, where: str, table: str) -> ServerHistory:
-    """The history of the server now. Raises `Unavailable` on a standby.
+    """Query the identity of the server's current history.
 
-    Uses the timeline of the current write-ahead log, because pg_control_checkpoint() shows a promotion only after the
-    next checkpoint.
+    The timeline is read from the current write-ahead log, because pg_control_checkpoint() shows a promotion only after
+    the next checkpoint.
 
     Args:
         connection: a session of the database.
-        where: its address, for messages.
+        where: the address of the server, for messages.
         table: a table that a restore from a dump creates again.
+
+    Raises:
+        Unavailable: the server is a standby.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
@@ -66,7 +70,10 @@ def end_own_transaction(connection: Connection) -> None:
 
 
 def read_running_transactions(connection: Connection) -> frozenset[int]:
-    """The numbers of the transactions that have not ended, including prepared ones. See `end_own_transaction`."""
+    """Query the numbers (64 bits) of the transactions that have not ended, including prepared transactions.
+
+    Call `end_own_transaction` first. Otherwise the newest transactions may be missing.
+    """
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
     listed = str(row[0]).rpartition(":")[2]
@@ -74,12 +81,12 @@ def read_running_transactions(connection: Connection) -> frozenset[int]:
 
 
 def flush_wal(connection: Connection) -> str:
-    """Write to the write-ahead log and wait for the disk, so that all earlier changes are durable.
+    """Write a message to the write-ahead log and wait for the disk, so that all earlier changes are durable.
 
-    Without this call, `nextval` and asynchronous commits are durable only with a later commit.
+    Without this call, a `nextval` and an asynchronous commit are durable only after a later commit.
 
     Returns:
-        The position in the write-ahead log.
+        The position of the message in the write-ahead log, as text.
     """
     row = connection.execute("select pg_logical_emit_message(true, 'tidemark', '')::text").fetchone()
     assert row is not None
@@ -92,11 +99,20 @@ _LITERAL = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """A transaction that blocks a stream. Fields that this user may not see are empty.
+    """An open transaction that blocks a stream. Fields that this user may not see are empty.
 
-    A prepared transaction has a `gid` and no `pid`. `writer` is the writer of the transaction's facts, or several names
-    with ` or ` if they share a lock; empty if no fact of the writer was published. `application` is the name of the
-    session; behind a pooler, it may be the name of an earlier client. `database` is the session's database.
+    Attributes:
+        stream: the name of the stream.
+        writer: the writer of the transaction's facts; several names with ` or ` between them if the writers share a
+            lock; empty if no fact of the writer was published.
+        pid: the process ID of the session; None for a prepared transaction.
+        gid: the name of a prepared transaction; None for a session.
+        user: the database user.
+        application: the `application_name` of the session. Behind a pooler, this may be the name of an earlier client.
+        state: the state of the session, such as `idle in transaction`.
+        since: the time at which the transaction began; None if this user may not see the time.
+        query: the newest query of the session, up to 300 characters.
+        database: the database of the transaction.
     """
 
     stream: str
@@ -120,15 +136,16 @@ class OpenTransaction:
 
     @property
     def description(self) -> str:
-        """The writer, the session and its query, for an OPEN record. Literals in the query are replaced by `?`, because
-        they are private data of the service.
+        """Text for an OPEN record: the writer, the session and its query.
+
+        Literals in the query are replaced by `?`, because they may be private data of the service.
         """
         query = f": {_LITERAL.sub('?', self.query)}" if self.pid is not None and self.query else ""
         return f"writer {self.writer or 'not published yet'}, {self.process}{query}"
 
     @property
     def process(self) -> str:
-        """The session or the prepared transaction, without the query."""
+        """Text that names the session or the prepared transaction, without the query."""
         since = "" if self.since is None else f" since {timestamp(self.since)}"
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
@@ -146,19 +163,23 @@ class OpenTransaction:
 
 
 REPORTED_AFTER = timedelta(seconds=2)
-"""Shorter transactions are not reported."""
+"""The shortest age of a transaction that OPEN records report."""
 
 
 HEARTBEATS_PER_SECOND = 20
-"""The largest number of heartbeats per second, over all streams. One costs the pipeline about 0.5 ms."""
+"""The largest number of heartbeats per second, over all streams. A heartbeat takes the pipeline about 0.5 ms."""
 
 
 class SourceReports:
-    """The OPEN records of all streams. `reporters`: by stream, the writer and the epoch of its OPEN records.
+    """Makes the OPEN records of all streams when they are due.
 
-    A record is due at the start, because another process may have sent a different one, and when the transactions or
-    the cause of a blocked stream change. Every `heartbeat` seconds (0: never) the records of all streams are due
-    together, so that Spark wakes up once.
+    The record of a stream is due at the start, because another process may have sent a different record. It is due
+    again when the transactions or the cause of the block change. With a heartbeat, the records of all streams are due
+    together at regular times, so that Spark wakes up once.
+
+    Args:
+        reporters: stream -> the writer and the epoch that the stream's OPEN records name.
+        heartbeat: the wanted number of seconds between two heartbeats of a stream; 0 for no heartbeats.
     """
 
     def __init__(self, reporters: Mapping[str, tuple[str, int]], heartbeat: int = 0) -> None:
@@ -169,7 +190,8 @@ class SourceReports:
 
     @property
     def heartbeat(self) -> int:
-        """Seconds between two heartbeats of a stream; 0 without heartbeats."""
+        """Seconds between two heartbeats of a stream; 0 without heartbeats. Longer than wanted if there are many
+        streams."""
         shortest = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
         return min(max(self._heartbeat, shortest), MAX_HEARTBEAT_SECONDS) if self._heartbeat else 0
 
@@ -180,8 +202,8 @@ class SourceReports:
 
         Args:
             transactions: the open transactions that block streams, the oldest first.
-            now: the current time. If the clock goes back, the heartbeat is due.
-            blocked: by stream, why nothing new is sent.
+            now: the current time. If the clock was set back, the heartbeat is due.
+            blocked: stream -> why no new facts are sent. Only blocked streams.
         """
         heartbeat = self.heartbeat
         is_due = bool(heartbeat) and not (
@@ -200,7 +222,7 @@ class SourceReports:
             known = (
                 [transaction.process for transaction in old],
                 cause,
-            )  # the query is part of the report, but a new query is not a change
+            )  # the report has the query, but a new query alone makes no report due
             if is_due or self._last_reports.get(name) != known:
                 self._last_reports[name] = known
                 yield Open(
@@ -210,16 +232,18 @@ class SourceReports:
 
 
 class OldestOpenGauge:
-    """Shows the age of the oldest open transaction for each label set of a gauge. Removes label sets without an open
-    transaction.
-    """
+    """Sets a gauge to the age of the oldest open transaction, for each set of labels."""
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._shown_labels: set[tuple[str, ...]] = set()
 
     def show(self, ages: Iterable[tuple[tuple[str, ...], float]]) -> None:
-        """Set the gauge. `ages`: the labels and the age in seconds of each open transaction."""
+        """Set the gauge, and remove sets of labels that have no open transaction any more.
+
+        Args:
+            ages: the labels and the age in seconds of each open transaction.
+        """
         oldest = dict(sorted(ages))
         for gone in self._shown_labels - oldest.keys():
             self._gauge.remove(*gone)
@@ -229,11 +253,13 @@ class OldestOpenGauge:
 
 
 def is_reported(transaction: OpenTransaction, now: datetime) -> bool:
-    """Whether a transaction is older than `REPORTED_AFTER`, or this user may not see its start."""
+    """Whether OPEN records report the transaction: its age is at least `REPORTED_AFTER`, or this user may not see its
+    start."""
     return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 
 def _descriptions(old: Sequence[OpenTransaction]) -> list[str]:
+    """The descriptions for an OPEN record, within the limits of number and length."""
     lines = [transaction.description[:MAX_TRANSACTION_LENGTH] for transaction in old]
     if len(lines) <= MAX_TRANSACTIONS:
         return lines

@@ -5,8 +5,8 @@
         id = writer.append(connection, "orders", {"order": 17})
         connection.execute("insert into orders (id) values (%s)", [id])
 
-A writer has no state except its name, so threads, tasks, forks and processes may share it. A writer never commits or
-rolls back. On psycopg, each call is one round trip without a prepared statement, so poolers work.
+A writer has no state except its name, so threads, tasks, forks and processes may share a writer. A writer never commits
+or rolls back. With psycopg, each call is one round trip without a prepared statement, so poolers work.
 """
 
 import math
@@ -28,10 +28,11 @@ from tidemark.streaming.wire.records import row as encoded
 MAX_ROW_BYTES = 900_000
 """The largest JSON of a row in bytes: Kafka's default limit (1 MB) minus room for the rest of the record."""
 MAX_FACT_BYTES = 16_777_216
-"""The largest fact in bytes: the JSON of its rows plus 200 for each row. Bounds the relay's memory."""
+"""The largest fact in bytes: the JSON of its rows plus 200 for each row. The limit bounds the relay's memory."""
 _ROW_BYTES = 200
+"""The bytes that each row adds to the size of a fact, besides its JSON."""
 MAX_DEPTH = 256
-"""A row that is nested this deep or deeper is refused, because not every JSON parser accepts it."""
+"""A row that is nested this deep or deeper is refused, because not every JSON parser accepts such a row."""
 
 _APPEND = "select tidemark.append_as(%s, %s, variadic %s::jsonb[])"
 _APPEND_MANY = "select tidemark.append_many(%s, %s::jsonb[], writer => %s)"
@@ -56,60 +57,68 @@ _Driver = TypeVar("_Driver", psycopg.Connection[Any], psycopg.AsyncConnection[An
 class Writer:
     """Appends facts as the writer `name`, which has its own position; without a name, as the writer of the database.
 
-    `connection` is psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. Methods raise `BadRow`,
-    `NotReserved`, `BadSetting` for an invalid name, and `Refused` if the stream, the functions or a right are missing.
-    Other errors of the connection are raised unchanged. After an error the transaction must be rolled back, except
-    after a `BadRow` that was raised before the row was sent.
+    The argument `connection` of the methods is a connection of psycopg or Django, or a Session or Connection of
+    SQLAlchemy on psycopg. Methods raise `BadRow`, `NotReserved`, `BadSetting` for an invalid name, and `Refused` if the
+    stream, the functions or a right are missing. Other errors of the connection are raised unchanged. After an error
+    the transaction must be rolled back, except after a `BadRow` that was raised before the row was sent.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._statements = _WriterStatements(_check_writer(name))
 
     def append(self, connection: object, stream: str, *rows: object) -> int:
-        """Append a fact with these rows (any JSON values); returns its stream ID. Published only if the transaction
+        """Append one fact with these rows. Returns the fact's stream ID. The fact is published only if the transaction
         commits.
 
-        A row is a value such as a dict, not a JSON text. Wrap a JSON text in `msgspec.Raw`.
+        A row is a JSON value, such as a dict, and not a JSON text. Wrap a JSON text in `msgspec.Raw`.
         """
         return int(_run(connection, self._statements.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
-        """Append one fact for each row; returns the IDs of the facts in the order of the rows."""
+        """Append one fact for each row. Returns the stream IDs of the facts in the order of the rows."""
         return list(_run(connection, self._statements.append_many(stream, rows)))
 
     def reserve(self, connection: object, stream: str) -> int:
-        """Reserve the next ID, for `complete` in the same transaction. Without `complete` the ID gets no fact."""
+        """Reserve the next stream ID and return it. Call `complete` with this ID in the same transaction.
+
+        If the transaction ends without `complete`, the ID gets no fact.
+        """
         return int(_run(connection, self._statements.reserve(stream)))
 
     def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
-        """Append a fact with these rows at the reserved ID. Published only if the transaction commits."""
+        """Append one fact with these rows at the reserved ID. The fact is published only if the transaction commits."""
         _run(connection, self._statements.complete(stream, id, rows))
 
 
 class AsyncWriter:
-    """`Writer` for asyncio.
+    """The same as `Writer`, for asyncio.
 
-    `connection` is psycopg's AsyncConnection, asyncpg's Connection (or one of its pool), or an AsyncSession or
-    AsyncConnection of SQLAlchemy on either.
+    The argument `connection` of the methods is psycopg's AsyncConnection, asyncpg's Connection (also from a pool), or
+    an AsyncSession or AsyncConnection of SQLAlchemy on psycopg or asyncpg.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._statements = _WriterStatements(_check_writer(name))
 
     async def append(self, connection: object, stream: str, *rows: object) -> int:
+        """See `Writer.append`."""
         return int(await _run_async(connection, self._statements.append(stream, rows)))
 
     async def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
+        """See `Writer.append_many`."""
         return list(await _run_async(connection, self._statements.append_many(stream, rows)))
 
     async def reserve(self, connection: object, stream: str) -> int:
+        """See `Writer.reserve`."""
         return int(await _run_async(connection, self._statements.reserve(stream)))
 
     async def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
+        """See `Writer.complete`."""
         await _run_async(connection, self._statements.complete(stream, id, rows))
 
 
 def _check_writer(name: str | None) -> str:
+    """Return the name, or an empty text for None. Raises `BadSetting` if the name is invalid."""
     if name is not None and not is_writer(name):
         raise BadSetting("writer", explain_bad_name(name))
     return name or ""
@@ -117,7 +126,14 @@ def _check_writer(name: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _WriterStatement:
-    """A statement that returns one value. `id`: the ID that the statement completes; None for other statements."""
+    """A statement that returns one value, with its parameters.
+
+    Attributes:
+        statement: the SQL text, with psycopg's placeholders.
+        params: the parameters.
+        stream: the stream, for errors.
+        id: the ID that the statement completes; None for other statements.
+    """
 
     statement: str
     params: Sequence[object]
@@ -127,6 +143,8 @@ class _WriterStatement:
 
 @dataclass(frozen=True, slots=True)
 class _WriterStatements:
+    """Makes the statements of one writer. `writer`: the name; empty for the writer of the database."""
+
     writer: str
 
     def append(self, stream: str, rows: Sequence[object]) -> _WriterStatement:
@@ -155,7 +173,16 @@ def _check_stream(stream: str) -> str:
 
 
 def _encode_array(stream: str, rows: Iterable[object], max_bytes: int | None = None) -> str:
-    """Encode the rows as the text of a Postgres array, much faster than psycopg. `max_bytes` limits the total size."""
+    """Encode the rows as the text of a Postgres array. This is much faster than psycopg's encoding.
+
+    Args:
+        stream: the stream, for errors.
+        rows: the rows.
+        max_bytes: the largest size of all rows together, as for `MAX_FACT_BYTES`; None for no limit.
+
+    Raises:
+        BadRow: a row is not acceptable, or the rows are too large together.
+    """
     bodies, size = [], 0
     for row in rows:
         try:
@@ -173,7 +200,7 @@ def _encode_array(stream: str, rows: Iterable[object], max_bytes: int | None = N
 
 
 def _row_problem(row: object, body: bytes) -> str:
-    """The reason why the row could not be published, or an empty text. Parses the row only if a cheap check fails."""
+    """Why the row cannot be published; empty if it can. `body`: the JSON of the row."""
     if isinstance(row, bytes | bytearray | memoryview):
         return "it is bytes, which JSON does not have: give the object itself, or JSON text as msgspec.Raw"
     if isinstance(row, str) and _is_json_text(row):
@@ -191,6 +218,7 @@ def _row_problem(row: object, body: bytes) -> str:
 
 
 def _is_json_text(row: str) -> bool:
+    """Whether the text is the JSON of an object or array."""
     if not row.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -216,6 +244,7 @@ def _is_finite(row: object) -> bool:
 
 
 def _nesting_depth(body: bytes) -> int:
+    """The largest number of nested objects and arrays in a JSON text."""
     deepest = depth = 0
     for token in _TOKEN.findall(body):
         depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
@@ -224,6 +253,7 @@ def _nesting_depth(body: bytes) -> int:
 
 
 def _run(original: object, call: _WriterStatement) -> Any:
+    """Run a statement on the caller's connection. Returns its value; converts errors (see `Writer`)."""
     driver = _psycopg_connection(original)
     try:
         cursor = psycopg.Cursor(driver, row_factory=tuple_row)
@@ -236,6 +266,7 @@ def _run(original: object, call: _WriterStatement) -> Any:
 
 
 async def _run_async(original: object, call: _WriterStatement) -> Any:
+    """The same as `_run`, for asyncio."""
     driver = await _async_connection(original)
     if not isinstance(driver, psycopg.AsyncConnection):
         return await _run_asyncpg(driver, call)
@@ -251,7 +282,7 @@ async def _run_async(original: object, call: _WriterStatement) -> Any:
 
 
 async def _run_asyncpg(driver: Any, call: _WriterStatement) -> Any:
-    """Run the call on a connection of asyncpg, or on a connection of SQLAlchemy that uses asyncpg."""
+    """Run a statement on a connection of asyncpg, or on a connection of SQLAlchemy that uses asyncpg."""
     numbers = count(1)
     # asyncpg encodes each value by the parameter's type, so all values are passed as text.
     statement = re.sub("%s", lambda _: f"${next(numbers)}::text", call.statement)
@@ -279,6 +310,10 @@ def _is_asyncpg(value: object) -> bool:
 
 
 def _psycopg_connection(original: Any) -> psycopg.Connection[Any]:
+    """Get psycopg's connection from the caller's connection. Begins SQLAlchemy's transaction if it has not begun.
+
+    Raises `TypeError` if the connection does not use psycopg.
+    """
     if isinstance(original, psycopg.Connection):
         return original
     connection = original
@@ -289,13 +324,15 @@ def _psycopg_connection(original: Any) -> psycopg.Connection[Any]:
         if not connection.in_transaction():
             connection.begin()
         connection = connection.connection.driver_connection
-    elif hasattr(connection, "ensure_connection"):  # Django's
+    elif hasattr(connection, "ensure_connection"):  # a connection of Django
         with connection.cursor() as cursor:
             connection = cursor.connection
     return _require_type(connection, psycopg.Connection)
 
 
 async def _async_connection(original: Any) -> Any:
+    """The same as `_psycopg_connection`, for asyncio. Returns a connection of psycopg or asyncpg, or a connection of
+    SQLAlchemy that uses asyncpg."""
     if isinstance(original, psycopg.AsyncConnection) or _is_asyncpg(original):
         return original
     connection = original
@@ -312,6 +349,7 @@ async def _async_connection(original: Any) -> Any:
 
 
 def _require_type(connection: object, wanted: type[_Driver]) -> _Driver:
+    """Return the connection. Raises `TypeError` if it is not of the type `wanted`."""
     if isinstance(connection, wanted):
         return connection
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
@@ -324,7 +362,7 @@ def _require_type(connection: object, wanted: type[_Driver]) -> _Driver:
 def _convert_error(
     error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _WriterStatement
 ) -> Exception | None:
-    """The error of Tidemark to raise instead; None if the error is not about appending facts."""
+    """Convert an error of psycopg to an error of Tidemark; None if the error is not about appending facts."""
     code = error.sqlstate or ""
     if (hidden := row_security_problem(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)
@@ -332,6 +370,7 @@ def _convert_error(
 
 
 def _convert_code(code: str, problem: str, hint: str | None, where: str, call: _WriterStatement) -> Exception | None:
+    """The same as `_convert_error`, from an SQLSTATE code, the server's message and hint, and the server's address."""
     if code in _ROW_ERRORS:
         return BadRow(call.stream, problem)
     if code == _NOT_RESERVED and call.id is not None:

@@ -237,8 +237,8 @@ class RelayMetrics(LoopMetrics):
         super().__init__(registry, "tidemark_relay", "relay", ["stream", "writer"])
         self.last_poll = Gauge(
             "tidemark_relay_last_poll_timestamp_seconds",
-            "Time of the last query of the database (s since 1970). Not rising while the relay is active: Kafka does"
-            " not accept records, or the database does not answer.",
+            "Time of the last query of the database (s since 1970). If it does not rise while the relay is active,"
+            " Kafka does not accept records, or the database does not answer.",
             registry=registry,
         )
         self.facts = Counter(
@@ -252,15 +252,15 @@ class RelayMetrics(LoopMetrics):
         )
         self.undecided = Gauge(
             "tidemark_relay_undecided_ids",
-            "IDs that are given out and not decided. Staying above 0: an open transaction blocks the stream;"
-            " `tidemark relay blockers` names it.",
+            "IDs that were given out and are not decided. If it stays above 0, an open transaction blocks the stream;"
+            " `tidemark relay blockers` names the transaction.",
             ["stream"],
             registry=registry,
         )
         self.outbox_ids = Gauge(
             "tidemark_relay_outbox_ids",
-            "IDs that are given out, and whose rows the relay has not yet deleted from tidemark.append_outbox. Rising:"
-            " an open transaction blocks the stream, or Kafka is unavailable or too slow.",
+            "IDs that were given out, and whose rows the relay has not yet deleted from tidemark.append_outbox. If it"
+            " rises, an open transaction blocks the stream, or Kafka is unavailable or too slow.",
             ["stream"],
             registry=registry,
         )
