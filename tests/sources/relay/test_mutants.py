@@ -548,7 +548,7 @@ FUNCTIONS = [
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
     (retiring_while_open, "retire_writer", "pg_try_advisory_xact_lock(1", "pg_try_advisory_xact_lock_shared(1"),
     (dropped_and_made_again, "create_stream", "_known.after + _sign", "_sign"),
-    (dropped_while_open, "drop_stream", "told.number = _of.number and told.floor <> _head", "false"),
+    (dropped_while_open, "drop_stream", "progress.number = _of.number and progress.floor <> _head", "false"),
     (
         retiring_before_it_is_told,
         "retire_writer",

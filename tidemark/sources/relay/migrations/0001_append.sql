@@ -11,7 +11,8 @@ begin
 end
 $$;
 
--- Whether the name contains an invisible character. Such names are refused, because two of them may look the same.
+-- Whether the name contains an invisible character. Such names are refused, because two different names may look the
+-- same.
 create function tidemark.has_invisible(_name text) returns boolean
 language sql immutable
 as $$
@@ -53,18 +54,18 @@ create table tidemark.append_progress (
 );
 comment on table tidemark.append_progress is 'The relay''s progress with each stream';
 comment on column tidemark.append_progress.floor is
-    'Every ID up to it is decided, and Kafka has the records. Outbox rows are deleted only up to the floor, by the transaction that raises it';
+    'Every ID up to the floor is decided, and Kafka has the records. Outbox rows are deleted only up to the floor, by the transaction that raises the floor';
 comment on column tidemark.append_progress.version is
     'Rises when epochs begin or new writers are found. A relay that has read another version starts again';
 comment on column tidemark.append_progress.database is
     'Identifies the history of this database in which the epochs began';
 comment on column tidemark.append_progress.start is
-    'The token of the present JOINs (timeline.start); after: that of the JOINs before';
+    'The token of the current JOINs (timeline.start). The column `after` has the token of the previous JOINs';
 comment on column tidemark.append_progress.writer is 'The name of the database''s own writer on Kafka';
 comment on column tidemark.append_progress.server is
     'The start time of the server when the epochs began. After a restart new epochs begin, because the server may have an older disk';
 comment on column tidemark.append_progress.published is
-    'The highest floor from which the database went back (a magnitude). An ID up to it without a row may have had a published fact';
+    'The highest floor from which the database went back (a magnitude). If an ID up to this one has no row, the ID may have had a published fact';
 comment on column tidemark.append_progress.written_by is
     'The relay''s transaction that wrote this row. If it differs from xmin, a restore or a replication has written the row';
 
@@ -77,7 +78,7 @@ create table tidemark.append_sent (
 )
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 comment on table tidemark.append_sent is
-    'No ID of a stream beyond the highest `upto` was ever published (magnitudes). A row is stored before records are sent, and deleted when the floor passes it';
+    'No ID of a stream beyond the stream''s highest `upto` was ever published (magnitudes). The relay stores a row before it sends records, and deletes the row when the floor has passed `upto`';
 
 create table tidemark.append_writers (
     number      integer     not null references tidemark.append_streams on delete cascade,
@@ -89,7 +90,7 @@ create table tidemark.append_writers (
 );
 comment on table tidemark.append_writers is 'The known writers of each stream: the database''s own, and the named ones';
 comment on column tidemark.append_writers.last is
-    'The last cut of the writer''s chain: the ID of a JOIN, a fact, a void, a common cut or the end of its epoch. Kafka has everything of the writer up to this ID';
+    'The last cut of the writer''s chain: the ID of a JOIN, a fact, a void, a common cut or the end of the epoch. Kafka has everything of the writer up to this ID';
 comment on column tidemark.append_writers.state is
     'joining: until Kafka has acknowledged the JOIN. retiring: from when the floor has reached the end of the epoch, until Kafka has
 acknowledged the RETIRE. A retired writer that appends again joins in a higher epoch';
@@ -109,18 +110,19 @@ with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, au
 comment on table tidemark.append_outbox is 'Appended facts, reserved IDs and common cuts above the floor';
 comment on column tidemark.append_outbox.rows is
     'The rows of the fact as JSON; of a common cut, the names of the writers whose epochs end at its ID';
-comment on column tidemark.append_outbox.bytes is 'The approximate size of its records';
+comment on column tidemark.append_outbox.bytes is 'The approximate size of the row''s records on Kafka, in bytes';
 comment on column tidemark.append_outbox.reserved_by is
     'The transaction that has reserved the ID and not completed it; otherwise NULL';
 comment on column tidemark.append_outbox.writer is
     'The name of the writer; empty for the database''s own; * for a common cut, an ID at which the chain of every writer is cut';
 
--- Helpers of the functions below, which set the search path and row_security = off. With this setting, a statement
--- fails if row level security would hide rows. The functions rely on that, because a missing row is evidence.
+-- Helpers of the functions below. These functions set the search path and row_security = off. With this setting, a
+-- statement fails if row level security would hide rows. The functions rely on the failure, because a missing row is
+-- evidence.
 
--- Waits for the lock of stream and writer. Any login may take this advisory lock; of Tidemark, only
--- tidemark.retire_writer takes it exclusively, for a moment. The wait ends after the caller's lock_timeout (_limit), or
--- after 5 s if that is 0. The error names the session that has the lock.
+-- Waits for the shared lock of stream and writer. Any login may take this advisory lock. Of Tidemark's functions, only
+-- tidemark.retire_writer takes the lock exclusively, for a moment. The wait ends after the caller's lock_timeout
+-- (_limit), or after 5 s if the caller has none ('0'). The error names the session that has the lock.
 create function tidemark.wait_for_lock(_of integer, _writer integer, _stream text, _limit text) returns void
 language plpgsql volatile set lock_timeout = '5s'
 as $$
@@ -148,7 +150,8 @@ $$;
 
 -- Takes a transaction ID and the shared lock of stream and writer. Both must be taken before nextval, which locks the
 -- sequence until the transaction ends. So a transaction with an undecided ID has all three, and the relay finds it in
--- pg_locks. Writers whose names have one hash share a lock: an open transaction of one blocks the positions of both.
+-- pg_locks. Writers whose names have the same hash share a lock: an open transaction of one of them
+-- blocks the positions of all.
 create function tidemark.take_lock(_of tidemark.append_streams, _writer text) returns void
 language plpgsql volatile
 as $$
@@ -185,7 +188,7 @@ begin
 end
 $$;
 
--- Refuses a name that no stream can have, by the rules of append_streams.stream.
+-- Raises an error if no stream can have the name. The rules are the same as in append_streams.stream.
 create function tidemark.check_stream_name(_stream text) returns void
 language plpgsql immutable
 as $$
@@ -255,12 +258,12 @@ begin
 end
 $$;
 
--- The approximate size of the records of these rows. The relay bounds its memory with it.
+-- The approximate size of the records of these rows, in bytes. The relay limits its memory by this size.
 create function tidemark.append_bytes(_texts text[]) returns integer
 language sql immutable
 as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
 
--- Checks the size of a fact, and returns it. The relay has a whole fact in memory, so its size is limited.
+-- Checks the size of a fact, and returns the size. The size is limited, because the relay has a whole fact in memory.
 create function tidemark.fact_bytes(_stream text, _texts text[]) returns integer
 language plpgsql immutable
 as $$
@@ -278,7 +281,7 @@ begin
 end
 $$;
 
--- Appends a fact. One function with few expressions, because each one costs every transaction of a service a
+-- Appends a fact. The function has few expressions, because each expression costs every transaction of a service a
 -- microsecond.
 create function tidemark.append_fact(_writer text, _stream text, _rows jsonb[]) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -355,8 +358,8 @@ declare
     _writer text := tidemark.append_writer(reserve.writer);
     _id bigint := tidemark.take_id(_of, _writer);
 begin
-    -- A rolled back savepoint removes this row together with the lock. `complete` changes the row, which has the
-    -- writer.
+    -- If a savepoint is rolled back, Postgres removes this row and releases the lock. `complete` finds the writer in
+    -- the row.
     insert into tidemark.append_outbox (number, id, rows, bytes, reserved_by, writer)
     values (_of.number, _id, '{}', 0, pg_current_xact_id(), _writer);
     return _id;
@@ -422,14 +425,14 @@ begin
         execute format('grant select on sequence %s to tidemark_relay', _sequence);
     end if;
     update tidemark.append_streams as made set ids = _sequence::regclass where made.number = _known.number;
-    -- If the stream was dropped, the database's writer has retired, and joins again. The new version makes a relay
-    -- start again that has not noticed the drop.
+    -- If the stream was dropped, the database's writer has retired, and joins again. A relay that has not noticed the
+    -- drop starts again because of the new version.
     insert into tidemark.append_progress as kept (number, floor) values (_known.number, _known.after)
     on conflict (number) do update set version = kept.version + 1;
     update tidemark.append_writers as known
     set epoch = greatest(known.epoch + 1, (extract(epoch from clock_timestamp()) * 1000)::bigint), state = 'joining'
-    from tidemark.append_progress as told
-    where told.number = _known.number and (known.number, known.writer) = (told.number, told.writer);
+    from tidemark.append_progress as progress
+    where progress.number = _known.number and (known.number, known.writer) = (progress.number, progress.writer);
 end
 $$;
 comment on function tidemark.create_stream is
@@ -472,7 +475,7 @@ begin
     end if;
     _head := coalesce(pg_sequence_last_value(_of.ids), _of.after);
     if exists (
-        select from tidemark.append_progress as told where told.number = _of.number and told.floor <> _head
+        select from tidemark.append_progress as progress where progress.number = _of.number and progress.floor <> _head
         union all
         select from tidemark.append_writers as known where known.number = _of.number and known.state = 'joining'
         union all
@@ -491,9 +494,9 @@ $$;
 comment on function tidemark.drop_stream is
     'Drops the stream, and retires its writers. Returns its last ID: a stream that is created again continues beyond this ID';
 
--- For the relay, if a stream has several writers: takes an ID at which every chain is cut, so that the positions of
--- idle writers move. Returns NULL if another session has the lock: the relay must not wait, because it serves other
--- streams too.
+-- Takes an ID at which the chain of every writer is cut, so that the positions of idle writers move. The relay calls
+-- this function for a stream with several writers. Returns NULL if another session has the lock: the relay must not
+-- wait, because it also serves other streams.
 create function tidemark.append_beat(stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -512,9 +515,10 @@ begin
 end
 $$;
 
--- For the process that updates the positions. Returns when a sequence gives out another ID than its `last` (a
--- magnitude), when a stream is added, or after `most` seconds. Each query has its own transaction, because it locks the
--- sequences until the transaction ends. The procedure has no SET clause, which would forbid COMMIT.
+-- Waits until a sequence has given out another ID than its `last` (a magnitude), a stream is added, or `most` seconds
+-- have passed. The process that updates the positions for readers calls this procedure. It queries the sequences every
+-- `pause` seconds. Each query has its own transaction, because a query locks the sequences until the transaction ends.
+-- The procedure has no SET clause, because a SET clause would forbid COMMIT.
 create procedure tidemark.await_ids(numbers integer[], last bigint[], pause double precision, most double precision)
 language plpgsql
 as $$
@@ -542,9 +546,9 @@ begin
 end
 $$;
 
--- Ends the writer's epoch at the returned ID: every transaction with an ID of the writer has ended, Kafka has all its
--- facts, and none can follow below. Does not wait for the lock, because appends of the writer would queue behind the
--- wait.
+-- Ends the writer's epoch at the returned ID: every transaction with an ID of the writer has ended, Kafka has all facts
+-- of the writer, and no fact of the writer can follow below this ID. Does not wait for the lock, because appends of the
+-- writer would queue behind the wait.
 create function tidemark.retire_writer(writer text, stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -566,7 +570,7 @@ begin
         raise exception using errcode = 'undefined_object',
             message = format('stream %L has no writer %L', retire_writer.stream, retire_writer.writer),
             hint = 'The writer has retired, has never appended, or the relay has not read its first fact yet.';
-    elsif _known.writer = (select told.writer from tidemark.append_progress as told where told.number = _of.number) then
+    elsif _known.writer = (select progress.writer from tidemark.append_progress as progress where progress.number = _of.number) then
         raise exception using errcode = 'invalid_parameter_value',
             message = format('%L is the database itself: appends without a writer name are published under this name',
                 retire_writer.writer);
@@ -596,7 +600,7 @@ begin
 end
 $$;
 comment on function tidemark.retire_writer is
-    'Retires the writer, and returns the ID at which it retires. The writer blocks no position after the relay has published this. A retired writer that appends again joins again';
+    'Retires the writer, and returns the ID at which it retires. After the relay has published the retirement, the writer blocks no position. A retired writer that appends again joins again';
 
 revoke all on function
     tidemark.wait_for_lock(integer, integer, text, text), tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
@@ -609,8 +613,8 @@ revoke all on function
 from public;
 revoke all on procedure tidemark.await_ids(integer[], bigint[], double precision, double precision) from public;
 
--- Two roles without login, to grant to users. A user who may not create roles can still migrate: then an administrator
--- creates the roles before, if they are needed.
+-- Two roles without login, to grant to users. A user who may not create roles can still migrate. Then an administrator
+-- must create the roles before the migration, if they are needed.
 do $$
 begin
     create role tidemark_append nologin;

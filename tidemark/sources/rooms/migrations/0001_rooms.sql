@@ -81,7 +81,7 @@ create table rooms.timeline (
 );
 comment on table rooms.timeline is 'The facts of the streams events (1, 2, ...) and backfill (-1, -2, ...)';
 comment on column rooms.timeline.recipient is
-    'The only user who receives it: an out-of-band membership, or the event that ended a stay. NULL: all members';
+    'The only user who receives the fact, if it is an out-of-band membership or the end of a stay. NULL: all members of the room';
 comment on column rooms.timeline.turn is
     'The turn of the room when the event was persisted. The order of stream IDs may differ';
 create index timeline_by_arrival on rooms.timeline (room, stream_ordering) where recipient is null;
@@ -108,7 +108,7 @@ create table rooms.invalidations (
     version     bigint
 );
 comment on table rooms.invalidations is 'The facts of the stream caches';
-comment on column rooms.invalidations.keys is 'NULL: all values of the cache';
+comment on column rooms.invalidations.keys is 'The key of the invalid value. NULL: all values of the cache are invalid';
 comment on column rooms.invalidations.version is
     'The version of the room''s new state: cached values of lower versions are invalid. NULL for the cache rooms_of';
 
@@ -131,12 +131,12 @@ comment on column rooms.stays.left_by is
 
 create table rooms.incarnations (began bigint primary key);
 comment on table rooms.incarnations is
-    'When the database was opened after a restore, in microseconds since 1970; 0: the first incarnation';
+    'The times at which the database was opened after a restore, in microseconds since 1970; 0 for the first incarnation';
 insert into rooms.incarnations values (0);
 
 -- Begins a new incarnation, and returns its number. Call it before clients connect to a database that may lack facts
--- that they have received: a restored backup, or a promoted standby that lagged. `heads` has by stream the highest ID
--- that Tidemark knows: {"events": 950, ...}. `margin` must exceed the number of IDs that were given out and had not
+-- that they have received: a restored backup, or a promoted standby that lagged. `heads` has the highest ID of
+-- each stream in Tidemark: {"events": 950, ...}. `margin` must exceed the number of IDs that were given out and had not
 -- reached Tidemark.
 create function rooms.begin_anew(heads jsonb, margin bigint default 10000) returns bigint
 language plpgsql volatile

@@ -15,16 +15,16 @@ create table tidemark.synapse_streams (
 comment on table tidemark.synapse_streams is
     'Streams of Synapse that a bridge publishes, and the history of its database';
 comment on column tidemark.synapse_streams.history is
-    'The database''s name in JOINs (timeline.database). It changes too if the same database goes back';
+    'The name of the database in JOINs (timeline.database). The name also changes if the same database goes back';
 comment on column tidemark.synapse_streams.lsn is
     'The end of the write-ahead log when facts were last sent. If the log is shorter now, an older disk was restored';
 comment on column tidemark.synapse_streams.floor is
-    'The ID at which its writers first joined (a magnitude). Facts up to it were not published';
+    'The ID at which the stream''s writers first joined (a magnitude). Facts up to this ID were not published';
 comment on column tidemark.synapse_streams.start is
-    'The token of the present JOINs (timeline.start); after: that of the JOINs before';
-comment on column tidemark.synapse_streams.server is 'The server_name of its Synapse; NULL: not known yet';
+    'The token of the current JOINs (timeline.start). The column `after` has the token of the previous JOINs';
+comment on column tidemark.synapse_streams.server is 'The server_name of the stream''s Synapse; NULL if not known yet';
 comment on column tidemark.synapse_streams.facts_since is
-    'tidemark.synapse_facts has every published fact above this ID; NULL: no fact is stored yet';
+    'tidemark.synapse_facts has every published fact above this ID; NULL if no fact is stored yet';
 comment on column tidemark.synapse_streams.head is
     'The highest ID that this history is known to have given out (a magnitude)';
 
@@ -39,11 +39,11 @@ create table tidemark.synapse_writers (
 );
 comment on table tidemark.synapse_writers is 'Writers of Synapse''s streams, and up to which ID each is published';
 comment on column tidemark.synapse_writers.sent_upto is
-    'Everything of the writer up to here (a magnitude) is in Kafka, or in tidemark.synapse_outbox';
+    'Everything of the writer up to this ID (a magnitude) is in Kafka, or in tidemark.synapse_outbox';
 comment on column tidemark.synapse_writers.backlog_from is
-    'The writer''s facts beyond this ID, up to the ID at which it joined, are not published yet, and will be late. NULL: there are none';
+    'The writer''s facts beyond this ID, up to the ID at which it joined, are not published yet, and will be late. NULL if there are none';
 comment on column tidemark.synapse_writers.state is
-    'retiring: its facts up to the last allocated ID are sent, then its epoch ends; retired: its epoch has ended at sent_upto';
+    'retiring: the writer''s epoch ends when its facts up to the last allocated ID are sent. retired: the epoch has ended at sent_upto';
 
 -- A record is stored in the transaction that moves the position. So after a crash the next bridge sends the same bytes
 -- again.
@@ -65,7 +65,7 @@ create table tidemark.synapse_facts (
 );
 comment on table tidemark.synapse_facts is
     'Published facts: the newest of each stream, and about one in 500 of the older ones';
-comment on column tidemark.synapse_facts.marks is 'An 8-byte hash of the identity of each of its rows';
+comment on column tidemark.synapse_facts.marks is 'For each row of the fact, an 8-byte hash of the row''s identity';
 
 create table tidemark.synapse_heads (
     stream      text        not null references tidemark.synapse_streams on delete cascade,
