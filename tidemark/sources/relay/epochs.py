@@ -234,7 +234,7 @@ def _begin_new_epochs(
             "database": history.database,
             "server": history.server,
             "writer": writer,
-            "now": _database_time(connection),
+            "now": _read_clock(connection),
             "numbers": [regression.stream.number for regression in regressions],
             "versions": [regression.version for regression in regressions],
             "floors": [regression.stream.direction.signed(regression.floor) for regression in regressions],
@@ -292,11 +292,11 @@ def _store_new_writers(connection: Connection, number: int, writers: Mapping[str
         select number, name, %(now)s, last from given
         on conflict do nothing
         """,
-        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _database_time(connection)},
+        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _read_clock(connection)},
     )
 
 
-def _database_time(connection: Connection) -> int:
+def _read_clock(connection: Connection) -> int:
     """Read the clock of the database, in ms since 1970. New epochs have at least this number, so that they are higher
     than the epochs before a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()

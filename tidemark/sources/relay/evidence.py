@@ -1,9 +1,9 @@
 """The outcome of the IDs of one stream, by evidence from its database (docs/design.md 4b). Pure; magnitudes only.
 
 Three queries run in this order: the highest ID that was given out (the *head*); the running transactions, and if
-necessary the writer locks that they hold; the rows of the outbox, in a later snapshot than both. A transaction that
-reserved an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all
-running transactions have ended, an ID that has no row in the outbox will never have a fact. An ID without a row can
+necessary the writer locks that they hold; the rows of the outbox, in a later snapshot than the others. A transaction
+that reserved an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when
+all running transactions have ended, an ID that has no row in the outbox will never have a fact. An ID without a row can
 belong to a writer only if one of the running transactions held the writer's lock.
 
 `StreamEvidence` keeps state between two observations only to save queries. A relay that starts without this state makes
@@ -11,8 +11,8 @@ the same decisions.
 
 A writer's chain (`WriterChains`) is cut at its own facts and at the *common cuts*: IDs that belong to no writer, with
 rows in the outbox. Each fact of the writer is an edge of one ID, which is sent as soon as the fact is committed. The
-range between two neighbouring cuts is sent as one announcement, once no ID in the range can belong to the writer. Then
-no other cut can come into the range, so every relay sends the same range, whenever it reads the database.
+range between two neighbouring cuts is sent as one announcement, as soon as no ID in the range can belong to the writer.
+Then no other cut can come into the range, so every relay sends the same range, whenever it reads the database.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -54,8 +54,8 @@ class _UndecidedGroup:
 
     Attributes:
         owners: the transactions that may own the IDs and have not ended.
-        unread: the IDs for which the outbox has not been read since a transaction left `owners`.
-        absent: the IDs that had no row when the outbox was read after that.
+        unread: the IDs for which the outbox was not read since a transaction last left `owners`.
+        absent: the IDs for which the outbox was read since a transaction last left `owners`, and had no row.
     """
 
     owners: frozenset[LockHolder]
@@ -93,6 +93,7 @@ class StreamEvidence:
         head: the highest ID that was given out, at the last observation.
 
     Args:
+        floor: the first value of `floor` and of `head`.
         has_several_writers: whether the stream has several writers. Then the locks show to which writer an ID may
             belong.
     """

@@ -162,7 +162,7 @@ class PositionDecider:
             if snapshot.foreign_write:
                 del self._streams[number]
             if snapshot.sequence.problem(stream) or snapshot.foreign_write or head < snapshot.known_head:
-                continue  # the relay reports this and begins a new timeline
+                continue  # the relay reports the problem, or begins a new timeline
             if head < before:
                 del self._streams[number]
                 self._begin_timeline(stream, min(head, snapshot.floor), "The sequence of a stream went back")

@@ -61,10 +61,10 @@ class AppendedFact:
     """A row of `tidemark.append_outbox`.
 
     Attributes:
-        id: a magnitude.
+        id: the stream ID (a magnitude).
         rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a common cut are
             the names of the writers whose epochs end at the ID.
-        bytes: an upper bound of the size of the fact's rows and the JSON around them.
+        bytes: an upper bound of the size of the fact's rows and the JSON around them, in bytes.
         writer: the name of the writer; `COMMON_CUT` for a common cut, and empty for the writer of the database.
     """
 
@@ -155,7 +155,7 @@ def read_lock_holders(connection: Connection, running: Collection[int]) -> dict[
 def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
     """Read the rows of the outbox in these ranges, in ascending order of their IDs.
 
-    Stops after the row with which the page reaches `max_bytes` bytes or `ROWS_AT_ONCE` rows.
+    Stops after the row with which the page reaches `max_bytes` or `ROWS_AT_ONCE` rows.
     """
     order = "asc" if stream.direction is Direction.FORWARD else "desc"
     lows, highs = signed_bounds(stream, ranges)
@@ -181,7 +181,7 @@ def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, m
         """.encode(),
         [lows, highs, stream.number, max_bytes, stream.number],
     ).fetchall()
-    floor, version = rows[0][:2] if rows else (0, -1)  # a dropped stream has none
+    floor, version = rows[0][:2] if rows else (0, -1)  # a dropped stream has no row
     facts = [AppendedFact(*fact) for _, _, *fact in rows if fact[0] is not None]
     size = sum(fact.bytes for fact in facts)
     whole = len(facts) < ROWS_AT_ONCE and size < max_bytes
@@ -342,13 +342,13 @@ _USE = DatabaseUse(
     refusals={
         "3F": f"run `{COMMAND}`",
         "42P01": f"run `{COMMAND}`",
-        "42803": f"run `{COMMAND}`",  # a restore has created a table, and not yet its primary key
+        "42803": f"run `{COMMAND}`",  # a restore has created a table, and not yet the table's primary key
         "42883": f"run `{COMMAND}`",
         "42501": "grant the user the role tidemark_relay",
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # The relay sends records after its commit, so the commit must be durable. The default of the server may differ.
+        # The relay sends records after a commit, so the commit must be durable. The server's default may differ.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
         # dead rows.

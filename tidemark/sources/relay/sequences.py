@@ -26,8 +26,8 @@ log = get_logger(__name__)
 HEADS_AT_ONCE = 1000
 """The largest number of sequences that one statement reads. The statement locks each of them, and the size of the lock
 table is limited."""
-# `select last_value` would read without the sequence's lock: while `nextval` writes its log, the value is briefly up to
-# 32 too high.
+# `select last_value` would read without the sequence's lock. While `nextval` writes to the write-ahead log,
+# `last_value` is briefly too high, by up to 32.
 _LAST = """
     case when has_sequence_privilege(ids, 'select') and seqcache is not null
         then abs(pg_sequence_last_value(ids)) end
@@ -182,8 +182,9 @@ def _check_result(connection: Connection, result: PGresult) -> PGresult:
 def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, known_head: int) -> int:
     """Return the highest ID that the sequence gave out (a magnitude).
 
-    This is the last ID in `snapshot`. If `snapshot` has no last ID, the result is `snapshot.after`, or for a fit
-    sequence that was restarted, the ID below the next ID. Only the last case needs a query.
+    If `snapshot` has no last ID, the sequence is new, restarted or unfit. Then the result is `snapshot.after`, except
+    for a fit sequence with a `known_head` beyond `snapshot.after`: the function queries the next ID of this sequence,
+    and returns the ID below.
 
     Args:
         connection: a session of the database.
@@ -339,7 +340,7 @@ def find_regressions(connection: Connection) -> list[Regression]:
             limits.setdefault(head, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
-            # After the restore, a relay may have stored a higher `upto`, and services may have taken IDs up to it.
+            # After the restore, a relay may have stored a higher `upto`, and services may have taken IDs up to `upto`.
             upto = snapshot.floor if snapshot.foreign_write else snapshot.upto
             floor, upto = min(snapshot.floor, limit), min(upto, limit)
             why = "; ".join(limits.values())
@@ -351,8 +352,8 @@ def begin_timelines_for_filled_ids(connection: Connection) -> None:
     """Begin a new timeline for the readers of each stream that has a fact which readers may have missed. Logs a
     warning.
 
-    Such a fact was committed at or below the stored position for readers, by a younger transaction than the one that
-    stored the position. This happens if the sequence was set back while no process noticed it. Otherwise the
+    Such a fact was committed at or below the stored position for readers, by a younger transaction than the transaction
+    that stored the position. This happens if the sequence was set back while no process noticed it. Otherwise the
     transactions of all facts up to a position end before the transaction that stores the position begins.
     """
     rows = connection.execute(
