@@ -196,6 +196,26 @@ def test_what_cannot_be_is_refused(
     assert service.place().linear == 3
 
 
+def test_a_seek_leaves_no_parked_fact_in_doubt(readers: Callable[..., Result], service: ReadingService) -> None:
+    """Where writers are at different positions, nobody knows whether a parked fact between them would be read again. A
+    seek would lose it, or hand it over twice."""
+    with psycopg.connect(service.dsn, autocommit=True) as sql:
+        sql.execute("update tidemark_reader.places set mode = 'vector'")
+        sql.execute(
+            "insert into tidemark_reader.parked (reader, stream, id, reason)"
+            " values ('copier', 's', 3, 'x'), ('copier', 's', 5, 'x')"
+        )
+        for more in (["--dry-run"], []):
+            refused = readers("seek", "copier", "s", "m1~w.4", *SIGNED, *more)
+            assert "parked facts of copier are between the positions of m1~w.4: 3" in refused.output
+            assert refused.exit_code == 2
+        parked = "select array_agg(id order by id) from tidemark_reader.parked"
+        assert sql.execute(parked).fetchone() == ([3, 5],)
+        assert service.place().linear == 3
+        assert readers("seek", "copier", "s", "m3~w.4", *SIGNED).exit_code == 0
+        assert sql.execute(parked).fetchone() == ([3],)
+
+
 def test_a_reader_is_reset_and_deleted(readers: Callable[..., Result], service: ReadingService) -> None:
     """After a reset it begins again; what is deleted is not listed any more."""
     assert readers("reset", "copier", "s", *SIGNED).exit_code == 0

@@ -21,6 +21,7 @@ from tidemark.common.errors import (
     Unavailable,
 )
 from tidemark.sinks.reader import AsyncPositions, Positions, PositionSnapshot, Recovering, Token
+from tidemark.sinks.reader.wait import MonotonicPositions, PublishedPositions
 from tidemark.sinks.redis.client import key
 
 
@@ -176,6 +177,40 @@ def test_postgres_tells_what_is_unknown(pipeline: Pipeline, redis_url: str, dsn:
         assert positions.get("s") == PositionSnapshot("s", 3, {"w": 3}, 3)
         with pytest.raises(StreamNotKnown):
             positions.wait("another", 1, grace=0)
+
+
+def test_postgres_tells_what_is_unknown_while_redis_does_not_answer(pipeline: Pipeline, dsn: str) -> None:
+    pipeline.move("w", 0, 3)
+    with Positions("redis://127.0.0.1:1", dsn) as positions:
+        assert positions.wait("s", 3).linear == 3
+        with pytest.raises(StreamNotKnown):
+            positions.wait("another", 1, grace=0, timeout=60)
+
+
+def test_of_two_threads_the_farther_answer_is_kept() -> None:
+    """One thread has read an older position, and is about to store it while the other stores a newer one."""
+    old, new = (PublishedPositions(linear, {}, 0, None) for linear in (5, 7))
+    merging, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(MonotonicPositions[PublishedPositions]):
+        def merge(self, before: PublishedPositions, published: PublishedPositions) -> PublishedPositions:
+            if published is old:
+                merging.set()
+                assert may_go_on.wait(60)
+            return super().merge(before, published)
+
+    positions = Slow()
+    positions.update("s", PublishedPositions(1, {}, 0, None))
+    first = threading.Thread(target=positions.update, args=("s", old))
+    first.start()
+    assert merging.wait(60)
+    second = threading.Thread(target=positions.update, args=("s", new))
+    second.start()
+    second.join(0.2)
+    may_go_on.set()
+    first.join()
+    second.join()
+    assert positions.get("s") == new
 
 
 def test_current_is_told_as_a_range(either: Any, pipeline: Pipeline) -> None:

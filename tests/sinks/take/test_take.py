@@ -483,6 +483,28 @@ def test_a_stream_that_went_back_is_an_error_for_readers_beyond(readers: Positio
     assert readers.take("orders", "near") == (6, 20, [])
 
 
+def test_a_parked_fact_that_is_read_again_after_a_seek_is_not_parked(readers: Positioned) -> None:
+    readers.decide(10)
+    readers.take()
+    for id in (3, 8):
+        readers.sql.execute("select tidemark_reader.park('orders', 'mailer', %s, 'x')", [id])
+    readers.sql.execute("select tidemark_reader.seek('orders', 'mailer', 'm4')")
+    assert readers.sql.execute("select id from tidemark_reader.parked").fetchall() == [(3,)]
+    assert readers.take() == (4, 10, [])
+
+
+def test_a_seek_between_positions_with_a_parked_fact_is_refused(readers: Positioned) -> None:
+    """Nobody knows its writer, so nobody knows whether it would be read again."""
+    readers.decide(10)
+    readers.take()
+    readers.sql.execute("select tidemark_reader.park('orders', 'mailer', 7, 'x')")
+    readers.sql.execute("update tidemark_reader.places set mode = 'vector'")
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=r"between the positions of m4~w\.9: 7"):
+        readers.sql.execute("select tidemark_reader.seek('orders', 'mailer', 'm4~w.9')")
+    readers.sql.execute("select tidemark_reader.seek('orders', 'mailer', 'm4')")
+    assert readers.sql.execute("select id from tidemark_reader.parked").fetchall() == []
+
+
 def test_of_two_timelines_the_lower_counts(readers: Positioned) -> None:
     readers.decide(10)
     readers.take()

@@ -182,6 +182,7 @@ def readers_seek(
             for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
             if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
         ]
+        databases.store.check_seek(stored, goal)
         would = f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance(stored.linear, goal.linear)}"
         _change(
             databases, stored, Action("SEEK", by, why, lambda: databases.store.seek(stored, goal, again), goal.linear),

@@ -180,12 +180,16 @@ class AsyncPositions:
             case ReadList() | ReadNewest():
                 return await self._keys(request)
             case CheckStreamName(stream):
-                async with self._session.use() as client:
-                    if await query_listed(client, stream):
-                        return True
-                    filled = bool(await query_filled(client))
-                if self._history is None:
-                    return not filled
+                try:
+                    async with self._session.use() as client:
+                        if await query_listed(client, stream):
+                            return True
+                        filled = bool(await query_filled(client))
+                    if self._history is None:
+                        return not filled
+                except Unavailable:
+                    if self._history is None:
+                        raise
                 stored = await asyncio.to_thread(self._history.read_keys, stream)
                 return stored.linear is not None
             case AwaitEntry():

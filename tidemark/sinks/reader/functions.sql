@@ -734,6 +734,9 @@ as $$
 declare
     _mode text;
     _now tidemark_reader.positions;
+    _place tidemark_reader.places;
+    _highest bigint;
+    _between text;
 begin
     select known.mode into _mode from tidemark_reader.places as known
     where known.stream = seek.stream and known.reader = seek.reader for update;
@@ -745,10 +748,28 @@ begin
     delete from tidemark_reader.places as known where known.stream = seek.stream and known.reader = seek.reader;
     delete from tidemark_reader.delivered as known where known.stream = seek.stream and known.reader = seek.reader;
     perform tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now);
+    select * into _place from tidemark_reader.places as known
+    where known.stream = seek.stream and known.reader = seek.reader;
+    select greatest(abs(_place.linear), max(abs(at::bigint))) into _highest
+    from jsonb_each_text(_place.positions) as each (writer, at);
+    -- The writer of a parked fact is not stored: between the positions of several writers nobody knows whether the reader
+    -- reads the fact again.
+    select string_agg(known.id::text, ', ' order by abs(known.id)) into _between from tidemark_reader.parked as known
+    where known.stream = seek.stream and known.reader = seek.reader
+        and abs(known.id) > abs(_place.linear) and abs(known.id) <= _highest;
+    if _between is not null then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('parked facts of reader %L of stream %L are between the positions of %s: %s', seek.reader,
+                seek.stream, seek.token, _between),
+            hint = 'Retry or drop them first (tidemark readers parked), or give a token without writers.';
+    end if;
+    delete from tidemark_reader.parked as known
+    where known.stream = seek.stream and known.reader = seek.reader and abs(known.id) > abs(_place.linear);
 end
 $$;
 comment on function tidemark_reader.seek is
-    'Moves the place of a reader to a token, an ID, now or beginning. If the place moves back, the reader reads facts again. Only for the owner of the schema';
+    'Moves the place of a reader to a token, an ID, now or beginning. If the place moves back, the reader reads facts again,
+parked ones too. Only for the owner of the schema';
 
 create or replace function tidemark_reader.pass_late(stream text, reader text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off

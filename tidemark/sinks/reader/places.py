@@ -208,7 +208,8 @@ class ReaderPlaces:
             must_read: (writer, prev, ID) of the late completions beyond the token that the reader has already read.
 
         Raises:
-            Refused: a copy has locked the place for 5 s or longer.
+            Refused: a copy has locked the place for 5 s or longer, or a fact is parked between the positions of the
+                token.
         """
         positions = dict(token.positions) if stored.mode == "vector" else {}
         beyond = (
@@ -223,6 +224,7 @@ class ReaderPlaces:
             "must_read": Jsonb([*must_read]),
         }
         with self._locked(stored) as connection:
+            self._check_parked(connection, stored, token)
             connection.execute(
                 "update tidemark_reader.places set linear = %(linear)s, positions = %(positions)s,"
                 " must_read = %(must_read)s, late_part = null, is_settled = false, updated_at = now(), version = "
@@ -240,6 +242,34 @@ class ReaderPlaces:
                 values,
             )
             return DeletedFactCounts(parked.rowcount, delivered.rowcount)
+
+    def check_seek(self, stored: StoredPlace, token: Token) -> None:
+        """Raise `Refused` if `seek` would be refused because of parked facts. Changes nothing."""
+        with self._session.use() as connection:
+            self._check_parked(connection, stored, token)
+
+    def _check_parked(self, connection: Connection, stored: StoredPlace, token: Token) -> None:
+        """Raise `Refused` if a fact is parked between the positions of a token with several.
+
+        The writer of a parked fact is not stored. So it is not known whether the reader would read the fact again after
+        the seek (then the fact must not stay parked) or has passed the fact (then it must stay parked).
+        """
+        if stored.mode != "vector":
+            return
+        highest = max(abs(id) for id in (token.linear, *dict(token.positions).values()))
+        rows = connection.execute(
+            "select id from tidemark_reader.parked where reader = %s and stream = %s and abs(id) > %s and abs(id) <= %s"
+            " order by abs(id) limit 10",
+            [stored.reader, stored.stream, abs(token.linear), highest],
+        ).fetchall()
+        if rows:
+            ids = ", ".join(str(row[0]) for row in rows)
+            raise Refused(
+                "Postgres",
+                self.where,
+                f"parked facts of {stored.reader} are between the positions of {token}: {ids}",
+                "retry or drop them first (`tidemark readers parked`), or give a token without writers",
+            )
 
     def reset(self, stored: StoredPlace) -> DeletedFactCounts:
         """Reset a place, and delete its parked and delivered facts. Raises the errors of `seek`.

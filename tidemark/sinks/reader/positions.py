@@ -180,12 +180,16 @@ class Positions:
             case ReadList() | ReadNewest():
                 return self._keys(request)
             case CheckStreamName(stream):
-                with self._session.use() as client:
-                    if query_listed(client, stream):
-                        return True
-                    filled = bool(query_filled(client))
-                if self._history is None:
-                    return not filled
+                try:
+                    with self._session.use() as client:
+                        if query_listed(client, stream):
+                            return True
+                        filled = bool(query_filled(client))
+                    if self._history is None:
+                        return not filled
+                except Unavailable:
+                    if self._history is None:
+                        raise
                 stored = self._history.read_keys(stream)
                 return stored.linear is not None
             case AwaitEntry():

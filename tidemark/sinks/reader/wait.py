@@ -4,6 +4,7 @@
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -115,11 +116,12 @@ class MonotonicPositions(Generic[P]):
     """Stores the positions that were returned for each stream, so that returned positions never go back (Rule 2).
 
     The servers may return lower positions than before: Redis may lose its last writes or be restored from an older
-    copy, and Postgres may be ahead of Redis. Not thread-safe.
+    copy, and Postgres may be ahead of Redis. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._farthest: dict[str, P] = {}
+        self._lock = threading.Lock()
 
     def __contains__(self, stream: str) -> bool:
         return stream in self._farthest
@@ -134,8 +136,9 @@ class MonotonicPositions(Generic[P]):
 
     def update(self, stream: str, published: P) -> P:
         """Store and return `published`, with each position that is lower than before replaced by the one before."""
-        before = self._farthest.get(stream)
-        farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
+        with self._lock:
+            before = self._farthest.get(stream)
+            farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
         return farthest
 
     def merge(self, before: P, published: P) -> P:

@@ -344,10 +344,13 @@ class Caches:
                 self._loading.setdefault(cache_key, []).append(stale)
             try:
                 value = load()
-            finally:
+            except BaseException:
                 with self._lock:
                     self._remove_load(cache_key, stale)
+                raise
+            # In one step: an invalidation comes before it and marks the load, or after it and removes the value.
             with self._lock:
+                self._remove_load(cache_key, stale)
                 if not stale:
                     self._values[cache_key] = value
                     while len(self._values) > self._max_entries:
