@@ -28,6 +28,7 @@ from tests.services.shop import Shop, table
 from tests.sinks.take.given import Positioned
 from tests.waiting import eventually
 from tidemark.app.stack.processes import free_port, listens
+from tidemark.sinks.reader import ReaderPlaces
 from tidemark.sinks.reader_database import install, reader_session
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/read-in-any-language.md").read_text()
@@ -249,6 +250,38 @@ def late_facts(dsn: str, shop: Shop, command: Command, log: Path) -> None:
                 readers.late(1, 2, 3)
                 readers.publish(5)
                 eventually(lambda: copies.filled() and billed() == [1, 2, 4, 3], 60.0, log.read_text)
+
+
+def parked_facts(shop: Shop, command: Command, log: Path) -> tuple[int, int]:
+    """Run copies of a program that parks the facts whose invoice violates a constraint, and kill some copies. Then drop
+    the constraint and retry. Returns the number of orders and of parked facts.
+    """
+    chance = random.Random(1)
+    with billing_department(shop.dsn) as role, shop.sql() as connection:
+        connection.execute("alter table invoices add constraint payable check (total % 7 <> 0)")
+        connection.execute("delete from tidemark_reader.parked")
+
+        def stored(query: str) -> list[int]:
+            return [id for (id,) in connection.execute(query.encode()).fetchall()]
+
+        with Copies(command, {**shop.environment, **role}, log) as copies:
+            with Orders(shop.dsn):
+                for _ in range(KILLS):
+                    eventually(lambda: copies.filled() and copies.kill(chance, connection) is not None)
+                    time.sleep(chance.random() * 0.5)
+                eventually(lambda: copies.filled() and bool(stored("select id from tidemark_reader.parked")))
+            eventually(lambda: copies.filled() and read_up_to(connection) >= shop.head(), 240.0, log.read_text)
+            parked = stored("select id from tidemark_reader.parked order by id")
+            assert parked == stored("select stream_id from orders where total % 7 = 0 order by stream_id")
+            payable = stored("select stream_id from orders where total % 7 <> 0 order by stream_id")
+            assert stored("select stream_id from invoices order by number") == payable
+
+            connection.execute("alter table invoices drop constraint payable")
+            with ReaderPlaces(shop.dsn) as places:
+                assert places.retry(places.parked_with_ids("billing", "orders", parked)) == len(parked)
+            eventually(lambda: not stored("select id from tidemark_reader.parked"), 60.0, log.read_text)
+            assert stored("select stream_id from invoices order by number") == payable + parked
+    return len(payable + parked), len(parked)
 
 
 def read_your_writes(shop: Shop, service: Command, reader: Command, log: Path, count: int) -> Sequence[float]:

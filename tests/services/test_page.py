@@ -18,6 +18,7 @@ WRITERS = {
 }
 READERS = {
     "Go (pgx)": "go/billing/main.go",
+    "Go (pgx), with savepoints": "go/parking/main.go",
     "Java (JDBC)": "java/Billing.java",
     "Node (pg)": "node/billing.mjs",
     "Python (psycopg)": "python/billing_psycopg.py",

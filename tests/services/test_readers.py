@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from tests.services.programs import HERE
-from tests.services.readers import KILLS, Command, killed, late_facts, read_your_writes
+from tests.services.readers import KILLS, Command, killed, late_facts, parked_facts, read_your_writes
 from tests.services.shop import Shop
 from tidemark.app.stack.postgres import postgres_program
 
@@ -41,6 +41,15 @@ def test_a_reader_in_psql_reads_each_fact_once(reads: Reads) -> None:
 
 def test_a_reader_in_go_reads_each_fact_once(go: Path, reads: Reads) -> None:
     reads([go / "billing"])
+
+
+def test_a_reader_in_go_parks_facts_that_fail(
+    go: Path, shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on behind them. After a retry, each is billed once."""
+    orders, parked = parked_facts(shop, [go / "parking"], tmp_path / "log")
+    with capsys.disabled():
+        print(f"\nGo, parking: {orders} facts, of which {parked} were parked and retried; {KILLS} kills")  # noqa: T201
 
 
 def test_a_reader_in_java_reads_each_fact_once(java: str, javac: str, reads: Reads) -> None:
