@@ -105,6 +105,9 @@ class ReadingWorld(World):
         assert now_below == self._below, f"the position was {self._seen}, and there are new facts below"
         self._seen, self._below = position, {id for id in facts if id <= position}
         self._check_vector()
+        row = self._admin.execute("select abs(tidemark_reader.last_id(%s))", [self.stream]).fetchone()
+        assert row is not None
+        assert row[0] is None or max(facts, default=0) <= row[0], "a fact has an ID that was not given out"
 
     def _check_vector(self) -> None:
         """No fact of a writer may come at or below a position that the writer had."""

@@ -76,8 +76,8 @@ def remedy(
     if verdict == "alive":
         if relayed or bridged:
             return Remedy(
-                f"{writer} is alive: a transaction is open, or was rolled back a moment ago. Run this in its database to"
-                " see open transactions:",
+                f"{writer} is alive: a transaction is open, or was rolled back a moment ago. Run this in its database"
+                " to see open transactions:",
                 blockers,
             )
         return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")

@@ -315,6 +315,13 @@ class StreamHistoryReader:
         """Read the status of the readers of all streams, sorted by stream and name."""
         return await self._read("The database of the readers", None, READERS_CACHE_SECONDS, self._read_readers)
 
+    async def last_id(self, stream: str) -> int | None:
+        """The last ID of the stream that the database of the readers has given out, read after the call; None: not
+        known.
+        """
+        key = ("last ID", stream)
+        return await self._read("The database of the readers", key, 0.0, lambda: self._places.last_id(stream))
+
     def _read_readers(self) -> list[ReaderStatus]:
         try:
             stored = self._places.places()

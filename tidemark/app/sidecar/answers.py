@@ -11,6 +11,7 @@ Problem                     `type` is a stable name, sent as a URN; `detail` is 
 ├── WrongHost               421 the header `Host` has none of the names of this sidecar
 ├── Unauthorized            401 no valid bearer token
 ├── UnknownStream           404 no server has the stream
+├── UnreachableToken        409 the stream can never reach the token
 ├── NotYet                  412 a wait timed out
 ├── Busy                    429 a limit of this process is reached
 ├── RecoveringProblem       503 no server can answer now
@@ -410,6 +411,12 @@ class UnknownStream(Problem):
 
     def __init__(self, stream: str) -> None:
         super().__init__(f"stream {stream[:255]!r} does not exist: no record of it was read; see /v1/streams")
+
+
+class UnreachableToken(Problem):
+    status = HTTPStatus.CONFLICT
+    type = "unreachable-token"
+    title = "The stream can never reach the token"
 
 
 class NotYet(Problem):

@@ -36,6 +36,7 @@ from tidemark.app.sidecar.answers import (
     StreamsAnswer,
     Unauthorized,
     UnknownStream,
+    UnreachableToken,
     etag,
     gaps_answer,
     move_answer,
@@ -61,9 +62,13 @@ from tidemark.sinks.reader import (
     WaitConfig,
     wait_for_token,
 )
+from tidemark.streaming.values.direction import beyond
 
 PLAIN_TEXT = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000, description="The largest number of entries in the answer.")]
+LAST_ID_AFTER_SECONDS = 1.0
+"""After how many seconds of a wait the database of the readers is asked whether it has given out the token's ID."""
+LAST_ID_TIMEOUT_SECONDS = 2.0
 SERVER_COUNT = 2  # Redis and Postgres; one of them is enough to answer
 
 
@@ -202,7 +207,7 @@ async def wait(call: OperationCall) -> Response:
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
     with call.service.limiter.slot("wait", call.address) as request:
         try:
-            await _run_wait(call, Driver[PositionSnapshot](program), request)
+            await _run_wait(call, Driver[PositionSnapshot](program), request, token)
         except NotReached as problem:
             seconds, answer = time.monotonic() - began, await _read_stream_answer(call)
             detail = (
@@ -215,17 +220,20 @@ async def wait(call: OperationCall) -> Response:
         return json_response(await _read_stream_answer(call))
 
 
-async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest) -> None:
-    """Wait until the stream has reached the token of `driver`. Reads positions after each notification and once a
-    second.
+async def _run_wait(
+    call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest, token: Token
+) -> None:
+    """Wait until the stream has reached `token`, with the program of `driver`. Reads positions after each notification
+    and once a second.
 
     Raises:
         NotReached: the time-out of `driver` has passed.
         BadToken: the token does not fit the stream.
-        Problem: the stream does not exist, no server answers, the client has disconnected, its slot went to another
-            client, or the process stops.
+        Problem: the stream does not exist or can never reach the token, no server answers, the client has disconnected,
+            its slot went to another client, or the process stops.
     """
     read_side = call.service.read_side
+    check_at: float | None = time.monotonic() + LAST_ID_AFTER_SECONDS
     notified = read_side.notifications.next_event(call.stream)
     while isinstance(step := driver.step(), Request):
         match step:
@@ -250,7 +258,37 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 await wait_for_notification(notified, seconds)
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
+                if check_at is not None and time.monotonic() >= check_at:
+                    check_at = None
+                    await _check_reachable(call, token)
                 driver.send_answer(None)
+
+
+async def _check_reachable(call: OperationCall, token: Token) -> None:
+    """Raise `UnreachableToken` if the database of the readers has not given out the token's ID.
+
+    The database is asked after the request arrived: an older answer proves nothing, because the ID may have been given
+    out since. A database that has not given out an ID that Tidemark has read is not the writers' database, or not their
+    primary.
+    """
+    read_side = call.service.read_side
+    known = await read_side.snapshots.positions(call.stream)
+    if known is None or known.allocated is None or not beyond(token.farthest(), known.allocated):
+        return
+    try:
+        async with asyncio.timeout(LAST_ID_TIMEOUT_SECONDS):
+            last_id = await read_side.stream_history.last_id(call.stream)
+    except (Unavailable, Stop, TimeoutError):
+        return
+    if last_id is None or beyond(known.allocated, last_id) or not beyond(token.farthest(), last_id):
+        return
+    answer = await _read_stream_answer(call)
+    raise UnreachableToken(
+        f"{call.stream} is at {answer.token}, and its database has given out no ID beyond {last_id}: the token"
+        f" {shortened(str(token))} belongs to another stream or database, or its transaction was lost in a failover"
+        " or a restore",
+        answer,
+    )
 
 
 def _blocker_text(answer: StreamAnswer) -> str:
@@ -313,7 +351,7 @@ OPERATIONS = [
         wait,
         StreamAnswer,
         query=WaitQuery,
-        problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Busy, RecoveringProblem),
+        problems=(BadRequest, Unauthorized, UnknownStream, UnreachableToken, NotYet, Busy, RecoveringProblem),
     ),
     Operation(
         "/v1/pipeline",

@@ -823,6 +823,28 @@ $$;
 comment on function tidemark_reader.repartition is
     'Changes the number of partitions of a reader whose partitions are all at one place. Only for the owner of the schema';
 
+-- Dynamic SQL, because a database without a relay has no schema tidemark. A standby sees older numbers of sequences, and a
+-- row that a restore or a replication put there says nothing about the sequence of this database.
+create or replace function tidemark_reader.last_id(stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _last bigint;
+begin
+    if not pg_is_in_recovery() and exists (
+        select from tidemark_reader.positions as known
+        where known.stream = last_id.stream and known.source = 'database' and known.written_by = known.xmin
+    ) then
+        execute 'select pg_sequence_last_value(ids) from tidemark.append_streams where stream = $1' into _last
+        using last_id.stream;
+    end if;
+    return _last;
+end
+$$;
+comment on function tidemark_reader.last_id is
+    'The last ID of the stream that this database has given out. NULL: not known, for example because other databases write the
+stream too, or on a standby';
+
 revoke all on all functions in schema tidemark_reader from public;
 
 -- A role without login, to be granted. A user who may not create roles can still migrate.
@@ -845,7 +867,7 @@ begin
             tidemark_reader.take_ranges(text, text, integer, boolean, text, tidemark_reader.positions),
             tidemark_reader.park(text, text, bigint, text, integer, integer),
             tidemark_reader.place_name(text, integer, integer), tidemark_reader.positions_of(text),
-            tidemark_reader.partition_of(text, integer), tidemark_reader.channel(text)
+            tidemark_reader.partition_of(text, integer), tidemark_reader.channel(text), tidemark_reader.last_id(text)
         to tidemark_take;
     end if;
     if to_regrole('tidemark_relay') is not null then

@@ -188,6 +188,16 @@ class ReaderPlaces:
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
 
+    def last_id(self, stream: str) -> int | None:
+        """The last ID of the stream that this database has given out, if all writers of the stream are in this
+        database. None: not known, or this user may not call the function `tidemark_reader.last_id`.
+        """
+        may_call = "select has_function_privilege(to_regprocedure('tidemark_reader.last_id(text)'), 'execute')"
+        if not self._session.fetch_value(may_call):
+            return None
+        last: int | None = self._session.fetch_value("select tidemark_reader.last_id(%s)", [stream])
+        return last
+
     def _read(self, row_class: Any, query: LiteralString, **values: object) -> list[Any]:
         with self._session.use() as connection:
             exists = connection.execute(_SCHEMA_EXISTS).fetchone()
