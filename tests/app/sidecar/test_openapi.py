@@ -47,7 +47,7 @@ def test_every_operation_is_described(guarded: SidecarClient) -> None:
     document = guarded.json("/openapi.json")
     assert sorted(document["paths"]) == sorted([PATH, *(it.path for it in OPERATIONS)])
     wait = document["paths"]["/v1/streams/{stream}/wait"]["get"]
-    assert set(wait["responses"]) == {"200", "400", "401", "404", "412", "429", "503"}
+    assert set(wait["responses"]) == {"200", "400", "401", "404", "409", "412", "429", "503"}
     assert wait["security"]
     assert [it["name"] for it in wait["parameters"] if it["required"]] == ["stream", "token"]
     assert "security" not in document["paths"]["/livez"]["get"]
