@@ -267,8 +267,36 @@ return (('x' || left(md5(coalesce(key, '')), 8))::bit(32)::bigint % partitions):
 comment on function tidemark_reader.partition_of is
     'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions. A NULL key counts as the empty key';
 
+-- The magnitude of the farthest position.
+create or replace function tidemark_reader.farthest(_linear bigint, _vector jsonb) returns bigint
+language sql immutable
+return (select max(abs(at::bigint)) from jsonb_each_text(_vector || jsonb_build_object('', _linear)) as each (name, at));
+
+-- Dynamic SQL, because a database without a relay has no schema tidemark. A standby sees older numbers of sequences, and a
+-- row that a restore or a replication put there says nothing about the sequence of this database.
+create or replace function tidemark_reader.last_id(stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _last bigint;
+begin
+    if not pg_is_in_recovery() and exists (
+        select from tidemark_reader.positions as known
+        where known.stream = last_id.stream and known.source = 'database' and known.written_by = known.xmin
+    ) then
+        execute 'select pg_sequence_last_value(ids) from tidemark.append_streams where stream = $1' into _last
+        using last_id.stream;
+    end if;
+    return _last;
+end
+$$;
+comment on function tidemark_reader.last_id is
+    'The last ID of the stream that this database has given out. NULL: not known, for example because other databases write the
+stream too, or on a standby';
+
 -- Locks the place of a reader until the transaction ends, and returns it. Creates the place of a new reader at _since.
--- NULL: another copy of the reader holds the lock, and _wait is false.
+-- NULL: another copy of the reader holds the lock, and _wait is false; or a new reader begins at a token that the stream has not
+-- reached.
 create or replace function tidemark_reader.lock_place(
     _stream text, _reader text, _mode text, _wait boolean, _since text, _now tidemark_reader.positions
 ) returns tidemark_reader.places
@@ -278,6 +306,7 @@ declare
     _place tidemark_reader.places;
     _linear bigint;
     _positions jsonb := '{}';
+    _farthest bigint;
     _timeout text := current_setting('lock_timeout');
 begin
     loop
@@ -317,6 +346,16 @@ begin
             raise exception using errcode = 'invalid_parameter_value',
                 message = format('stream %L runs in the other direction than %L', _stream, _since);
         end if;
+        _farthest := tidemark_reader.farthest(_linear, case when _mode = 'vector' then _positions else '{}' end);
+        if _now.source = 'database' and _farthest > tidemark_reader.farthest(_now.linear, _now.vector) then
+            if _farthest > abs(tidemark_reader.last_id(_stream)) then
+                raise exception using errcode = 'invalid_parameter_value',
+                    message = format('stream %L can never reach %L: this database has given out no ID beyond %s',
+                        _stream, _since, tidemark_reader.last_id(_stream)),
+                    hint = 'The token belongs to another stream or database, or its transaction was lost in a failover or a restore.';
+            end if;
+            return null;
+        end if;
         begin
             if not _wait then
                 perform set_config('lock_timeout', '20ms', true);
@@ -355,8 +394,7 @@ declare
     _back_to bigint;
 begin
     select * into _now from tidemark_reader.positions as known where known.stream = _place.stream;
-    if _now.source = 'database' and abs(_farthest) > abs(_now.linear)
-        and abs(_farthest) > (select max(abs(at::bigint)) from jsonb_each_text(_now.vector || jsonb_build_object('', _now.linear)) as each (name, at)) then
+    if _now.source = 'database' and abs(_farthest) > tidemark_reader.farthest(_now.linear, _now.vector) then
         _back_to := _now.linear;
     end if;
     select coalesce(min(past.back_to * sign(past.back_to)) * sign(_farthest), _back_to)::bigint into _back_to
@@ -747,7 +785,11 @@ begin
     end if;
     delete from tidemark_reader.places as known where known.stream = seek.stream and known.reader = seek.reader;
     delete from tidemark_reader.delivered as known where known.stream = seek.stream and known.reader = seek.reader;
-    perform tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now);
+    if (tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now)).reader is null then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('stream %L is at %L and has not reached %L yet', seek.stream, _now.token, seek.token),
+            hint = 'Try again later.';
+    end if;
     select * into _place from tidemark_reader.places as known
     where known.stream = seek.stream and known.reader = seek.reader;
     select greatest(abs(_place.linear), max(abs(at::bigint))) into _highest
@@ -822,28 +864,6 @@ end
 $$;
 comment on function tidemark_reader.repartition is
     'Changes the number of partitions of a reader whose partitions are all at one place. Only for the owner of the schema';
-
--- Dynamic SQL, because a database without a relay has no schema tidemark. A standby sees older numbers of sequences, and a
--- row that a restore or a replication put there says nothing about the sequence of this database.
-create or replace function tidemark_reader.last_id(stream text) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
-as $$
-declare
-    _last bigint;
-begin
-    if not pg_is_in_recovery() and exists (
-        select from tidemark_reader.positions as known
-        where known.stream = last_id.stream and known.source = 'database' and known.written_by = known.xmin
-    ) then
-        execute 'select pg_sequence_last_value(ids) from tidemark.append_streams where stream = $1' into _last
-        using last_id.stream;
-    end if;
-    return _last;
-end
-$$;
-comment on function tidemark_reader.last_id is
-    'The last ID of the stream that this database has given out. NULL: not known, for example because other databases write the
-stream too, or on a standby';
 
 revoke all on all functions in schema tidemark_reader from public;
 
