@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import tidemark
 from tests.docs import drawings
 from tests.docs.reference import FOLDER, PAGES
 
@@ -27,3 +28,10 @@ def test_each_parameter_of_the_http_api_has_a_meaning() -> None:
     )
     assert len(rows) > 10
     assert [name for name, meaning in rows if meaning in {"", name}] == []
+
+
+def test_the_page_of_the_python_api_has_every_public_name() -> None:
+    """But for `Event`, the union of the events; `ZERO`, a token; and `errors`, whose classes it has."""
+    page = (FOLDER / "python-api.md").read_text()
+    shown = set(re.findall(r"^::: tidemark\.(\w+)$", page, re.MULTILINE))
+    assert shown == set(tidemark.__all__) - {"Event", "ZERO", "errors"}
