@@ -303,22 +303,61 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
     assert "Traceback" not in errors
 
 
+ALL_HEAVY = {
+    "aiohttp", "confluent_kafka", "curses", "httpx", "numba", "numpy", "pandas", "prometheus_client", "psycopg",
+    "pyarrow", "pydantic", "pyspark", "redis", "starlette", "structlog", "uvicorn",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("words", "needless"),
+    ("words", "needed"),
     [
-        (["--help"], {"confluent_kafka", "numpy", "psycopg", "pydantic", "pyspark", "redis", "structlog"}),
-        (["status"], {"aiohttp", "numba", "pandas", "prometheus_client", "pyarrow", "pyspark", "redis"}),
+        ("--help", set[str]()),
+        ("config", {"psycopg", "pydantic"}),
+        ("status", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
+        ("top --times 1", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
+        ("gaps", {"numpy", "psycopg", "pydantic"}),
+        ("explain shop", {"numpy", "psycopg", "pydantic", "redis"}),
+        ("trace shop 1", {"confluent_kafka", "numpy", "psycopg", "pydantic", "redis"}),
+        ("verify", {"numpy", "psycopg", "pydantic", "redis"}),
+        ("overrides list", {"psycopg", "pydantic"}),
+        ("late list", {"psycopg", "pydantic"}),
+        ("dead-letters list", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
+        ("readers list", {"psycopg", "pydantic", "redis"}),
+        ("policy list", {"psycopg", "pydantic"}),
     ],
 )
-def test_a_command_imports_no_library_that_it_does_not_need(words: list[str], needless: set[str]) -> None:
+def test_a_command_imports_no_library_that_it_does_not_need(words: str, needed: set[str]) -> None:
     """Imports are most of the CPU time of a command that people type again and again."""
-    program = (
+    loaded = _after_command(words, "print(*sys.modules)").split()
+    assert ALL_HEAVY & {*loaded} <= needed
+
+
+def test_imports_of_a_command_start_no_threads() -> None:
+    """Otherwise numpy would start a thread of OpenBLAS for each core, which would take CPU time. A user's own value is
+    kept."""
+    threads = "import os, numpy; print(os.environ['OPENBLAS_NUM_THREADS'], len(os.listdir('/proc/self/task')))"
+    if not Path("/proc/self/task").exists():
+        pytest.skip("shows no threads")
+    assert _after_command("gaps", threads) == "1 1\n"
+    assert _after_command("gaps", threads, OPENBLAS_NUM_THREADS="2").startswith("2 ")
+
+
+def test_garbage_collector_skips_the_imported_modules() -> None:
+    """The collector is enabled again after the imports, and the modules are frozen."""
+    shown = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 50_000)"
+    assert _after_command("status", shown) == "True True\n"
+
+
+def _after_command(words: str, program: str, **variables: str) -> str:
+    """What `program` prints in the process of a command that has found no Postgres."""
+    command = (
         "import sys; from click.testing import CliRunner; from tidemark.app.cli import main;"
-        f"done = CliRunner().invoke(main, {words!r}); print(*sys.modules)"
+        f"CliRunner().invoke(main, {words.split()!r}); {program}"
     )
-    environment = child_environment({"TIDEMARK_POSTGRES_DSN": f"host=127.0.0.1 port={free_port()}"})
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert needless.isdisjoint(done.stdout.split())
+    environment = child_environment({"TIDEMARK_POSTGRES_DSN": f"host=127.0.0.1 port={free_port()}"}) | variables
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_help_needs_no_spark() -> None:

@@ -8,14 +8,15 @@ read each position (`PositionSamples`).
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, Protocol
-
-from prometheus_client import CollectorRegistry, Gauge
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.reader import StoredPlace
 from tidemark.sinks.reader_database import count_late_after, known_streams
 from tidemark.streaming.values.direction import beyond
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
@@ -117,7 +118,9 @@ class PositionSamples:
 class ReaderMetrics:
     """The metrics of readers whose places are in one database."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: "CollectorRegistry") -> None:
+        from prometheus_client import Gauge  # noqa: PLC0415 - `tidemark readers` and `explain` show no metrics
+
         labels = ["stream", "reader"]
         self.position = Gauge(
             "tidemark_reader_linear_position",

@@ -1,6 +1,5 @@
 """`tidemark status` and `tidemark top`: the positions of all streams and what blocks them, from Postgres."""
 
-import curses
 import itertools
 import math
 import shutil
@@ -387,6 +386,8 @@ def _show(parts: Sequence[str]) -> None:
 
 def _clear_sequence() -> str:
     """The escape sequence that clears this terminal; empty if terminfo has none for it."""
+    import curses  # noqa: PLC0415 - only `tidemark top` on a terminal needs it
+
     try:
         curses.setupterm()
     except curses.error:  # terminfo has no entry for the terminal: use the sequence of most terminals
