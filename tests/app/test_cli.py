@@ -317,7 +317,7 @@ ALL_HEAVY = {
         ("status", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
         ("top --times 1", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
         ("gaps", {"numpy", "psycopg", "pydantic"}),
-        ("explain shop", {"numpy", "psycopg", "pydantic", "redis"}),
+        ("explain shop", {"numpy", "psycopg", "pydantic"}),
         ("trace shop 1", {"confluent_kafka", "numpy", "psycopg", "pydantic", "redis"}),
         ("verify", {"numpy", "psycopg", "pydantic", "redis"}),
         ("overrides list", {"psycopg", "pydantic"}),

@@ -11,12 +11,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tidemark.common.postgres_session import PostgresSession
-from tidemark.sinks.reader import StoredPlace
 from tidemark.sinks.reader_database import count_late_after, known_streams
 from tidemark.streaming.values.direction import beyond
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from tidemark.sinks.reader import StoredPlace
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
@@ -171,7 +172,7 @@ class ReaderLag:
         self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # (reader, stream) -> (position, time)
 
     def statuses(
-        self, stored_places: Sequence[StoredPlace], positions: Mapping[str, int] | None = None
+        self, stored_places: "Sequence[StoredPlace]", positions: Mapping[str, int] | None = None
     ) -> list[ReaderStatus]:
         """Compute the status of each reader, in the order of `stored_places`.
 
@@ -196,7 +197,7 @@ class ReaderLag:
             for stored in stored_places
         ]
 
-    def _status(self, stored: StoredPlace, linear: int | None, late: int | None, now: datetime) -> ReaderStatus:
+    def _status(self, stored: "StoredPlace", linear: int | None, late: int | None, now: datetime) -> ReaderStatus:
         ids = seconds = None
         if linear is not None and stored.has_begun:
             ids = max(0, abs(linear) - abs(stored.linear))
@@ -225,7 +226,7 @@ class ReaderLag:
             late if stored.has_begun else None,
         )
 
-    def _since(self, stored: StoredPlace) -> datetime | None:
+    def _since(self, stored: "StoredPlace") -> datetime | None:
         """When the stream passed the reader's place, as `PositionHistory.passed_at`. Caches the time."""
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
@@ -237,12 +238,12 @@ class ReaderLag:
         return since
 
 
-def _key(stored: StoredPlace) -> tuple[str, str]:
+def _key(stored: "StoredPlace") -> tuple[str, str]:
     return stored.reader, stored.stream
 
 
 def _state(
-    stored: StoredPlace, linear: int | None, ids: int | None, seconds: float | None, now: datetime
+    stored: "StoredPlace", linear: int | None, ids: int | None, seconds: float | None, now: datetime
 ) -> ReaderState:
     if linear is None:
         return "stream unknown"

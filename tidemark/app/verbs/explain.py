@@ -17,7 +17,7 @@ from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import moment as moment_of
 from tidemark.app.diagnosis.reader_lag import ReaderStatus, sentences
 from tidemark.app.output import as_object, count, duration, echo, ids, sanitize
-from tidemark.app.verbs import gaps, readers
+from tidemark.app.verbs import gaps
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.inspect import (
     AppliedOverride,
@@ -274,6 +274,8 @@ def evidence(counts: Evidence) -> str:
 
 
 def _reader(reader: str, stream: str) -> list[ReaderStatus]:
+    from tidemark.app.verbs import readers  # noqa: PLC0415 - only readers need redis-py, which is slow to import
+
     with readers.open_databases(None) as databases:
         return databases.existing(reader, stream)
 
