@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
@@ -17,6 +19,7 @@ from tidemark.app.connections import host_port
 from tidemark.app.settings import read_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
+from tidemark.app.stack.processes import redis_program
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +97,8 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert terminal.said("ended simulate")
         assert terminal.said("ended payments")
         assert terminal.said("streams of an earlier `tidemark up --demo`")
+        # Without a relay, the IDs of the killed chat server would stay open.
+        eventually(lambda: terminal.run("gaps").stdout == b"no gaps: nothing is blocked\n", VISIBLE_SECONDS)
 
 
 def test_taken_port_is_told_in_one_line(terminal: Terminal) -> None:
@@ -143,3 +148,10 @@ def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
     assert shell.stdout == f"{home.root}|127.0.0.1|unset|unset|intra,127.0.0.1,localhost|"
     assert read_stack_env(path) == {**members.variables(), **members.postgres.libpq}
     assert path.stat().st_mode & 0o077 == 0
+    programs = [sys.executable, postgres_program("psql"), redis_program("redis-cli")]
+    folders = [str(Path(program).parent) for program in programs]
+    sourced = '. "$0"; . "$0"; echo "$PATH"'
+    shell = subprocess.run(
+        ["sh", "-c", sourced, str(path)], env={"PATH": "/bin"}, capture_output=True, text=True, check=True
+    )
+    assert shell.stdout.rstrip("\n").split(":") == ["/bin", *folders]

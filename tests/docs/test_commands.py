@@ -61,4 +61,4 @@ def test_the_tutorial_of_django(shell: Shell) -> None:
         return re.search(r"^tickets +[2-9]", shell.typed("../.venv/bin/tidemark status"), re.MULTILINE) is not None
 
     eventually(are_published, VISIBLE_SECONDS)  # otherwise the reader may print a line for each ticket
-    shell.follow("../.venv/bin/python manage.py keep_revenue", ["2 tickets, 42 in all"], revenue_is_stored)
+    shell.follow("../.venv/bin/python manage.py keep_revenue", ["tickets: 2, revenue: 42"], revenue_is_stored)

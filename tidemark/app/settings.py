@@ -10,7 +10,7 @@ shows the effective settings with their sources, without secrets.
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -37,7 +37,7 @@ from tidemark.common.environment import default_home, is_trusted
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
 
-_FOR_SHELLS = "# Only for shells: unset what would direct psql and curl to other servers."
+_FOR_SHELLS = "# Only for shells: unset what would direct psql and curl to other servers, find programs."
 
 
 def stack_env() -> Path:
@@ -61,18 +61,21 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str]) -> None:
+def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str], programs: Sequence[Path]) -> None:
     """Write `stack.env`. Only its owner may read it, because it contains the password of Postgres.
 
     Args:
         path: the file.
         variables: the variables to export.
         unset: variables that the shell must unset.
+        programs: folders that the shell must add to the end of PATH, so that the user's own programs come first.
     """
     path.touch(mode=0o600)
     lines = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
     lines += [_FOR_SHELLS, f"unset {' '.join(unset)}"]
     lines += [f'export {name}="${{{name}:+${name},}}127.0.0.1,localhost"' for name in ("no_proxy", "NO_PROXY")]
+    for folder in map(str, programs):
+        lines.append(f'case ":$PATH:" in *:{shlex.quote(folder)}:*) ;; *) PATH="$PATH":{shlex.quote(folder)} ;; esac')
     path.write_text("\n".join(lines) + "\n")
 
 

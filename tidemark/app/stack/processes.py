@@ -524,6 +524,15 @@ class RelayProcess(_TidemarkProcess):
         return listens(self.port)
 
 
+class DemoRelayProcess(RelayProcess):
+    """The relay of the chat server's database while the demo does not run. Its variables contain this database."""
+
+    name: ClassVar[str] = "demo-relay"
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-P", "-m", "tidemark", "relay", "--metrics", f"{LOOPBACK}:{self.port}"]
+
+
 DEMO_BANNER = """\
 This demo is a chat server with several processes, the persisters, and a shop that takes payments.
 chat_events: the events of the rooms. A persister reserves the next ID, then writes its event in a transaction. \
@@ -537,6 +546,8 @@ payments: another service, in Java, which appends its facts with SQL.
 """Banner text on the live page of the demo."""
 CHAT_PREFIX: Final = "chat_"
 """The beginning of the names of the chat server's streams."""
+CHAT_DATABASE: Final = "tidemark_rooms_chat"
+"""The chat server's database."""
 
 
 class DemoProcess(_TidemarkProcess):

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,10 +27,12 @@ from tidemark.app.connections import Connections, variable
 from tidemark.app.output import progress, shows_progress
 from tidemark.app.settings import Settings, write_stack_env
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.postgres import PostgresServer, libpq_variables
+from tidemark.app.stack.postgres import PostgresServer, libpq_variables, postgres_program
 from tidemark.app.stack.processes import (
+    CHAT_DATABASE,
     LOOPBACK,
     DemoProcess,
+    DemoRelayProcess,
     KafkaServer,
     PaymentsProcess,
     PipelineProcess,
@@ -40,6 +43,7 @@ from tidemark.app.stack.processes import (
     end_process,
     free_port,
     port_problem,
+    redis_program,
 )
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Stop
@@ -289,6 +293,11 @@ class LocalStack:
     def relay(self) -> RelayProcess:
         return RelayProcess(self.home, free_port(), self._process_variables())
 
+    def demo_relay(self) -> DemoRelayProcess:
+        """The relay of an earlier demo's streams. Without it, their open IDs would stay open."""
+        variables = {**self._process_variables(), "TIDEMARK_POSTGRES_DSN": self.postgres.dsn(CHAT_DATABASE)}
+        return DemoRelayProcess(self.home, free_port(), variables)
+
     def demo(self) -> list[ServerProcess]:
         payments = PaymentsProcess(self.home, self.postgres.libpq, java=self._java, jars=self.home.jars / JDBC)
         return [DemoProcess(self.home, 0, self._process_variables()), payments]
@@ -342,7 +351,10 @@ class LocalStack:
             *libpq_variables(),
             *(f"{name}{suffix}" for name in _server_variables() for suffix in ("", "_FILE")),
         ]
-        write_stack_env(path, variables, [name for name in other_names if name not in variables])
+        programs = [Path(sys.executable), Path(postgres_program("psql")), Path(redis_program("redis-cli"))]
+        write_stack_env(
+            path, variables, [name for name in other_names if name not in variables], [path.parent for path in programs]
+        )
         return path
 
 

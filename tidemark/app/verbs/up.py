@@ -23,8 +23,7 @@ from tidemark.app.output import CLEAR_LINE, progress
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.processes import CHAT_PREFIX, DEMO_BANNER, ServerProcess, StartFailed, redis_program
+from tidemark.app.stack.processes import CHAT_PREFIX, DEMO_BANNER, ServerProcess, StartFailed
 from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
@@ -70,8 +69,8 @@ def run(settings: Settings, *, demo: bool) -> None:
         with _running(stack, demo=demo) as running:
             if demo:
                 _await_first_position(stack)
-            elif warning := _earlier_demo(stack):
-                _say(warning)
+            elif notice := _earlier_demo(stack):
+                _say(notice)
             _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
             with _create_class_archive(java):
@@ -116,7 +115,8 @@ def _signals_interrupt() -> Iterator[None]:
 
 def _end_leftovers(stack: LocalStack) -> None:
     """End processes that a killed `tidemark up` left running, clients before their servers."""
-    for server in [*stack.demo(), stack.sidecar(), stack.relay(), stack.pipeline(), *stack.servers]:
+    relays = [stack.demo_relay(), stack.relay()]
+    for server in [*stack.demo(), stack.sidecar(), *relays, stack.pipeline(), *stack.servers]:
         if pid := server.end_leftover():
             _say(f"ended {server.name} (pid {pid}), which an earlier stack left running")
 
@@ -133,8 +133,11 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
         migrating = partial(progress, "migrating", unit="migration")
         _retry_while_running(lambda: migrate(dsn, migrating), stack.postgres)
         _retry_while_running(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), stack.postgres)
-        tidemark = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
-        processes = [*tidemark, *stack.demo()] if demo else tidemark
+        processes: list[ServerProcess] = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
+        if demo:
+            processes += stack.demo()
+        elif _chat_streams(stack):
+            processes.append(stack.demo_relay())
         with progress("starting Tidemark", len(processes), "process") as advance:
             for process in processes:
                 running.append(process)
@@ -168,15 +171,19 @@ def _stored_streams(stack: LocalStack) -> list[str]:
     return []
 
 
+def _chat_streams(stack: LocalStack) -> list[str]:
+    """The streams of the demo's chat server that have positions."""
+    return [stream for stream in _stored_streams(stack) if stream.startswith(CHAT_PREFIX)]
+
+
 def _earlier_demo(stack: LocalStack) -> str | None:
-    """A warning about streams of an earlier demo; None without such streams. Without the demo, the relay of these
-    streams does not run, so their open IDs stay open."""
-    streams = [stream for stream in _stored_streams(stack) if stream.startswith(CHAT_PREFIX)]
+    """A notice about streams of an earlier demo; None without such streams."""
+    streams = _chat_streams(stack)
     if not streams:
         return None
     return (
-        f"{', '.join(streams)}: streams of an earlier `tidemark up --demo`. They may stay blocked, because the demo"
-        f" does not run. To start empty, stop the stack and run: rm -r {shlex.quote(str(stack.home.root / 'data'))}"
+        f"{', '.join(streams)}: streams of an earlier `tidemark up --demo`. Nothing writes to them now.\n"
+        f"To start empty, stop the stack and run: rm -r {shlex.quote(str(stack.home.root / 'data'))}"
     )
 
 
@@ -229,8 +236,6 @@ def _start(server: ServerProcess) -> None:
 
 def _print_instructions(stack: LocalStack, seconds: float) -> None:
     tidemark = _command_name("tidemark", Path(sys.executable).parent / "tidemark")
-    redis_cli = _command_name("redis-cli", Path(redis_program("redis-cli")))
-    psql = _command_name("psql", Path(postgres_program("psql")))
     _say(
         f"""
 ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
@@ -239,12 +244,12 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
 
   In another terminal:
     . {shlex.quote(str(stack.home.stack_env))}
-    {psql} -c "SELECT tidemark.create_stream('sales')" -c "SELECT tidemark.append('sales', '{{}}')"
+    psql -c "SELECT tidemark.create_stream('sales')" -c "SELECT tidemark.append('sales', '{{}}')"
     {tidemark} status
     curl {stack.sidecar().url}/v1/streams
-    {redis_cli} -p {stack.redis.port} get 'tidemark:{{sales}}:token'
+    redis-cli -p {stack.redis.port} get 'tidemark:{{sales}}:token'
 
-  The first line also sets the variables that your own programs need.
+  The first line sets the variables that your own programs need. It also finds tidemark, psql and redis-cli.
   Logs: {stack.home.root / "log"}
 """
     )
