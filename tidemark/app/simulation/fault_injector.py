@@ -154,7 +154,8 @@ class PostgresFailover:
 T = TypeVar("T")
 
 RESTART_SECONDS = 1.0  # until a process that ended by itself is started again
-STOP_TIMEOUT_SECONDS = 40.0
+STOP_SECONDS = 40.0  # for the services to end their transactions
+QUICK_STOP_SECONDS = 5.0  # if nothing is verified; later, processes are killed
 MAX_EXTRA_SERVICES = 2  # services that may join, beyond those at the beginning
 
 
@@ -270,9 +271,9 @@ class FaultInjector:
                 process.detach()
                 self._scheduler.enter(RESTART_SECONDS, 0, process.start)
 
-    def stop_services(self) -> None:
-        """Stop the services, so that their open transactions end. The relay and the readers go on; readers that also
-        write are restarted without their writing part."""
+    def stop_services(self, seconds: float = STOP_SECONDS) -> None:
+        """Stop the services, so that their open transactions end. Kill those that have not ended after `seconds`. The
+        relay and the readers go on; readers that also write are restarted without their writing part."""
         for event in self._scheduler.queue:
             self._scheduler.cancel(event)
         if self._failover:
@@ -281,17 +282,17 @@ class FaultInjector:
             self._source_faults.end()
         self._workload.services_ended = True
         writing = [reader for reader in self._readers if reader.child and reader.name in self._workload.writing_readers]
-        self._stop_all(
-            [*self._leaving, *(process.detach() for process in [*self._running(), *writing])], STOP_TIMEOUT_SECONDS
-        )
+        self._stop_all([*self._leaving, *(process.detach() for process in [*self._running(), *writing])], seconds)
         self._services = []
         for process in self._processes():
             if process.child is None:
                 process.start()
 
     def kill_all(self) -> None:
-        """Stop every process. Kills the processes that do not end within 5 s."""
-        self._stop_all([*self._leaving, *(process.child for process in self._processes() if process.child)], 5.0)
+        """Stop every process. Kills the processes that do not end within `QUICK_STOP_SECONDS`."""
+        self._stop_all(
+            [*self._leaving, *(process.child for process in self._processes() if process.child)], QUICK_STOP_SECONDS
+        )
 
     def _service(self, name: str) -> SimulatedProcess:
         return SimulatedProcess(name, self._databases.home, partial(self._workload.service, self._databases, name))

@@ -14,7 +14,7 @@ import psycopg
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import Settings
-from tidemark.app.simulation.fault_injector import FaultInjector
+from tidemark.app.simulation.fault_injector import QUICK_STOP_SECONDS, STOP_SECONDS, FaultInjector
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import DATABASE_FAULTS, SOURCE_FAULTS, SimulatedStream, fault_schedule
 from tidemark.app.simulation.source_faults import SourceFaults
@@ -198,7 +198,7 @@ def _run_faults(
             raise verification.error_for(counts)
     counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.injected.items()))
     click.echo(f"the simulation is over; faults: {counted or 'none'}")
-    injector.stop_services()
+    injector.stop_services(STOP_SECONDS if verify else QUICK_STOP_SECONDS)
 
 
 def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
