@@ -60,11 +60,12 @@ def test_a_gap_is_told_with_its_writer_its_times_and_what_closed_it(explain: Exp
     """With the offsets of the batch that let the line go on, and the evidence in the words of the design."""
     done = explain("--at", minute(3, 30))
     assert done.output.splitlines() == [
-        "events: stuck at 1 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:17:20.000Z (2 min)",
+        "events: stuck at 1 from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z (60 s)",
+        "  idle before, from 2026-09-21 14:15:20.000Z: no higher ID was allocated",
         "  blocked by a (epoch 1): IDs 2..4 open from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z: its IDs"
-        " completed",
+        " were committed",
         "  unblocked by batch 4 (tidemark.facts/0 6): it moved to 5",
-        "    a (epoch 1) moved from 1 to 5: facts 2 (seen)",
+        "    a (epoch 1) moved from 1 to 5: facts 2 (committed)",
     ]
 
 
@@ -73,9 +74,10 @@ def test_a_silent_writer_has_no_gap_and_is_told_all_the_same(explain: Explain) -
     """What it said in the end was an announcement."""
     lines = explain("--at", minute(5, 30)).output.splitlines()
     assert lines[1:] == [
+        "  idle before, from 2026-09-21 14:17:20.000Z: no higher ID was allocated",
         "  blocked by a (epoch 1): no record beyond ID 5",
         "  unblocked by batch 6 (tidemark.facts/0 8): it moved to 8",
-        "    a (epoch 1) moved from 5 to 9: empty 4 (void or announced as empty)",
+        "    a (epoch 1) moved from 5 to 9: empty 4 (rolled back, or not used by this writer)",
     ]
 
 
@@ -87,7 +89,7 @@ def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) ->
         "  blocked by b (epoch 1): IDs 9..10 open from 2026-09-21 14:20:20.000Z to 2026-09-21 14:21:20.000Z: an"
         " operator settled it",
         "  unblocked by batch 8 (tidemark.control/0 up to 12): it moved to 12",
-        "    b (epoch 1) moved from 8 to 12: facts 1 (seen), skipped 2 (settled by an operator)",
+        "    b (epoch 1) moved from 8 to 12: facts 1 (committed), skipped 2 (settled by an operator)",
         "    SKIP of b (epoch 1) up to ID 10, by ann: because",
     ]
 
@@ -106,8 +108,124 @@ def test_of_a_stream_that_a_bridge_tells_its_own_verb_is_shown(explain: Explain,
 def test_a_line_with_nothing_beyond_it_was_held_by_nobody(explain: Explain) -> None:
     """Nor is it told of between two times."""
     lines = explain().output.splitlines()
-    assert lines[0].startswith("events: stuck at 12 from 2026-09-21 14:21:20.000Z until now (")
-    assert lines[1:] == ["  not blocked: no higher ID was allocated"]
+    assert lines[0].startswith("events: idle at 12 from 2026-09-21 14:21:20.000Z until now (")
+    assert lines[1:] == ["  had nothing to wait for: no higher ID was allocated"]
+
+
+def test_a_stream_is_idle_until_a_higher_id_is_known(explain: Explain, pipeline: Pipeline) -> None:
+    """The time before does not count as blocked. Programs get both times."""
+    told(
+        pipeline,
+        [join("a", 0)],
+        [rdata("a", 1, 0, epoch=1)],
+        [],
+        [],
+        [rdata("a", 3, 2, epoch=1)],
+        [],
+        [rdata("a", 2, 1, epoch=1)],
+        [rdata("a", 4, 3, epoch=1)],
+    )
+    idle = "from 2026-09-21 14:15:20.000Z"
+    assert explain("--at", minute(3, 30)).output.splitlines() == [
+        f"events: idle at 1 {idle} to 2026-09-21 14:18:20.000Z (3 min)",
+        "  had nothing to wait for: no higher ID was allocated",
+        "  then blocked: tidemark explain events --at 2026-09-21T14:18:20.000Z",
+    ]
+    blocked = [
+        "events: stuck at 1 from 2026-09-21 14:18:20.000Z to 2026-09-21 14:20:20.000Z (2 min)",
+        "  idle before, from 2026-09-21 14:15:20.000Z: no higher ID was allocated",
+        "  blocked by a (epoch 1): ID 2 open from 2026-09-21 14:18:20.000Z to 2026-09-21 14:20:20.000Z: its IDs were"
+        " committed",
+        "  unblocked by batch 7 (tidemark.facts/0 3): it moved to 3",
+        "    a (epoch 1) moved from 1 to 3: facts 2 (committed)",
+    ]
+    assert explain("--at", "2026-09-21T14:18:20.000Z").output.splitlines() == blocked
+    assert explain("--between", minute(0), minute(20)).stdout.splitlines() == blocked
+    none = "the stream was not blocked for ten seconds or longer in this time\n"
+    assert explain("--between", minute(2), minute(4)).output == none
+    assert explain("--at", minute(7, 30)).output.splitlines() == [
+        "events: idle at 3 from 2026-09-21 14:20:20.000Z to 2026-09-21 14:21:20.000Z (60 s)",
+        "  had nothing to wait for: no higher ID was allocated",
+        "  moved by batch 8 (tidemark.facts/0 4): it moved to 4",
+        "    a (epoch 1) moved from 3 to 4: facts 1 (committed)",
+    ]
+    (stay,) = json.loads(explain("--at", minute(3, 30), "--json").output)["stays"]
+    assert (stay["idle"], stay["blockers"], stay["stay"]["is_since_known"]) == (True, [], True)
+    assert datetime.fromisoformat(stay["stay"]["blocked_since"]) == datetime.fromisoformat(minute(5))
+
+
+@pytest.mark.parametrize(
+    ("beyond", "end", "outcome", "evidence"),
+    [
+        (rdata("a", 4, 3, epoch=1), rdata("a", 3, 1, epoch=1), "its IDs were committed", "facts 2 (committed)"),
+        (
+            position("a", 3, 4, epoch=1),
+            position("a", 1, 3, epoch=1),
+            "its IDs were rolled back, or not used by this writer",
+            "empty 3 (rolled back, or not used by this writer)",
+        ),
+        (
+            rdata("a", 4, 3, epoch=1),
+            position("a", 1, 3, epoch=1),
+            "its IDs completed (tidemark trace events 3 shows how)",
+            "facts 1 (committed), empty 2 (rolled back, or not used by this writer)",
+        ),
+    ],
+)
+def test_the_evidence_says_what_happened_to_missing_ids(
+    explain: Explain, pipeline: Pipeline, beyond: Record, end: Record, outcome: str, evidence: str
+) -> None:
+    """A sum of two kinds of evidence does not say which ID has which."""
+    told(pipeline, [join("a", 0)], [rdata("a", 1, 0, epoch=1)], [beyond], [end])
+    lines = explain("--at", minute(3, 30)).output.splitlines()
+    assert lines[2].endswith(f"to 2026-09-21 14:17:20.000Z: {outcome}")
+    assert lines[-1].endswith(evidence)
+
+
+def test_the_beginning_of_the_history_is_named(explain: Explain, pipeline: Pipeline, sql: psycopg.Connection) -> None:
+    """Also of a stay that began before it, and in the error of a time before it."""
+    told(
+        pipeline,
+        [join("a", 0), join("b", 0)],
+        [rdata("a", 1, 0, epoch=1), position("b", 0, 1, epoch=1)],
+        [rdata("b", 3, 1, epoch=1)],
+        [rdata("b", 5, 3, epoch=1)],
+        [rdata("a", 4, 1, epoch=1)],
+    )
+    sql.execute("delete from tidemark.packed_advances where time < %s", [minute(4)])
+    early = explain("--at", minute(3, 30))
+    assert (early.exit_code, early.stderr) == (
+        1,
+        "Error: the stored history of events begins at 2026-09-21 14:17:20.000Z, after the given time\n",
+    )
+    lines = explain("--at", minute(4, 30)).output.splitlines()
+    assert lines[:2] == [
+        "events: stuck at 1 from 2026-09-21 14:17:20.000Z or earlier (the stored history begins then) to"
+        " 2026-09-21 14:18:20.000Z (60 s)",
+        "  blocked by a (epoch 1): no record beyond ID 1",
+    ]
+    sql.execute("delete from tidemark.packed_advances")
+    nothing = explain()
+    assert nothing.exit_code == 1
+    assert "the stored history of events has no advance" in nothing.stderr
+
+
+def test_a_stream_that_is_blocked_by_ids_without_a_history_is_not_idle(
+    explain: Explain, pipeline: Pipeline, sql: psycopg.Connection
+) -> None:
+    """The time of its last advance is then the earliest possible one."""
+    told(
+        pipeline,
+        [join("a", 0), join("b", 0)],
+        [rdata("a", 1, 0, epoch=1), position("b", 0, 1, epoch=1)],
+        [rdata("b", 3, 1, epoch=1)],
+    )
+    sql.execute("delete from tidemark.packed_advances where time >= %s", [minute(3)])
+    lines = explain().output.splitlines()
+    assert lines[0].startswith("events: stuck at 1, at most since the last advance at 2026-09-21 14:15:20.000Z (")
+    assert lines[0].endswith("): the stored history does not say since when")
+    assert lines[1].startswith("events: a: ")
+    assert not json.loads(explain("--json").output)["stays"][0]["idle"]
 
 
 @pytest.mark.usefixtures("eventful")
@@ -173,7 +291,7 @@ def test_a_line_that_went_on_without_an_advance_is_told(
         "    retired: a",
     ]
     after = explain("--at", minute(3, 30)).output
-    assert after.startswith("events: stuck at 3 from 2026-09-21 14:16:20.000Z until now (")
+    assert after.startswith("events: idle at 3 from 2026-09-21 14:16:20.000Z until now (")
     sql.execute("delete from tidemark.linear_moves")
     lines = explain("--at", minute(2, 30)).output.splitlines()
     assert lines[0] == "events: stuck at 0 from 2026-09-21 14:15:20.000Z until an unknown time"
@@ -238,7 +356,7 @@ def test_what_a_reader_waits_for_is_shown_first(explain: Explain, sql: psycopg.C
     assert lines[0].startswith("slow is at 9 and events at 12: the reader lags, for ")
     assert lines[1] == "no copy of the reader is connected to the database with its place: start the service"
     assert lines[2].startswith("last commit ")
-    assert lines[3].startswith("events: stuck at 12 from ")
+    assert lines[3].startswith("events: idle at 12 from ")
     lines = explain("--reader", "quick").output.splitlines()
     assert lines[0] == "quick has read everything up to 12, and waits for new facts of events"
     assert lines[2:] == explain().output.splitlines()

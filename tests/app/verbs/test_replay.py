@@ -89,9 +89,9 @@ def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: ps
     first, record, last = wrong.output.splitlines()
     assert (wrong.exit_code, first) == (
         1,
-        "events: differs at the record below: after batch 3 of 2026-09-21 14:16:20.000Z a is 5 by facts 4 (seen),"
-        " empty 1 (void or announced as empty) in the history and by facts 3 (seen), empty 1 (void or announced as"
-        " empty) in the replay",
+        "events: differs at the record below: after batch 3 of 2026-09-21 14:16:20.000Z a is 5 by facts 4"
+        " (committed), empty 1 (rolled back, or not used by this writer) in the history and by facts 3 (committed),"
+        " empty 1 (rolled back, or not used by this writer) in the replay",
     )
     assert f"{recording.facts}/0 6 RUN of a in events: " in record
     assert last == "10 records reproduce the stored history of 0 of 1 stream (3 batches)"

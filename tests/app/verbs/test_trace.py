@@ -36,8 +36,8 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
         '      {"kind":"POSITION","stream":"events","writer":"b","epoch":1,"prev":3,"id":5}',
         "  now RUN of a (epoch 1) at facts/0 6: has the fact of this ID",
         '      {"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":1,"ids":[2,4],"rows":[[],["x\\x9b2J"]]}',
-        "  minute 16 settled in batch 3: a (epoch 1) moved from 1 to 5: facts 2 (seen), empty 1 (void or announced as"
-        " empty)",
+        "  minute 16 settled in batch 3: a (epoch 1) moved from 1 to 5: facts 2 (committed), empty 1 (rolled back,"
+        " or not used by this writer)",
         "    the batch read facts/0 6",
         "  in the gap 2..4 of a, open from minute 15 to minute 16 (60 s): its IDs completed",
         "  minute 16 the linear position passed the ID in batch 3, to 5",
@@ -68,7 +68,8 @@ def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> 
     assert [line for line in owed if " at facts/" not in line and "{" not in line] == [
         "events 9: not passed yet; linear position 8",
         "  no record of facts/0 has the ID: read offsets 0..9",
-        "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (void or announced as empty)",
+        "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (rolled back, or not"
+        " used by this writer)",
         "    the batch read facts/0 7..9",
         "  in the gap 9..10 of b, open from minute 17 until now",
         "  b (epoch 1) the ID is in 9..10, open since minute 17",

@@ -1,4 +1,4 @@
-"""`tidemark explain`: why a stream was stuck at a given time, which writer blocked it, and what unblocked it.
+"""`tidemark explain`: why a stream was blocked at a given time, which writer blocked it, and what unblocked it.
 
 The history contains advances, gaps and operator overrides, but nothing about a writer without an advance. So a writer
 that had not joined at that time is known only from its later advances.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -35,12 +35,15 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Evidence
 
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+
 MAX_STAYS = 20  # between two times: the first ones are explained
 MAX_SHOWN = 10  # writers and advances of one explanation
 
 EVIDENCE = {
-    "facts": "seen",
-    "empty": "void or announced as empty",
+    "facts": "committed",
+    "empty": "rolled back, or not used by this writer",
     "unseen": "settled by a JOIN; may contain facts that were never announced",
     "skipped": "settled by an operator",
 }
@@ -73,13 +76,13 @@ class PastBlocker:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the linear position stayed at one ID. The fields after `blockers` describe the batch that unblocked the
-    stream.
+    """Why the linear position stayed at one ID. The fields after `blockers` describe the batch that moved the linear
+    position. They are empty if the stream was idle at the given time and became blocked later.
 
     Attributes:
         stream: its name.
         stay: the linear position, and the times between which it stayed.
-        idle: no higher ID was allocated, so there are no blockers.
+        idle: at the given time no higher ID was allocated, so there were no blockers.
         blockers: the writers that kept the linear position from moving.
         moved: the advances beyond the linear position.
         joined: the writers whose first advance is in the batch.
@@ -102,15 +105,18 @@ class Explanation:
 
 
 def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
-    """Explain why a stream was stuck at the time `when`; None if the stored history begins later. `encoded`: the
+    """Explain why a stream was blocked at the time `when`; None if the stored history begins later. `encoded`: the
     current state of the stream."""
-    stay, now = past.linear_at(stream, when), codec.decode(encoded)
-    if stay is None:
-        return None
-    line = now.direction.signed(now.linear.position)
-    if stay.until is None and beyond(line, stay.linear):
-        stay = replace(stay, went_to=line)
-    return _explain_stay(past, stream, now, stay, when)
+    now = codec.decode(encoded)
+    stay = _stay_at(past, stream, now, when)
+    return None if stay is None else _explain_stay(past, stream, now, stay, when)
+
+
+def _stay_at(past: StreamInspection, stream: str, now: StreamState, when: datetime) -> LinearStay | None:
+    stay, linear = past.linear_at(stream, when), now.direction.signed(now.linear.position)
+    if stay is not None and stay.until is None and beyond(linear, stay.linear):
+        return replace(stay, went_to=linear)
+    return stay
 
 
 def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
@@ -127,21 +133,34 @@ def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain each stay of `BRIEF_WAIT` or longer between two times. Idle stays are left out. At most `MAX_STAYS`."""
-    times = [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
+    """Explain each stay during which the stream was blocked for `BRIEF_WAIT` or longer between two times. At most
+    `MAX_STAYS`."""
+    now = codec.decode(encoded)
     explanations: dict[int, Explanation] = {}
-    for time in times:
-        explanation = explain_at(past, stream, encoded, time)
-        if explanation is not None and not explanation.idle and _seconds(explanation.stay, until) >= BRIEF_WAIT:
-            explanations.setdefault(explanation.stay.linear, explanation)
+    for time in [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]:
+        stay = _stay_at(past, stream, now, time)
+        if stay is None or stay.linear in explanations or _blocked_seconds(stay, until) < BRIEF_WAIT:
+            continue
+        explanations[stay.linear] = _explain_stay(past, stream, now, stay, until)
         if len(explanations) == MAX_STAYS:
             break
     return [*explanations.values()]
 
 
+def _blocked_seconds(stay: LinearStay, until: datetime) -> float:
+    """How long the stream was blocked during the stay; up to `until` if the stay has not ended. 0 if the stream became
+    blocked after `until`."""
+    if stay.blocked_since is None or stay.blocked_since > until:
+        return 0.0
+    return ((stay.until or until) - stay.blocked_since).total_seconds()
+
+
 def _explain_stay(
     past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime
 ) -> Explanation:
+    is_idle = stay.blocked_since is None or when < stay.blocked_since
+    if is_idle and stay.blocked_since is not None:
+        return Explanation(stream, stay, is_idle, [], [], [], [], [], None, [])
     # Look just before the stream was unblocked: only then are all blockers known. At `when` if it is still stuck.
     moment = when if stay.until is None else stay.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
@@ -162,7 +181,7 @@ def _explain_stay(
             gaps.get(writer.writer),
             retired.get(writer.writer),
         )
-        for writer in past.writers_not_beyond(stream, moment, stay.linear)
+        for writer in ([] if is_idle else past.writers_not_beyond(stream, moment, stay.linear))
         if writer.writer in retired or _was_blocker(writer, now, moment, gaps)
     ]
     moved = [] if stay.until is None else past.advances_at(stream, stay.until)
@@ -170,7 +189,7 @@ def _explain_stay(
     return Explanation(
         stream,
         stay,
-        not beyond(past.highest_id(stream, moment), stay.linear),
+        is_idle,
         blockers,
         [advance for advance in moved if beyond(advance.id, stay.linear)],
         [
@@ -199,34 +218,51 @@ def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps
     return not writer.is_first or writer.writer in gaps
 
 
-def _seconds(stay: LinearStay, until: datetime) -> float:
-    return ((stay.until or until) - stay.since).total_seconds()
-
-
 def to_text(explanations: Sequence[Explanation], now: datetime) -> str:
     return sanitize(line for explanation in explanations for line in _lines(explanation, now))
 
 
 def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
     stay = explanation.stay
-    since = timestamp(stay.since)
-    if stay.until is None and stay.went_to is not None:
-        yield f"{explanation.stream}: stuck at {stay.linear} from {since} until an unknown time"
-    else:
-        until = "until now" if stay.until is None else f"to {timestamp(stay.until)}"
-        yield f"{explanation.stream}: stuck at {stay.linear} from {since} {until} ({duration(_seconds(stay, now))})"
     if explanation.idle:
-        yield "  not blocked: no higher ID was allocated"
+        until = stay.blocked_since or stay.until
+        yield f"{explanation.stream}: idle at {stay.linear} from {_period(stay, stay.since, until, now)}"
+        yield "  had nothing to wait for: no higher ID was allocated"
+        if stay.blocked_since is not None:
+            blocked_since = timestamp(stay.blocked_since).replace(" ", "T")
+            yield f"  then blocked: tidemark explain {explanation.stream} --at {blocked_since}"
+            return
+    elif stay.blocked_since is None:
+        seconds = duration((now - stay.since).total_seconds())
+        yield (
+            f"{explanation.stream}: stuck at {stay.linear}, at most since the last advance at {timestamp(stay.since)}"
+            f" ({seconds}): the stored history does not say since when"
+        )
+        return
     else:
-        yield from (f"  blocked by {_blocker(blocker)}" for blocker in explanation.blockers[:MAX_SHOWN])
+        yield f"{explanation.stream}: stuck at {stay.linear} from {_period(stay, stay.blocked_since, stay.until, now)}"
+        if stay.blocked_since > stay.since:
+            yield f"  idle before, from {timestamp(stay.since)}: no higher ID was allocated"
+        yield from (f"  blocked by {_blocker(blocker, explanation)}" for blocker in explanation.blockers[:MAX_SHOWN])
         if len(explanation.blockers) > MAX_SHOWN:
             yield f"  blocked by {count(len(explanation.blockers) - MAX_SHOWN, 'more writer')}"
         if not explanation.blockers:
             yield "  the history names no blocker: a writer had not joined yet, or has retired since"
-    yield from _unblocked(explanation)
+    yield from _next_move(explanation)
 
 
-def _blocker(blocker: PastBlocker) -> str:
+def _period(stay: LinearStay, begin: datetime, end: datetime | None, now: datetime) -> str:
+    """The two times as text, with the time between them. `end` is None if the stream is in the same state now."""
+    since = timestamp(begin)
+    if begin == stay.since and not stay.is_since_known:
+        since += " or earlier (the stored history begins then)"
+    if end is None and stay.went_to is not None:
+        return f"{since} until an unknown time"
+    until = "until now" if end is None else f"to {timestamp(end)}"
+    return f"{since} {until} ({duration(((end or now) - begin).total_seconds())})"
+
+
+def _blocker(blocker: PastBlocker, explanation: Explanation) -> str:
     if blocker.gap is None:
         until = "" if blocker.retired is None else f", until it retired at {timestamp(blocker.retired)}"
         return f"{blocker.writer} (epoch {blocker.epoch}): no record beyond ID {blocker.position}{until}"
@@ -234,17 +270,30 @@ def _blocker(blocker: PastBlocker) -> str:
     span = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{span} until now"
-    return f"{span} to {timestamp(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+    return f"{span} to {timestamp(gap.closed)}: {_outcome(gap, explanation)}"
 
 
-def _unblocked(explanation: Explanation) -> Iterator[str]:
+def _outcome(gap: StoredGap, explanation: Explanation) -> str:
+    """How a gap was closed. The evidence of an advance is a sum. So it says what happened to the IDs of the gap only if
+    it is all of one kind."""
+    covering = [move for move in explanation.moved if move.writer == gap.writer and not beyond(gap.top, move.id)]
+    if gap.closed_by == "completed" and covering and gap.closed == explanation.stay.until:
+        facts, empty, *others = covering[0].evidence.counts
+        if not any(others) and not (facts and empty):
+            return "its IDs were committed" if facts else "its IDs were rolled back, or not used by this writer"
+        return f"its IDs completed (tidemark trace {explanation.stream} {gap.top} shows how)"
+    return CLOSED.get(gap.closed_by or "", str(gap.closed_by))
+
+
+def _next_move(explanation: Explanation) -> Iterator[str]:
     stay = explanation.stay
     if stay.until is None:
         if stay.went_to is not None:
             yield f"  the linear position moved to {stay.went_to}; the stored history does not say when or why"
         return
     read = ", ".join(map(offsets, explanation.offsets))
-    yield f"  unblocked by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
+    verb = "moved" if explanation.idle else "unblocked"
+    yield f"  {verb} by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
     yield from (f"    {_move(move)}" for move in explanation.moved[:MAX_SHOWN])
     if explanation.retired:
         yield f"    retired: {', '.join(explanation.retired[:MAX_SHOWN])}"
@@ -318,7 +367,7 @@ def explain(
     *,
     as_json: bool,
 ) -> None:
-    """Show why STREAM was stuck at a given time, which writer blocked it, and what unblocked it."""
+    """Show why STREAM was blocked at a given time, which writer blocked it, and what unblocked it."""
     if context.args:
         raise click.UsageError(
             f"unexpected argument {context.args[0]!r}: `tidemark explain` takes times, with --at or --between. For one"
@@ -339,7 +388,7 @@ def explain(
             since, until = min(between), min(max(between), now)
             begins = past.history_start(stream)
             if begins is None or begins > until:
-                raise CommandFailed(f"the stored history of {stream} begins after the given time")
+                raise _too_early(stream, begins)
             explanations = explain_between(past, stream, encoded, since, until)
             if len(explanations) == MAX_STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
@@ -349,11 +398,13 @@ def explain(
             if begins > since:
                 click.echo(f"the stored history of {stream} begins at {timestamp(begins)}", err=True)
         else:
-            explanations = [
-                explanation for explanation in [explain_at(past, stream, encoded, at or now)] if explanation is not None
-            ]
-    if not explanations and between is None:
-        raise CommandFailed(f"the stored history of {stream} begins after the given time")
+            explanation = explain_at(past, stream, encoded, at or now)
+            if explanation is None:
+                raise _too_early(stream, past.history_start(stream))
+            explanations = [explanation]
+    open_now = _open_now(settings, stream, encoded, now) if at is None and between is None else []
+    if open_now and explanations[0].idle:  # the history has no record of what is open
+        explanations = [replace(explanations[0], idle=False)]
     if as_json:
         click.echo(as_object({"stays": explanations} | ({"readers": statuses} if statuses else {})))
         return
@@ -364,10 +415,16 @@ def explain(
         if explanations
         else "the stream was not blocked for ten seconds or longer in this time"
     )
-    if at is None and between is None:
-        with Postgres(PostgresConfig(settings.postgres)) as postgres:
-            open_now = open_ranges.read_open_ranges(
-                postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults
-            )
-        if open_now:
-            echo(gaps.to_text(open_now, now.timestamp()))
+    if open_now:
+        echo(gaps.to_text(open_now, now.timestamp()))
+
+
+def _open_now(settings: "Settings", stream: str, encoded: bytes, now: datetime) -> list[open_ranges.OpenRange]:
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        return open_ranges.read_open_ranges(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+
+
+def _too_early(stream: str, begins: datetime | None) -> CommandFailed:
+    if begins is None:
+        return CommandFailed(f"the stored history of {stream} has no advance: give a time at which it moved")
+    return CommandFailed(f"the stored history of {stream} begins at {timestamp(begins)}, after the given time")

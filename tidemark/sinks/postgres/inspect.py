@@ -15,7 +15,6 @@ from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, Policy
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
 from tidemark.sinks.postgres.status import STATES
 from tidemark.streaming.core.effects import OperatorOverride
-from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
 CLOCK_TOLERANCE = timedelta(minutes=1)  # how far the database's clock may be behind the pipeline's clock
@@ -38,13 +37,22 @@ _WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched first; then the w
 class LinearStay:
     """The linear position was at `linear` from `since` to `until`, and then moved to `went_to`.
 
-    `since` may be too late if earlier advances are not stored. `until` is None if the position has not moved since.
+    Attributes:
+        linear: the linear position.
+        since: the time of the move to `linear`.
+        until: the time of the next move; None if the position has not moved since.
+        went_to: the next linear position.
+        blocked_since: the time from which a higher ID was known, so that the stream was blocked. Before, it was idle.
+            None if no higher ID was known until the next move.
+        is_since_known: False if the stored history begins during the stay. Then `since` is the first stored time.
     """
 
     linear: int
     since: datetime
     until: datetime | None
     went_to: int | None
+    blocked_since: datetime | None
+    is_since_known: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +130,12 @@ class MoveWithoutAdvance:
 
 @dataclass(frozen=True, slots=True)
 class _LinearRow:
+    """A linear position and the first stored time at which the stream had it. `is_first_known`: whether an earlier
+    linear position is stored, so that the stream did not have this one before."""
+
     time: datetime
     linear: int
+    is_first_known: bool = True
 
 
 class StreamInspection:
@@ -165,7 +177,10 @@ class StreamInspection:
             if before is None:
                 return None
             after = _linear_after(connection, stream, at, before.linear)
-        return LinearStay(before.linear, before.time, *((after.time, after.linear) if after else (None, None)))
+            until, went_to = (after.time, after.linear) if after else (None, None)
+            blocked_since = _blocked_since(connection, stream, before, until)
+            is_since_known = before.is_first_known or _has_beginning(connection, stream)
+        return LinearStay(before.linear, before.time, until, went_to, blocked_since, is_since_known)
 
     def linear_moves(self, stream: str, since: datetime, until: datetime, min_stay: timedelta) -> list[datetime]:
         """The times between `since` and `until` at which the linear position moved, and then stayed for at least
@@ -182,17 +197,6 @@ class StreamInspection:
     def writers_not_beyond(self, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
         """The writers whose position was not beyond `linear` at the time `at`, lowest position first."""
         return writers_not_beyond(self._session, stream, at, linear)
-
-    def highest_id(self, stream: str, at: datetime) -> int:
-        """The highest ID that advances and gaps up to the time `at` name; 0 if none does."""
-        ids = self._session.fetch_tuples(
-            "select coalesce((select id from tidemark.advances_of(%(stream)s, until => %(at)s)"
-            "   order by abs(id) desc limit 1), 0),"
-            " coalesce((select top from tidemark.stream_gaps where stream = %(stream)s and opened_at <= %(at)s"
-            "   order by abs(top) desc limit 1), 0)",
-            {"stream": stream, "at": at},
-        )
-        return farther(*ids[0])
 
     def gaps_at(self, stream: str, at: datetime) -> list[StoredGap]:
         """The gaps that were open at the time `at`, or that the batch of that time closed; lowest first."""
@@ -253,7 +257,34 @@ def _linear_before(connection: Connection, stream: str, at: datetime) -> _Linear
         )
         if len(rows) == 2:  # the previous position is stored, so the time of the move is known
             break
-    return rows[0] if rows else None
+    return replace(rows[0], is_first_known=len(rows) == 2) if rows else None
+
+
+def _blocked_since(connection: Connection, stream: str, before: _LinearRow, until: datetime | None) -> datetime | None:
+    """The first time from `before.time` to `until` at which an ID beyond the linear position was known."""
+    since: datetime | None = fetch_value(
+        connection,
+        "select greatest(min(time), %(since)s) from ("
+        "   select min(time) as time from tidemark.advances_of(%(stream)s, until => %(until)s)"
+        "   where abs(id) > abs(%(linear)s) and time < %(until)s"
+        "   union all select min(opened_at) from tidemark.stream_gaps"
+        "   where stream = %(stream)s and abs(top) > abs(%(linear)s) and opened_at < %(until)s"
+        " ) known having min(time) is not null",
+        {"stream": stream, "linear": before.linear, "since": before.time, "until": until or "infinity"},
+    )
+    return since
+
+
+def _has_beginning(connection: Connection, stream: str) -> bool:
+    """Whether the history has the first advance of each writer of the stream."""
+    has_beginning: bool = fetch_value(
+        connection,
+        "select coalesce(bool_and(coalesce(first.prev = 0, false)), true) from tidemark.stream_positions p left join ("
+        "   select distinct on (writer) writer, prev from tidemark.advances_of(%(stream)s) order by writer, abs(id)"
+        " ) first using (writer) where p.stream = %(stream)s and p.position <> 0",
+        {"stream": stream},
+    )
+    return has_beginning
 
 
 def _linear_after(connection: Connection, stream: str, at: datetime, linear: int) -> _LinearRow | None:
