@@ -58,6 +58,10 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert len(arguments) >= len(pids)
         assert not [words for words in arguments if str(terminal.stack_env["PGPASSWORD"]) in words]
         assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
+        sourced = {name: str(text) for name, text in terminal.stack_env.items()}
+        report = terminal.run("doctor", **sourced).stdout.decode()
+        assert "used by the local stack that runs" in report
+        assert "PGPASSWORD" not in report
         with terminal.redis() as client:
             _append(terminal)
             eventually(lambda: client.get("tidemark:{sales}:token") == "m1", VISIBLE_SECONDS)

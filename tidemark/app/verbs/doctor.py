@@ -93,7 +93,13 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
 
 
 def _run_checks() -> Iterator[Check]:
-    foreign = foreign_variables()  # before `loaded`, which removes some of them
+    from tidemark.app.settings import read_stack_env
+
+    stack = read_stack_env()
+    # Before `loaded`, which removes some of them. Variables that a shell has from `stack.env` are no problem.
+    foreign = foreign_variables(
+        environment={name: text for name, text in os.environ.items() if stack.get(name) != text}
+    )
     yield _python()
     yield from _packages()
     try:
@@ -266,7 +272,13 @@ def _ports(settings: "Settings") -> Iterator[Check]:
         "TIDEMARK_SIDECAR_PORT": (settings.sidecar_host, settings.sidecar_port),
         **({} if lines is None else {"TIDEMARK_LINES_LISTEN": lines}),
     }
-    if not read_stack_env():  # a running local stack uses these ports
+    stack = read_stack_env()  # a running local stack uses its own ports
+    addresses = {
+        name: address
+        for name, address in addresses.items()
+        if name not in stack or os.environ.get(name, stack[name]) != stack[name]
+    }
+    if not stack:
         names = ("kafka", "postgres", "redis", "metrics", "sidecar", "lines")
         addresses |= {
             f"TIDEMARK_UP_{name.upper()}_PORT": ("127.0.0.1", getattr(settings, f"up_{name}_port")) for name in names
@@ -284,7 +296,9 @@ def _ports(settings: "Settings") -> Iterator[Check]:
             f"{host}:{port} ({name}) {problem}",
             f"If the port is not used by Tidemark itself, stop the process that uses it, or set {name}.",
         )
-    if not taken:
+    if not addresses:
+        yield Check("Ports", "ok", "used by the local stack that runs")
+    elif not taken:
         yield Check("Ports", "ok", f"{', '.join(sorted({str(port) for _, port in addresses.values()}))} are free")
 
 
