@@ -23,9 +23,9 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
         ],
     )
     found = shown.snapshots([*wanted, "gone"])
-    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, agrees=True, listed=False)
+    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, is_token_current=True, is_listed=False)
     assert found == {
-        name: RedisPositions(there["1"], 0, there, 0, 7, f"m{there['1']}", agrees=True, listed=False)
+        name: RedisPositions(there["1"], 0, there, 0, 7, f"m{there['1']}", is_token_current=True, is_listed=False)
         for name, there in wanted.items()
     }
 
@@ -50,4 +50,6 @@ def test_a_server_that_forgot_the_script_is_told_again(shown: Redis, keys: Any) 
     """After its restart, say."""
     shown.publish(1, [("new", Change("s", "5", [], [("w", "5")]))])
     keys.script_flush()
-    assert shown.snapshots(["s"]) == {"s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", agrees=True, listed=False)}
+    assert shown.snapshots(["s"]) == {
+        "s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", is_token_current=True, is_listed=False)
+    }

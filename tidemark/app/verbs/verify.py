@@ -84,7 +84,7 @@ class RedisKeys:
         return _read(
             self._redis,
             streams,
-            lambda row: CopyPositions(row.linear, row.positions, row.allocated, row.late, listed=row.listed),
+            lambda row: CopyPositions(row.linear, row.positions, row.allocated, row.late, listed=row.is_listed),
         )
 
 

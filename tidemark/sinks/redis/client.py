@@ -1,10 +1,10 @@
-"""Clients of Redis, created from an address: of one server, of a primary behind Sentinels, or of a Cluster.
+"""Clients of Redis, names of keys and channels, and calls of Lua scripts.
 
-redis-py parses the URL of a server; this module parses the two other forms, which are Tidemark's own. `RedisSession` is
-a client for threads that connects at its first use and raises the errors of `common.errors`. `key` and the functions
-after it return the names of keys and channels.
+A `RedisAddress` creates a client of one server, of a primary behind Sentinels, or of a Cluster. redis-py parses the URL
+of one server. This module parses the two other forms of URL, which are Tidemark's own. `RedisSession` is a client for
+threads that raises the errors of `common.errors`.
 
-Each call of a Lua script (`Script`) is for many streams, all of one slot in a Cluster.
+One call of a Lua script (`Script`) is for many streams. In a Cluster, all streams of a call are in one slot.
 """
 
 import re
@@ -32,7 +32,7 @@ from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailab
 REDIS_PY_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
 """The base classes of the errors that redis-py raises."""
 
-MAX_CONNECTIONS = 10_000  # of a client; redis-py's default is 100, and each waiting thread has a connection
+MAX_CONNECTIONS = 10_000  # of one client; redis-py's default is 100, and each waiting thread has a connection
 
 _OUTAGES = (
     exceptions.ConnectionError,  # also: loading data, too many clients, no Sentinel knows the primary
@@ -46,8 +46,8 @@ _OUTAGES = (
 )
 # Outages without a class in redis-py: a full disk, too few replicas, a script that runs too long.
 _OUTAGE_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
-# Messages of a client that cannot find the Cluster or all of its slots. Its other errors are about arguments, so
-# waiting does not help.
+# Messages of a Cluster's client that cannot find the Cluster or all of its slots. Other errors of the client are about
+# arguments, so waiting does not help.
 _CLUSTER_OUTAGE = re.compile(
     r"cannot be connected|not covered|could not agree|[Nn]o targets|doesn't exist in the cluster"
     r"|has no redis_connection"
@@ -61,7 +61,7 @@ _STREAM_ERROR = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What an operator can do about a refusal.
+    """Texts for error messages: what an operator can do about a refusal.
 
     Attributes:
         access: for a refused login.
@@ -75,19 +75,19 @@ class Remedies:
 
 
 def is_about_stream(error: Exception) -> bool:
-    """Whether an error of a call for one stream concerns only that stream."""
+    """Whether the keys of one stream caused an error of a call, so that other streams are not affected."""
     return type(error) is exceptions.ResponseError and _STREAM_ERROR.match(str(error)) is not None
 
 
 class StreamFault(Exception):
-    """A fault of one stream, with the server's message. Never leaves this package."""
+    """The keys of one stream have invalid content. The text is the server's message, or names the problem."""
 
 
 def check_answer(answer: Any) -> Any:
-    """Return the answer to a call for one stream.
+    """Return the answer of a script for one stream, or raise the answer if it is an error.
 
     Raises:
-        StreamFault: the answer is an error that concerns only that stream. Other errors are raised unchanged.
+        StreamFault: the answer is an error that only this stream has (`is_about_stream`).
     """
     if isinstance(answer, Exception):
         raise StreamFault(str(answer)) if is_about_stream(answer) else answer
@@ -100,10 +100,10 @@ def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkErr
     Args:
         error: the error.
         where: the address for the message, without user and password.
-        remedies: what an operator can do about a refusal.
+        remedies: texts for a `Refused`.
 
     Returns:
-        `error` itself if the server did not cause it.
+        The converted error; `error` unchanged if the server did not cause `error`.
     """
     problem = (str(error).splitlines() or [type(error).__name__])[0]
     # Check the causes first: an authentication error is also a connection error, and may be the cause of a Cluster
@@ -149,14 +149,17 @@ def _no_secret() -> None:
 class RedisAddress:
     """An address of Redis.
 
-    `url` is one of
+    `url` has one of these forms, with `rediss` instead of `redis` for TLS:
 
-    - `redis://user:password@host:6379/0`, `unix:///path`: a URL of redis-py, with its options
+    - `redis://user:password@host:6379/0`, `unix:///path`: a URL of redis-py, with the options of redis-py
     - `redis+sentinel://user:password@host:26379,host/name/0`: the primary that the Sentinels know as `name`
     - `redis+cluster://user:password@host:6379,host`: some nodes of a Cluster
 
-    with `rediss` instead of `redis` for TLS. `password` takes precedence over the URL's. `ca_file` is a PEM file; the
-    default is the system's certificates.
+    Attributes:
+        url: the URL.
+        password: a function that returns the password; None: use the password of the URL.
+        sentinel_password: a function that returns the password for the Sentinels; None: no password.
+        ca_file: a PEM file with the CA certificates for TLS; None: the system's certificates.
     """
 
     url: str = field(repr=False)
@@ -166,7 +169,7 @@ class RedisAddress:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether the keys of two streams may be on two servers."""
+        """Whether the address is of a Cluster, in which two streams may be on different servers."""
         return self._kind == "cluster"
 
     @property
@@ -176,17 +179,21 @@ class RedisAddress:
         return parts.netloc.rpartition("@")[2] + parts.path
 
     def client(self, timeout: float) -> Any:
-        """A client for threads. It never retries by itself. Raises `BadSetting`.
+        """Create a redis-py client for threads, which never retries by itself.
 
-        The client of a Cluster connects at once, and raises errors of redis-py.
+        The client of a Cluster connects at once, so this method may raise errors of redis-py. Other clients connect at
+        their first use.
 
         Args:
-            timeout: seconds for a connection and for an answer.
+            timeout: seconds to wait for a connection, and for an answer.
+
+        Raises:
+            BadSetting: the URL is not an address of Redis.
         """
         return self._create_client(redis, {**self._options(timeout), "retry": Retry(NoBackoff(), 0)}, timeout)
 
     def async_client(self, timeout: float) -> Any:
-        """A client for asyncio. It connects at its first use."""
+        """Create a redis-py client for asyncio, which connects at its first use. Arguments and errors: see `client`."""
         # With RESP3, redis-py formats each channel message for its log, even if logging is off.
         options = {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0), "protocol": 2}
         return self._create_client(redis.asyncio, options, timeout)
@@ -260,7 +267,7 @@ class RedisAddress:
 
 
 class _Credentials(CredentialProvider):
-    """The credentials that redis-py requests for every connection."""
+    """The credentials for redis-py, which requests them for every new connection, so that a new password is used."""
 
     def __init__(self, user: str, password: str, read_password: Secret) -> None:
         self._user = user
@@ -276,12 +283,12 @@ class _Credentials(CredentialProvider):
 
 
 def redis_address(address: str | RedisAddress) -> RedisAddress:
-    """An address; a text is its URL."""
+    """Convert a URL to an address. An address is returned unchanged."""
     return RedisAddress(address) if isinstance(address, str) else address
 
 
 def bad_address_error() -> BadSetting:
-    """The error of an invalid address. It does not quote the address, which may contain a password."""
+    """The error for an invalid address. The text does not quote the address, which may contain a password."""
     return BadSetting(
         "TIDEMARK_REDIS_URL",
         "is not a Redis address; write redis://user:password@host:6379/0, redis+sentinel://host:26379,host/name/0"
@@ -290,7 +297,7 @@ def bad_address_error() -> BadSetting:
 
 
 def close(client: Any) -> None:
-    """Close a client for threads, including connections to Sentinels or start-up nodes, which redis-py leaves open."""
+    """Close a client for threads, and its connections to Sentinels or start-up nodes, which redis-py leaves open."""
     client.close()
     for sentinel in _sentinels(client):
         sentinel.close()
@@ -301,7 +308,7 @@ def close(client: Any) -> None:
 
 
 async def aclose(client: Any) -> None:
-    """`close` for asyncio."""
+    """Close a client for asyncio, and its connections to Sentinels, which redis-py leaves open."""
     await client.aclose()
     for sentinel in _sentinels(client):
         await sentinel.aclose()
@@ -330,7 +337,7 @@ def display_address(client: Any) -> str:
 
 
 class RedisSession:
-    """A thread-safe client. Raises `BadSetting` if the address is invalid."""
+    """A thread-safe client that connects at its first use. The constructor raises `BadSetting` for a bad address."""
 
     def __init__(self, address: RedisAddress, remedies: Remedies, timeout: float) -> None:
         self.where = address.where
@@ -343,7 +350,7 @@ class RedisSession:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """The client. Errors of redis-py become `Unavailable` (retry) and `Refused`."""
+        """Yield the redis-py client, and convert errors of redis-py in the block: see `redis_error`."""
         try:
             with self._lock:
                 if self._client is None:
@@ -363,59 +370,61 @@ SENTINEL = "tidemark:sentinel"
 
 
 def hash_tag(name: str) -> str:
-    """The hash tag of `name`, in braces."""
+    """The hash tag of a key: `name` in braces. Braces inside `name` are escaped as `{<` and `{>`."""
     return "{" + name.replace("{", "{<").replace("}", "{>") + "}"
 
 
 def key(stream: str, name: str) -> str:
+    """The key `name` of a stream, for example `tidemark:{sales}:positions`."""
     return f"{key_prefix(stream)}:{name}"
 
 
 def key_prefix(stream: str) -> str:
-    """The prefix of all keys of the stream; also the name of its channel."""
+    """The prefix of all keys of the stream, such as `tidemark:{sales}`; also the name of its channel in database 0."""
     return f"tidemark:{hash_tag(stream)}"
 
 
 def channel_in_database(channel: str, database: int) -> str:
-    """The name of a channel for one Redis database, because all databases of a server share channels."""
+    """The name of a channel of one Redis database. The name differs by database, because databases share channels."""
     return f"{channel}{database_suffix(database)}"
 
 
 def database_suffix(database: int) -> str:
-    """The suffix of the names of channels for a database; empty for database 0."""
+    """The suffix of the names of channels of a Redis database; empty for database 0."""
     return f"/{database}" if database else ""
 
 
 def channel(stream: str, database: int = 0) -> str:
+    """The name of the channel of a stream."""
     return channel_in_database(key_prefix(stream), database)
 
 
 def channel_pattern(database: int = 0) -> str:
-    """The pattern that matches the channels of all streams and no other channel of Tidemark."""
+    """The pattern for PSUBSCRIBE that matches the channels of all streams, and no other channel of Tidemark."""
     return channel_in_database("tidemark:{*}", database)
 
 
 def lines_channel(server: str, database: int = 0) -> str:
-    """The channel on which sidecars of the line protocol with the name `server` relay commands to each other."""
+    """The channel on which sidecars with the same server name `server` relay replication commands to each other."""
     return channel_in_database(f"tidemark:lines:{server}", database)
 
 
 def stream_of(channel: str) -> str:
-    """The stream of a channel that matches `channel_pattern`."""
+    """The name of the stream to which a channel belongs. `channel` matches `channel_pattern()`."""
     return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")
 
 
 _Item = TypeVar("_Item")
 
 ScriptCall = tuple[Sequence[str], Sequence[str | bytes]]
-"""Streams and arguments of one call."""
+"""One call of a script: its streams, and its arguments after the keys."""
 
 _KEYS = ("linear", "token", "advances", "fence", "allocated")
 """Names of the keys of a stream, besides the positions."""
 
 
 class Script:
-    """A Lua script of this folder, which is loaded into a server on demand."""
+    """A Lua script of this folder. `file`: the name of the file."""
 
     def __init__(self, file: str) -> None:
         folder = files("tidemark.sinks.redis")
@@ -423,7 +432,11 @@ class Script:
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     def call(self, client: Any, calls: Iterable[ScriptCall]) -> list[Any]:
-        """The answer to each call, or its error. Text is returned as bytes: a key may contain anything."""
+        """Run the script for each call, in one pipeline. Loads the script into the server if it is missing there.
+
+        Returns:
+            For each call, the answer or the error. Text is returned as bytes, because a key may contain any bytes.
+        """
         calls = list(calls)
         answers = self._call_once(client, calls)
         if any(isinstance(answer, exceptions.NoScriptError) for answer in answers):
@@ -446,7 +459,7 @@ class Script:
 
 
 def slot_function(client: Any) -> Callable[[str], int]:
-    """A function that maps a stream to the slot of its keys; always 0 without a Cluster."""
+    """Create a function that maps a stream to the slot of its keys. Without a Cluster, every slot is 0."""
     if isinstance(client, RedisCluster):
         keyslot: Callable[[str], int] = client.keyslot
         return lambda stream: keyslot(key(stream, "positions"))
@@ -454,12 +467,12 @@ def slot_function(client: Any) -> Callable[[str], int]:
 
 
 def group_by_slot(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], most: int) -> list[list[_Item]]:
-    """Group items into calls, in order, so that all streams of a call are in one slot.
+    """Group items into calls, so that all streams of a call are in one slot. The order within a slot is kept.
 
     Args:
         items: (stream, size, item).
         slot: maps a stream to its slot.
-        most: the largest total size of a call. A larger item gets a call of its own.
+        most: the largest total size of a call. An item with a larger size gets a call of its own.
     """
     calls: list[list[_Item]] = []
     newest: dict[int, tuple[list[_Item], int]] = {}

@@ -1,7 +1,8 @@
 """The sink that mirrors Postgres to Redis: publishes each batch, and restores data that Redis has lost.
 
-The sink copies only committed data, so it may run at any time, even concurrently (docs/design.md, rule 4). A lock
-prevents a refill and a batch from interleaving within a stream: the list of advances must stay chained (rule 3).
+The sink copies only committed data, so its methods may run at any time, even concurrently (docs/design.md, rule 4). The
+list of advances of a stream must stay chained (rule 3). So a lock prevents that a refill and a batch write at the same
+time.
 """
 
 import threading
@@ -23,12 +24,12 @@ MAX_REFILL_ENTRIES = 100_000  # history entries that one refill copies, in about
 
 
 class Mirror:
-    """Redis as a `Sink`."""
+    """The sink that publishes to Redis. `sinks.port.Sink` describes the methods."""
 
     name = "redis"
 
     def __init__(self, postgres: Postgres, redis: Redis, fence: Fence, progress: Progress = no_progress) -> None:
-        """`progress` shows the number of streams that a refill writes."""
+        """`progress` shows how many streams a refill has written."""
         self._postgres = postgres
         self._progress = progress
         self._redis = redis
@@ -69,13 +70,20 @@ class Mirror:
         return self._compared_positions
 
     def check_for_loss(self) -> bool:
-        """Replace the sentinel. True if the last sentinel is missing: Redis was flushed, restored or replaced."""
+        """Write a new sentinel into Redis, and compare the old one with the sentinel that this sink wrote last.
+
+        Returns:
+            Whether they differ: Redis was flushed, restored or replaced, or this is the first call.
+        """
         last = f"{self._fence.token}:{self._stamp_number}"
         self._stamp_number += 1
         return self._redis.replace_sentinel(f"{self._fence.token}:{self._stamp_number}") != last
 
     def refill(self, streams: Sequence[str] | None = None) -> RefillResult:
-        """Compare `streams` (None: all) with Postgres, and write missing data. Readers may read meanwhile."""
+        """Compare Redis with Postgres, and write into Redis what is missing. Readers may read meanwhile.
+
+        `streams`: the streams to compare; None for all streams.
+        """
         if streams is None:
             with self._compare_lock:
                 return self._refill_all()
@@ -86,7 +94,7 @@ class Mirror:
         return refilled
 
     def _compare_first(self) -> None:
-        """Compare all streams, or wait until another thread has done so."""
+        """Refill all streams, unless this process has done so before. Waits if another thread is doing it."""
         with self._compare_lock:
             if not self._has_compared:
                 self._refill_all()
@@ -100,7 +108,7 @@ class Mirror:
         return refilled
 
     def _is_known(self, stream: str) -> bool:
-        """Whether the stream was published to Redis before."""
+        """Whether Redis must already have the stream, so that missing keys are a loss of data."""
         return stream in self._compared_positions or stream in self._named_streams
 
     def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
@@ -120,8 +128,13 @@ class Mirror:
         return RefillResult(len(outdated), entries)
 
     def _outdated_streams(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
-        """Streams with missing data in Redis, each with the number of affected writers. Fills `linear` for
-        `compared_positions`.
+        """Find streams with missing data in Redis: stream -> number of writers whose position must be corrected.
+
+        Adds to `linear` the linear positions in Postgres and in Redis, for `compared_positions`. Removes repaired
+        streams from the faults. Logs an error if Redis is ahead of Postgres.
+
+        Raises:
+            LeaseLost: Redis has a newer token.
         """
         outdated: dict[str, int] = {}
         ahead: list[str] = []
@@ -157,8 +170,9 @@ class Mirror:
     def _read_both(
         self, streams: Sequence[str]
     ) -> Iterator[tuple[Mapping[str, RedisPositions], Mapping[str, StreamPositions]]]:
-        """Read Redis and then Postgres, chunk by chunk. A thread reads the next chunk of Redis while the caller
-        compares the current one.
+        """Yield chunks of streams: stream -> keys in Redis, and stream -> positions in Postgres.
+
+        Redis is read before Postgres. A thread reads the next chunk of Redis while the caller compares the current one.
         """
         chunks = [*_chunks(streams)]
         with ThreadPoolExecutor(1, "snapshots") as pool:
@@ -169,7 +183,7 @@ class Mirror:
                 yield snapshots.result(), self._postgres.positions(names)
 
     def _repairs(self, names: Sequence[str], per_writer: int) -> list[tuple[Mode, Change]]:
-        """The changes that repair these streams, with at most `per_writer` advances of each writer."""
+        """Read the changes that repair these streams, with at most `per_writer` advances of each writer."""
         snapshots = self._redis.snapshots(names)
         stored = {stream: row for stream, row in self._postgres.positions(names).items() if stream in snapshots}
         rebuilt = {stream for stream in stored if not snapshots[stream].positions}
@@ -203,6 +217,7 @@ class Mirror:
         ]
 
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
+        """Publish changes, and return the streams of which Redis has lost data. Raises `LeaseLost`."""
         self._fence.check()
         named = {change.stream for mode, change in calls if mode != "known"}
         self._redis.add_names(named)  # first, because the names of written streams are not checked again
@@ -212,18 +227,18 @@ class Mirror:
 
 
 def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> bool:
-    """Whether a key of the stream, other than a writer's position, is missing or outdated."""
+    """Whether Redis lacks data of the stream besides the positions of writers, or has an older value."""
     return (
         snapshot.linear is None
         or abs(snapshot.linear) < abs(stored.linear)
         or abs(snapshot.allocated) < abs(stored.allocated)
         or snapshot.late < stored.late
-        or not (snapshot.agrees and snapshot.listed)
+        or not (snapshot.is_token_current and snapshot.is_listed)
     )
 
 
 def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
-    """Whether Redis has a position that Postgres does not have."""
+    """Whether an ID in Redis (a position, or the allocated ID) is beyond the ID in Postgres."""
     if abs(snapshot.linear or 0) > abs(stored.linear) or abs(snapshot.allocated) > abs(stored.allocated):
         return True
     return snapshot.positions != stored.positions and any(
@@ -234,7 +249,7 @@ def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
 
 
 def _count_affected_writers(snapshot: RedisPositions, stored: StreamPositions) -> int:
-    """The number of writers whose position in Redis is missing, outdated or to be removed."""
+    """The number of writers whose position in Redis is missing, is outdated or must be removed."""
     if snapshot.positions == stored.positions:
         return 0
     return len(_outdated_writers(snapshot, stored)) + len(stored.forgotten & snapshot.positions.keys())

@@ -1,8 +1,8 @@
-"""Calls of `publish.lua`, the only script that writes positions to Redis, and of `snapshot.lua`, which reads the keys
-that it writes.
+"""Calls of the scripts `publish.lua`, which writes the keys of streams in Redis, and `snapshot.lua`, which reads them.
 
-The script applies changes from a batch or from Postgres. It never moves a position back, so every call may be repeated.
-The keys of a stream share a hash tag. One call changes many streams, all of one slot in a Cluster.
+No other script writes positions to Redis. `publish.lua` applies changes from a batch or from Postgres. The script never
+moves a position back, so every call may be repeated. The keys of a stream share a hash tag. One call changes many
+streams. In a Cluster, all streams of a call are in one slot.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,13 +44,17 @@ HIGHEST_TOKEN = 2**62  # a higher token was not written by Tidemark
 
 
 class RedisPositions(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a stream in Redis; None, 0 and {} for missing keys.
+    """The content of a stream's keys in Redis; None, 0 and {} for missing keys.
 
     Attributes:
-        late: number of the newest late completion in the list.
-        fence: the highest fencing token that a publisher of the stream had.
-        agrees: the key `token` matches the other keys.
-        listed: the stream is in the set of names.
+        linear: the linear position.
+        allocated: the highest ID that any record has named.
+        positions: writer -> position.
+        late: the number of the newest late completion in the list.
+        fence: the highest lease token under which the stream was published.
+        token: the positions token, such as `m7~web.9`.
+        is_token_current: whether `token` matches `linear` and `positions`.
+        is_listed: whether the set of names has the stream.
     """
 
     linear: int | None
@@ -59,12 +63,16 @@ class RedisPositions(msgspec.Struct, frozen=True, gc=False):
     late: int
     fence: int
     token: str | None
-    agrees: bool
-    listed: bool
+    is_token_current: bool
+    is_listed: bool
 
 
 def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions], dict[str, str]]:
-    """The snapshots by stream, and the faults by stream: keys with invalid content."""
+    """Read the keys of streams.
+
+    Returns:
+        Stream -> content of its keys; and stream -> problem, for streams whose keys have invalid content.
+    """
     snapshots, faults = {}, {}
     listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
     waiting = group_by_slot(((stream, 1, stream) for stream in streams), slot_function(client), _STREAMS_PER_CALL)
@@ -76,7 +84,7 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
                 raise answers
             for stream, answer in zip(names, answers, strict=False):
                 try:
-                    snapshots[stream] = _parse_positions(check_answer(answer), listed=bool(listed[stream]))
+                    snapshots[stream] = _parse_positions(check_answer(answer), is_listed=bool(listed[stream]))
                 except StreamFault as fault:
                     faults[stream] = str(fault)
             if len(answers) < len(names):
@@ -86,8 +94,9 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
 
 
 def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
-    """The time of the entry that moved `writer` over `id`: ms since 1970, by the clock of Redis. None if the list has
-    no such entry.
+    """Read the time at which the position of `writer` moved to `id` or beyond: ms since 1970, by the clock of Redis.
+
+    Reads the list of advances from its newest entry. None if the list no longer has this move.
     """
     newest = "+"
     while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):
@@ -112,7 +121,8 @@ class _SnapshotAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _decoder = msgspec.json.Decoder(_SnapshotAnswer)
 
 
-def _parse_positions(answer: bytes, *, listed: bool) -> RedisPositions:
+def _parse_positions(answer: bytes, *, is_listed: bool) -> RedisPositions:
+    """Parse an answer of `snapshot.lua`. Raises `StreamFault` if a key has invalid content."""
     try:
         json, newline, text = answer.partition(b"\n")
         keys = _decoder.decode(json)
@@ -127,7 +137,7 @@ def _parse_positions(answer: bytes, *, listed: bool) -> RedisPositions:
             parse_fencing_token(keys.fence or "0"),
             token,
             token == _expected_token(linear, positions),
-            listed,
+            is_listed,
         )
     except msgspec.DecodeError as error:
         raise StreamFault(f"its keys contain a value that is not text: {error}") from None
@@ -138,7 +148,10 @@ def _parse_positions(answer: bytes, *, listed: bool) -> RedisPositions:
 
 
 def _expected_token(linear: int | None, positions: dict[str, int]) -> str | None:
-    """The token as `publish.lua` writes it. Fast for a stream whose writers are all at the linear position."""
+    """The token that `publish.lua` writes for these positions; None without a linear position.
+
+    Fast for a stream whose writers are all at or below the linear position.
+    """
     if linear is None:
         return None
     reached = abs(linear)
@@ -149,7 +162,7 @@ def _expected_token(linear: int | None, positions: dict[str, int]) -> str | None
 
 
 def _parse_id(text: str) -> int:
-    """Parse an ID. Only the form that `publish.lua` writes is valid, because the script compares IDs as text.
+    """Parse an ID. Only the text form that `publish.lua` writes is valid, because the script compares IDs as text.
 
     Raises:
         ValueError: the text has another form.
@@ -161,14 +174,14 @@ def _parse_id(text: str) -> int:
 
 
 def parse_fencing_token(text: str) -> int:
-    """Parse the fencing token of a stream. Raises `StreamFault` if it is not a token."""
+    """Parse the lease token of a stream's key `fence`. Raises `StreamFault` if `text` is not a token."""
     if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
         raise StreamFault(f"its fence is {text!r}, which is not a token")
     return int(text)
 
 
 class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `POSITION` entry of the list of advances. It moves the position of its writer."""
+    """A `POSITION` entry of the list of advances: an advance of a writer. All fields are text for Redis."""
 
     writer: str
     epoch: str
@@ -184,10 +197,10 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `LATE` entry of the list of advances.
+    """A `LATE` entry of the list of advances. All fields are text for Redis.
 
-    `number`: the number of the late completion in Postgres. Numbers rise, so entries are missing in Redis if its newest
-    number is lower than the one in Postgres.
+    `number`: the number of the late completion in Postgres. Numbers ascend, so Redis lacks entries if the newest number
+    in Redis is lower than the newest number in Postgres.
     """
 
     number: str
@@ -202,9 +215,15 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The change of a stream. The entries of a writer are in the order of its chain.
+    """The change of a stream, as an argument of `publish.lua`. IDs are text.
 
-    `positions`: writer and position. A change of a batch leaves out a position at which an entry of the writer ends.
+    Attributes:
+        linear: the new linear position.
+        entries: advances; the entries of one writer are in the order of its chain.
+        positions: (writer, position). In a change of a batch, only positions at which no entry of the writer ends.
+        late: late completions, in ascending order of number.
+        dropped: writers to remove.
+        allocated: the highest ID that any record has named.
     """
 
     stream: str
@@ -217,7 +236,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def changes_of_batch(batch: Batch, committed: CommitResult) -> list[Change]:
-    """The changes that readers see after a batch. Streams without a visible change are left out."""
+    """Convert a committed batch to changes. Streams of which readers see no change are left out."""
     changes = []
     for shard in batch.effects:
         origin = str(batch.number), str(shard.now)
@@ -231,7 +250,7 @@ def _is_visible(effects: StreamEffects) -> bool:
 
 
 def _change_of_stream(origin: tuple[str, str], effects: StreamEffects, committed: CommitResult) -> Change:
-    """The change of one stream. `origin` is the number and the time of the batch, as text."""
+    """Convert the effects on one stream. `origin`: the number and the time (ms since 1970) of the batch, as text."""
     name, linear = effects.stream, str(effects.linear)
     advances: Iterable[WriterAdvance | None] = effects.advances
     if committed.corrected_advances:
@@ -253,7 +272,13 @@ def _change_of_stream(origin: tuple[str, str], effects: StreamEffects, committed
 def change_of_history(
     stream: str, stored: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
 ) -> Change:
-    """The change that copies a stream from Postgres. `advances` has one chain per writer."""
+    """Create the change that copies a stream from Postgres.
+
+    Args:
+        stored: the committed positions.
+        advances: one chain of advances for each writer, oldest first.
+        late: the late completions, oldest first.
+    """
     history: list[tuple[int, StoredAdvance]] = []
     for chain in advances:
         newest = 0
@@ -314,8 +339,12 @@ _REMEDIES = Remedies(
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`redis_advances_max`: the approximate largest length of each stream's list of advances. `timeout` is in
-    seconds.
+    """The address of Redis, and settings of the sink.
+
+    Attributes:
+        address: a URL or an address.
+        redis_advances_max: the largest length of each stream's list of advances, approximately.
+        timeout: seconds to wait for a connection, and for an answer.
     """
 
     address: str | RedisAddress = field(repr=False)
@@ -325,7 +354,7 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisReport:
-    """What this user may query and do on the server.
+    """What a user may query and do on the server. `Redis.report` tests the rights.
 
     Attributes:
         info: fields of INFO; empty if the user may not query them.
@@ -341,7 +370,7 @@ class RedisReport:
 
 
 def _answer_or_error(call: Callable[[], Any]) -> Any:
-    """The answer of the server; an error is returned, not raised."""
+    """Call the server, and return its answer. A `ResponseError` is returned, not raised."""
     try:
         return call()
     except ResponseError as error:
@@ -349,9 +378,13 @@ def _answer_or_error(call: Callable[[], Any]) -> Any:
 
 
 class Redis:
-    """One server or a Cluster. Any thread may call. All methods raise `Unavailable` (call again) and `Refused`.
+    """The pipeline's access to Redis (one server or a Cluster). A context manager that closes its client. Thread-safe.
 
-    `faults`: streams that cannot be written because of the content of their keys, and the problem of each.
+    All methods raise `Unavailable` (call again) and `Refused`.
+
+    Attributes:
+        where: the address without user and password, for messages.
+        faults: stream -> problem, for streams that cannot be read or written because their keys have invalid content.
     """
 
     def __init__(self, config: RedisConfig) -> None:
@@ -370,12 +403,12 @@ class Redis:
         self._session.close()
 
     def check(self) -> None:
-        """Raise `Refused` if Redis refuses the login. Called at the start, before the first batch."""
+        """Send a PING. Raises `Refused` if Redis refuses the login. Called at the start, before the first batch."""
         with self._session.use() as client:
             client.ping()
 
     def report(self) -> RedisReport:
-        """A report on the server and this user's rights, for people. Omits fields that the user may not query."""
+        """Test this user's rights, and query the server, for a report. Writes nothing."""
         with self._session.use() as client:
             can_read = not isinstance(_answer_or_error(lambda: client.get("tidemark:doctor")), NoPermissionError)
             # Call a script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
@@ -391,10 +424,16 @@ class Redis:
         )
 
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
-        """Publish the changes, each stream in its own transaction. The call is idempotent.
+        """Publish changes. Readers see each change as a whole. A repeated call changes nothing.
+
+        Updates `faults`: adds streams that could not be written, and removes streams that were written.
+
+        Args:
+            token: the token of the lease.
+            calls: (mode, change); see `publish.lua` for the modes.
 
         Returns:
-            The streams with lost data in Redis. Nothing was written for them.
+            The streams of which Redis has lost data. Nothing was written for these streams.
 
         Raises:
             LeaseLost: a stream in Redis has a newer token. Nothing was written for the streams with a newer token.
@@ -420,40 +459,42 @@ class Redis:
         return lost
 
     def add_names(self, streams: Collection[str]) -> None:
-        """Add streams to the set of names."""
+        """Add streams to the set of names in Redis."""
         if streams:
             with self._session.use() as client:
                 client.sadd(STREAMS, *streams)
 
     def snapshots(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
-        """The keys of `streams`. A stream with a fault is left out, and added to `faults`."""
+        """Read the keys of streams: stream -> content. Streams with invalid keys are added to `faults` instead."""
         with self._session.use() as client:
             snapshots, faults = read_snapshots(client, streams)
         self.faults |= faults
         return snapshots
 
     def publish_time(self, stream: str, writer: str, id: int) -> int | None:
-        """The time (ms since 1970, by the clock of Redis) at which `writer` moved over `id`; None if the list of
-        advances has no such entry.
-        """
+        """See `entry_time`."""
         with self._session.use() as client:
             return entry_time(client, stream, writer, id)
 
     def names(self) -> set[str]:
-        """The set of names of streams."""
+        """Read the set of names: the streams that were published to this Redis."""
         with self._session.use() as client:
             return set(client.smembers(STREAMS))
 
     def replace_sentinel(self, value: str) -> str | None:
-        """Replace the sentinel by `value` and return the old one. If the old one differs from the last `value`, writes
-        were lost.
+        """Replace the sentinel in Redis by `value`, and return the old sentinel; None if there was none.
+
+        If the old sentinel differs from the `value` of the previous call, Redis has lost writes.
         """
         with self._session.use() as client:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
     def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
-        """Run the script. Yields each change with its answer or error."""
+        """Run `publish.lua` for a chunk of changes. Yields each change with its answer, or with an error of its stream.
+
+        If a call for several streams fails, the script runs again for each of these streams.
+        """
         with self._session.use() as client:
             calls = group_by_slot(
                 ((change.stream, _count_moves(change), (mode, change)) for mode, change in chunk),
@@ -490,5 +531,5 @@ class Redis:
 
 
 def _count_moves(change: Change) -> int:
-    """The size of a change for `MOVES_PER_CALL`."""
+    """The size of a change, which `MOVES_PER_CALL` limits."""
     return 1 + len(change.entries) + len(change.late)
