@@ -2,7 +2,7 @@
 
 After a `Retry`, try again. A `Reject` concerns one record or argument. A `Stop` needs a person.
 
-They are defined in `tidemark.common.errors`, with their texts and fields.
+`tidemark.common.errors` defines these errors, with their texts and fields.
 """
 
 from tidemark.common.errors import BadCommand as BadCommand

@@ -1,6 +1,4 @@
-"""Pauses between attempts. `Backoff` gives growing pauses. `wait_out` repeats a step until its server answers, and logs
-the wait.
-"""
+"""Pauses between attempts. `wait_out` repeats a step until its server is available."""
 
 import math
 import threading
@@ -22,7 +20,7 @@ LOG_EVERY = 10.0
 
 
 class Backoff:
-    """Pauses that grow from `first` to `longest` seconds, each `factor` times the one before."""
+    """Pauses that grow from `first` to `longest` seconds. Each pause is `factor` times the previous one."""
 
     def __init__(self, first: float, longest: float, factor: float = 2.0) -> None:
         self._first = first
@@ -31,17 +29,20 @@ class Backoff:
         self._pause = first
 
     def next(self) -> float:
-        """Seconds to wait now. The next call returns a longer pause."""
+        """Return the pause before the next attempt, in seconds, and make the following pause longer."""
         pause, self._pause = self._pause, min(self._factor * self._pause, self._longest)
         return pause
 
     def reset(self) -> None:
-        """Begin with the pause `first` again, after a success."""
+        """Begin with the pause `first` again. Call this after a success."""
         self._pause = self._first
 
 
 class WaitLog:
-    """The pauses and log lines of waits for a server: the first failure, one line every 10 s, and the first success."""
+    """Computes the pauses of a wait for a server, and logs the wait.
+
+    Logs the first failure, then one failure every `LOG_EVERY` seconds, and the first success.
+    """
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
@@ -49,10 +50,10 @@ class WaitLog:
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Log the first failure after a success, or of another server. Log further failures every `LOG_EVERY` seconds.
+        """Log a failure, if it is the first one after a success, is of another server, or `LOG_EVERY` has passed.
 
         Returns:
-            The seconds to wait.
+            The pause before the next attempt, in seconds.
         """
         now = time.monotonic()
         if not self._server:
@@ -65,6 +66,7 @@ class WaitLog:
         return self._backoff.next()
 
     def note_success(self) -> None:
+        """Log that the server answers again, if a failure was logged before."""
         if self._server:
             log.info(f"{self._server} answers again", seconds=round(time.monotonic() - self._began, 1))
             self._server = ""
@@ -76,12 +78,12 @@ def wait_out(
     seconds: float = math.inf,
     on_failure: Callable[[Unavailable], object] = lambda _: None,
 ) -> T:
-    """Call `step` until it does not raise `Unavailable`, and return its result.
+    """Call `step` until it does not raise `Unavailable`, and return its result. Logs the wait.
 
     Args:
         step: called repeatedly; errors other than `Unavailable` are raised at once.
         stop_event: ends the wait when it is set.
-        seconds: the time limit. After it, the next `Unavailable` is raised.
+        seconds: the time limit. The first `Unavailable` after the time limit is raised.
         on_failure: called with each `Unavailable` before the pause.
 
     Raises:

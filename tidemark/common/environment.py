@@ -1,8 +1,8 @@
 """Environment variables and output of child processes, and the directory of Tidemark's files.
 
-A server of the local stack gets only the variables that it needs. It does not inherit a `PGHOST`, a proxy or JVM
-options from the user's shell, because these are meant for other programs. `failure_cause` finds the cause of a
-program's end in its output.
+A server of the local stack gets only the variables that it needs. The server does not inherit `PGHOST`, proxies or JVM
+options from the user's shell, because the user set them for other programs. `failure_cause` finds in the output of a
+program why the program ended.
 """
 
 import os
@@ -25,7 +25,7 @@ _SETTINGS = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
 
 
 class VariableGroup(StrEnum):
-    """Environment variables, grouped by the program that reads them."""
+    """Groups of environment variables, by the program that reads the variables. The value is for messages."""
 
     POSTGRES = "PostgreSQL's client library"
     PROXY = "requests over HTTP"
@@ -63,7 +63,7 @@ def foreign_variables(
 def remove_foreign_variables(
     groups: Iterable[VariableGroup], environment: MutableMapping[str, str] | None = None
 ) -> list[str]:
-    """Remove the variables of `groups`.
+    """Remove the variables of `groups` from an environment.
 
     Args:
         groups: the groups to remove.
@@ -80,7 +80,10 @@ def remove_foreign_variables(
 
 
 def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = None) -> None:
-    """Add `LOOPBACK_NAMES` to `no_proxy`: no HTTP client shall send a request to this machine through a proxy."""
+    """Add `LOOPBACK_NAMES` to `no_proxy` if a proxy is set, so that requests to this machine use no proxy.
+
+    `environment`: the variables to change; None: the environment of this process.
+    """
     changed = os.environ if environment is None else environment
     if not foreign_variables([VariableGroup.PROXY], changed):
         return
@@ -92,7 +95,10 @@ def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = N
 
 
 def server_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The complete environment of a third-party server (Kafka, Postgres, Redis), with `variables` added."""
+    """The complete environment of a third-party server (Kafka, Postgres, Redis).
+
+    Contains basic variables of this process such as PATH and HOME, a UTF-8 locale, and `variables`.
+    """
     inherited = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
     return {"PATH": os.defpath, **inherited, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
 
@@ -101,7 +107,8 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The complete environment of a Tidemark process.
 
     Contains the environment of a server, the variables that locate this Python and its modules, and all settings of
-    Tidemark. `variables` replace settings, also settings from a file (`..._FILE`).
+    Tidemark and OpenTelemetry. An entry of `variables` replaces the setting of the same name, and also its `..._FILE`
+    variable.
     """
     replaced = {*variables, *(f"{name}_FILE" for name in variables)}
     inherited = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
@@ -113,16 +120,16 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_on_pythonpath() -> bool:
-    """Whether Python found this package through PYTHONPATH. A child process then needs PYTHONPATH too."""
+    """Whether PYTHONPATH has the folder of this package. A child process then needs PYTHONPATH too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
 
 
 def default_home() -> Path:
-    """The directory to use if TIDEMARK_HOME is not set: `~/.cache/tidemark`.
+    """The directory for Tidemark's files if TIDEMARK_HOME is not set. Does not create the directory.
 
-    If this user has no home directory, or may not write there, it is `temporary_home`. Does not create the directory.
+    `~/.cache/tidemark`; or `temporary_home()` if this user has no home directory, or may not write to it.
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
@@ -132,14 +139,15 @@ def default_home() -> Path:
 
 
 def temporary_home() -> Path:
-    """A directory in the system's temporary directory, with the user's ID in its name. Another user may have created
-    the directory: see `is_trusted`.
+    """The path of this user's directory for Tidemark's files in the system's temporary directory. Does not create it.
+
+    Another user may have created the directory: see `is_trusted`.
     """
     return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether this user may trust `path`: a path in the temporary directory must belong to the user."""
+    """Whether `path` is outside `temporary_home()`, belongs to this user or does not exist."""
     try:
         return not path.is_relative_to(temporary_home()) or path.lstat().st_uid == os.geteuid()
     except FileNotFoundError:
@@ -147,7 +155,10 @@ def is_trusted(path: Path) -> bool:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether this user may create a file in `path`, or in its first parent that exists."""
+    """Whether this user may create files in `path`, or in its nearest existing parent. Creates a temporary file there.
+
+    True if the file system is full: the program that writes there reports this error.
+    """
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return False
@@ -156,7 +167,7 @@ def is_writable(path: Path) -> bool:
         tempfile.TemporaryFile(dir=existing).close()
     except (FileNotFoundError, PermissionError):
         return False
-    except OSError:  # for example a full disk, which the program that writes there reports
+    except OSError:  # for example a full disk
         return True
     return True
 
@@ -182,17 +193,19 @@ _PROBLEM_WORD = re.compile(
 
 
 def is_noise(line: str) -> bool:
-    """Whether a line is blank, a stack frame, or advice that does not name a cause."""
+    """Whether a line of output is blank, a stack frame, or general advice, and so names no cause."""
     return _NOISE.fullmatch(line) is not None
 
 
 def failure_cause(lines: Iterable[str]) -> str:
-    """Find why a program ended, in the lines of its output.
+    """Find in the lines of a program's output why the program ended.
 
-    Uses the innermost cause of a Java exception, else the last line with a word such as "error", else the last line.
+    Chooses the innermost cause of a Java exception, or else the last line with a word such as "error", or else the last
+    line. Lines that are noise (`is_noise`) are ignored.
 
     Returns:
-        The cause, as one line of at most `MAX_CAUSE_LENGTH` characters; empty if the program wrote nothing.
+        The cause, as one line of at most `MAX_CAUSE_LENGTH` characters, without a time stamp; empty if all lines are
+        noise.
     """
     messages = [line.strip() for line in lines if not is_noise(line)]
     if not messages:

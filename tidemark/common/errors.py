@@ -1,7 +1,7 @@
 """Every error that Tidemark raises on purpose, in one tree: retry, reject one record, or stop.
 
-The decorator `message` gives an error class its text. The annotations of the class are the fields of the error; the
-text refers to them in braces.
+The decorator `message` gives an error class its text. The annotations of the class are the fields of the error. In the
+text, a field is written in braces.
 """
 
 import sys
@@ -14,13 +14,13 @@ _Error = TypeVar("_Error", bound=Exception)
 
 @dataclass_transform(eq_default=False)
 def message(text: str) -> Callable[[type[_Error]], type[_Error]]:
-    """Give an error class a constructor and a text.
+    """Create a class decorator that gives an error class a text, and a constructor that takes the fields.
+
+    The constructor takes the fields in the order of their annotations, or by name.
 
     Args:
-        text: a format string; `{name}` is a field and `{it.name}` is a property of the error.
-
-    Returns:
-        A class decorator. The constructor takes the fields in the order of their annotations.
+        text: a format string. `{name}` is a field, and `{it.name}` is a property of the error. A field that is a list
+            is shown as its first 20 elements.
     """
 
     def with_fields(error: type[_Error]) -> type[_Error]:
@@ -43,36 +43,38 @@ def message(text: str) -> Callable[[type[_Error]], type[_Error]]:
 
 
 class TidemarkError(Exception):
-    """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person.
+    """The base class of all errors that Tidemark raises on purpose. The text is one line, for a person.
 
     Attributes:
-        hint: what to do about errors of this kind.
+        hint: what a person should do about errors of this kind.
     """
 
     hint = "Start the program again: it continues from its stored position."
 
     @property
     def short(self) -> str:
-        """The error without a traceback: one line with what happened, and one with the hint."""
+        """The error without a traceback: one line with the text, and one line with the hint."""
         return f"{' '.join(str(self).split())}\nHint: {self.hint}"
 
 
 class Retry(TidemarkError):
-    """A temporary problem: the caller backs off and tries again."""
+    """A temporary problem: the caller waits and tries again."""
 
     hint = "Try again later: a server was not available, or another process has to finish first. Nothing was lost."
 
 
 @message("{what} at {where} does not answer: {problem}")
 class Unavailable(Retry):
-    what: str  # Kafka, Postgres, Redis
-    where: str  # an address without secrets
+    """A server does not answer, or cannot do its work now."""
+
+    what: str  # the server: Kafka, Postgres or Redis
+    where: str  # its address, without secrets
     problem: str
 
 
 @message("{what} at {where} answers slowly: {problem}")
 class Slow(Unavailable):
-    """The server did not answer one request in time, but it may answer other requests."""
+    """The server did not answer one request in time, but may answer other requests."""
 
 
 @message("{what} at {where} ended the transaction of a batch while its handler was working: {problem}")
@@ -90,49 +92,62 @@ class PrerequisitePending(Unavailable):
 @message("""sequence {sequence} is at {head} and was at {seen}: its database, or the sequence alone, went back to an
     earlier state; the stream continues in a new timeline""")
 class SequenceWentBack(Retry):
+    """A sequence of the database has a lower value than before."""
+
     sequence: str
-    seen: int
-    head: int
+    seen: int  # the earlier value
+    head: int  # the value now
 
 
 @message("""stream {stream}: the rows with ID {id} differ from the rows that were published: the database, or its
     sequence alone, was restored""")
 class FactsReplaced(Retry):
+    """The database has other rows for an ID than the rows that were published."""
+
     stream: str
     id: int
 
 
 @message("the lease was taken over: this process has token {own}, the newest token is {newest}")
-class LeaseLost(Retry):  # this process must not publish any more: docs/design.md, rule 6
-    own: int
-    newest: int
+class LeaseLost(Retry):
+    """Another process took the lease, so this process must not publish any more: docs/design.md, rule 6."""
+
+    own: int  # the token of this process
+    newest: int  # the newest token that this process has seen
 
 
 @message("""Postgres has {found}, but this batch follows {wanted}: commits were lost (a failover, or a restored backup);
     the query starts again from the positions in Postgres""")
-class ChainBroken(Retry):  # docs/design.md, rule 3
-    wanted: str
-    found: str
+class ChainBroken(Retry):
+    """A batch does not follow what Postgres has (docs/design.md, rule 3). Both fields are texts for the message."""
+
+    wanted: str  # what the batch follows: a batch, or a position of a writer
+    found: str  # what Postgres has
 
 
 @message("""{records} records had more facts than fit into memory: the rest of the batch is read again, in batches of
     {fewer} records""")
 class BatchTooLarge(Retry):
-    records: int
-    fewer: int
+    """The facts of a batch did not fit into memory."""
+
+    records: int  # the number of records of the batch
+    fewer: int  # the largest number of records of the next batches
 
 
 @message("stream {stream} did not reach {token} within {seconds:g} s: {it.progress}")
 class NotReached(Retry):
+    """A wait for a token has reached its time limit."""
+
     stream: str
-    token: str
-    position: str | None  # None: Redis is recovering
-    seconds: float
+    token: str  # the token that the caller waited for
+    position: str | None  # the token of the stream's positions; None: Redis is recovering
+    seconds: float  # the duration of the wait
     allocated: int | None = None  # the highest ID that any record of the stream named, if known
     is_ahead: bool = False  # the token is beyond `allocated`
 
     @property
     def progress(self) -> str:
+        """How far the stream is, for the message."""
         if self.position is None:
             return "Redis has no position of the stream"
         if not self.is_ahead:
@@ -147,43 +162,55 @@ class NotReached(Retry):
 @message("""Postgres rejects the effects of batch {batch}: {problem}; no single record causes it, so the next batch
     reads at most {fewer} records""")
 class ContentRefused(Retry):
-    batch: int
+    """Postgres rejects the effects of a batch, and no single record is the cause."""
+
+    batch: int  # the number of the batch
     problem: str
-    fewer: int
+    fewer: int  # the largest number of records of the next batch
 
 
 @message("""Postgres rejects the effects of {records} records: {problem}; the records go to the dead letters as
     not_storable, and the batch is read again without them""")
 class RecordsRefused(Retry):
-    records: int
+    """Postgres rejects the effects of some records of a batch."""
+
+    records: int  # the number of these records
     problem: str
-    offsets: Mapping[str, Mapping[int, Sequence[int]]]  # by topic and partition
+    offsets: Mapping[str, Mapping[int, Sequence[int]]]  # topic -> partition -> offsets of these records
 
 
 @message("the query starts again: {what} changed")
 class ConfigurationChanged(Retry):
-    what: str  # the configuration that changed; it is read only when a query starts
+    """A configuration changed that is read only when a query starts."""
+
+    what: str  # names the configuration
 
 
 @message("the query failed: {problem}")
 class QueryFailed(Retry):
-    problem: str  # the innermost cause that Spark names; the next query repeats the batch
+    """A query of Spark ended with an error. The next query repeats the batch."""
+
+    problem: str  # the innermost cause that Spark names
 
 
 class Reject(TidemarkError):
-    """One record, token or command is wrong. Only it is rejected; others are not affected."""
+    """One record, token or command is wrong and is rejected. Other records, tokens and commands are not affected."""
 
     hint = "Correct the value that the message names. Nothing else is affected."
 
 
 @message("{reason}: {detail}")
 class BadRecord(Reject):
-    reason: str  # one of streaming.values.limits.Reason
+    """A record, or a command of an operator, is rejected."""
+
+    reason: str  # one of streaming.values.limits.Reason, or a code of a command such as `replayed_before`
     detail: str  # what is wrong, and in which field
 
 
 @message("stream {stream}: a row is rejected: {problem}")
 class BadRow(Reject):
+    """A writer rejects a row of a fact, for example because the row is not JSON or the fact is too large."""
+
     stream: str
     problem: str
 
@@ -191,12 +218,16 @@ class BadRow(Reject):
 @message("""this transaction has not reserved ID {id} of stream {stream}, or has completed it: reserve and complete the
     ID in one transaction, and do not use an ID of a savepoint that was rolled back""")
 class NotReserved(Reject):
+    """A writer was called to complete an ID that its transaction has not reserved, or has already completed."""
+
     stream: str
     id: int
 
 
 @message("{text!r} is not a token like m7~first.9: {problem}")
 class BadToken(Reject):
+    """A text is not a positions token."""
+
     text: str
     problem: str
 
@@ -208,6 +239,8 @@ class BadCommand(Reject):
 @message("""no record of stream {stream} was published: check its name; to wait for a stream that is created later, set
     a longer grace""")
 class StreamNotKnown(Reject):
+    """No record of a stream was published."""
+
     stream: str
 
 
@@ -223,34 +256,42 @@ class SparkDied(TidemarkError):
 
 
 class Stop(TidemarkError):
-    """A person must decide. The process prints the error as one line and ends with exit code 2."""
+    """A person must act. The process prints the text and the hint, and ends with exit code 2."""
 
     hint = "Correct what the message names, then start the program again: it continues from its stored position."
 
 
 @message("{name}: {problem}")
 class BadSetting(Stop):
-    name: str
+    """A setting or an option has an invalid value."""
+
+    name: str  # the name of the setting or option
     problem: str
 
 
 @message("""cannot write the checkpoint to {path} ({problem}): give this user write permission, or set another location
     with TIDEMARK_CHECKPOINT or TIDEMARK_CHECKPOINT_STORE""")
 class CheckpointNotWritable(Stop):
+    """This user cannot write to the location of Spark's checkpoint."""
+
     path: str
     problem: str
 
 
 @message("topic {topic} does not exist: create it with `tidemark topics`, or set TIDEMARK_KAFKA_CREATE_TOPICS=true")
 class TopicMissing(Stop):
+    """A topic of Kafka does not exist."""
+
     topic: str
 
 
 @message("""topic {topic} has cleanup.policy={policy}; Tidemark needs {needed}: a clean-up by another policy removes
     records that are needed. Run: kafka-configs --alter --topic {topic} --add-config cleanup.policy={needed}""")
 class WrongCleanupPolicy(Stop):
+    """A topic has another `cleanup.policy` than Tidemark needs."""
+
     topic: str
-    policy: str
+    policy: str  # the policy that the topic has
     needed: str
 
 
@@ -258,16 +299,20 @@ class WrongCleanupPolicy(Stop):
     have no order; stop all writers, let the pipeline read the remaining records, start the pipeline once with --accept
     partitions, then start the writers""")
 class PartitionsChanged(Stop):
+    """A topic has another number of partitions than at the last start."""
+
     topic: str
-    was: int
+    was: int  # number of partitions
     now: int
 
 
 @message("""topic {topic} was deleted and created again (id {was}, now {now}): records may be lost; restart the writers
     so that they join again, and start the pipeline once with --accept loss""")
 class TopicReplaced(Stop):
+    """A topic was deleted and created again."""
+
     topic: str
-    was: str
+    was: str  # Kafka's ID of the topic
     now: str
 
 
@@ -275,30 +320,37 @@ class TopicReplaced(Stop):
     removed records before they were read; raise retention.ms, then start the pipeline once with --accept loss (lost
     records leave gaps, which block positions until the writers join again)""")
 class RecordsGone(Stop):
+    """Retention removed records before the pipeline read them."""
+
     topic: str
     partition: int
-    wanted: int
-    earliest: int
+    wanted: int  # the next offset to read
+    earliest: int  # the oldest offset that Kafka has
 
 
 @message("""{topic}[{partition}]: the next record to read is {wanted} but the topic ends at {end}: the brokers lost
     records that were read already (an unclean leader election, or disks restored from an older copy); restart the
     writers so that they join again, and start the pipeline once with --accept loss""")
 class RecordsBeyondEnd(Stop):
+    """The brokers lost records that the pipeline has read."""
+
     topic: str
     partition: int
-    wanted: int
-    end: int
+    wanted: int  # the next offset to read
+    end: int  # the end offset of the partition
 
 
 @message("the database has schema version {found} and this Tidemark needs {wanted}: {it.remedy}")
 class SchemaMismatch(Stop):
-    found: int
-    wanted: int
-    command: str = "tidemark migrate"
+    """This Tidemark cannot use the schema of the database."""
+
+    found: int  # the version of the schema
+    wanted: int  # the version for which this Tidemark was written
+    command: str = "tidemark migrate"  # the command that migrates the schema
 
     @property
     def remedy(self) -> str:
+        """What to do, for the message."""
         return (
             f"run `{self.command}`"
             if self.found < self.wanted
@@ -309,35 +361,45 @@ class SchemaMismatch(Stop):
 @message("""this is Tidemark {ours} and the pipeline of this database has or had version {pipeline}: the versions may
     differ by one minor version; upgrade the older one, or downgrade the newer one, by one minor version at a time""")
 class VersionSkew(Stop):
-    ours: str
+    """The versions of this Tidemark and of the pipeline differ by more than one minor version."""
+
+    ours: str  # version of this Tidemark
     pipeline: str  # version of the pipeline that has, or last had, the lease
 
 
 @message("""the database was created with {was} shards and TIDEMARK_SHARDS is {now}: set TIDEMARK_SHARDS={was}, or start
     the pipeline once with --accept shards, which loads the states from Postgres""")
 class ShardsChanged(Stop):
-    was: int
-    now: int
+    """TIDEMARK_SHARDS differs from the number of shards in the database."""
+
+    was: int  # the number in the database
+    now: int  # the setting
 
 
 @message(
     "the state of a stream has format {found} and this Tidemark reads formats up to {known}: upgrade this Tidemark"
 )
 class StateTooNew(Stop):
-    found: int
-    known: int
+    """A newer Tidemark has encoded the state of a stream."""
+
+    found: int  # the format of the state
+    known: int  # the newest format that this Tidemark reads
 
 
 @message("sequence {sequence}: {problem}; {do}")
-class UnsuitableSequence(Stop):  # IDs of this sequence cannot be announced safely: docs/design.md 4b
+class UnsuitableSequence(Stop):
+    """The IDs of a sequence cannot be announced safely: docs/design.md 4b."""
+
     sequence: str
     problem: str
-    do: str
+    do: str  # what a person has to do
 
 
 @message("""fact {id} of stream {stream} in tidemark.append_outbox is not JSON ({problem}): another program has written
     to the table; correct the rows of the fact""")
 class MalformedFact(Stop):
+    """A row of the table `tidemark.append_outbox` is not JSON."""
+
     stream: str
     id: int
     problem: str
@@ -346,6 +408,8 @@ class MalformedFact(Stop):
 @message("""reader {reader} has read stream {stream} in {was} mode and cannot continue in {now} mode, which has another
     kind of position: use {was} mode, or give the reader a new name, which reads the stream from the start""")
 class ReaderModeChanged(Stop):
+    """A reader has stored positions of another mode."""
+
     reader: str
     stream: str
     was: str
@@ -356,23 +420,29 @@ class ReaderModeChanged(Stop):
     use the same number as {other}, or another name for the reader; or let all partitions reach the same place, stop the
     readers, and run the function tidemark_reader.repartition, which `tidemark follow migrate` installs""")
 class ReaderPartitionsChanged(Stop):
+    """Two readers of one name have different numbers of partitions."""
+
     reader: str
     stream: str
-    other: str
+    other: str  # the stored name of the other reader, with its partition
 
 
 @message("""stream {stream}: Redis no longer has all late completions after number {after} up to {number}: give the
     reader the dsn of Tidemark's Postgres, which has all of them""")
 class LateUnknown(Stop):
+    """Redis no longer has all late completions that a reader needs."""
+
     stream: str
-    after: int
-    number: int
+    after: int  # number of the newest late completion that the reader knows
+    number: int  # number of the newest late completion
 
 
 @message("""stream {stream}: a completion of {writer} in ({prev}, {id}] came late, and the range has rows of other
     writers or without a writer: name the writer column of the table, Table(..., writer=...), and fill the column in
     each row of that range""")
 class LateNeedsWriter(Stop):
+    """A reader cannot find the rows of a late completion without the writer of each row."""
+
     stream: str
     writer: str
     prev: int
@@ -382,7 +452,9 @@ class LateNeedsWriter(Stop):
 @message("""the row with ID {id} cannot be converted to Python values ({problem}): leave the column out with Table(...,
     columns=...), read a view that casts the column, or register a loader with psycopg""")
 class RowUnreadable(Stop):
-    id: str
+    """psycopg cannot convert a row of the table."""
+
+    id: str  # the ID column, as text
     problem: str
 
 
@@ -390,6 +462,8 @@ class RowUnreadable(Stop):
     so the reader's position was not stored with the effects of the batch: remove the statement, and check which effects
     of the batch were committed""")
 class TransactionEnded(Stop):
+    """A handler ended the transaction of a batch."""
+
     reader: str
     stream: str
 
@@ -397,12 +471,16 @@ class TransactionEnded(Stop):
 @message("""reader {reader} of stream {stream} is in use by another {kind}: give each {kind} a reader of its own;
     readers with one name take turns""")
 class ReaderInUse(Stop):
+    """Two threads or tasks use one reader object at the same time."""
+
     reader: str
     stream: str
     kind: str  # thread or task
 
 
 class ExtraMissing(Stop, ImportError):
+    """An optional library is not installed. `name`: the missing module. `extra`: the extra that installs it."""
+
     def __init__(self, what: str, module: str, extra: str) -> None:
         super().__init__(f"{what} needs {module}, which is not installed: pip install 'tidemark-streams[{extra}]'")
         self.name = module
@@ -410,10 +488,10 @@ class ExtraMissing(Stop, ImportError):
 
     @classmethod
     def for_import_error(cls, error: ModuleNotFoundError, what: str, extra: str) -> "ExtraMissing":
-        """The error for a feature whose import raised `error`. Raises `error` itself if a Tidemark module is missing.
+        """Create the error for a feature whose import failed.
 
         Args:
-            error: raised by the import.
+            error: the error of the import. Raised again if the missing module is Tidemark's own.
             what: the feature, for the message.
             extra: the extra of the package that installs the missing module.
         """
@@ -424,10 +502,12 @@ class ExtraMissing(Stop, ImportError):
 
 @message("{what} at {where} rejected the request: {problem}; {do}")
 class Refused(Stop):
-    what: str
-    where: str
+    """A server refused a request, and would refuse it again: for example a wrong password or a missing right."""
+
+    what: str  # the server: Kafka, Postgres or Redis
+    where: str  # its address, without secrets
     problem: str
-    do: str
+    do: str  # what a person has to do
 
 
 @contextmanager
@@ -435,7 +515,7 @@ def exit_on_error() -> Iterator[None]:
     """End the program with the short form of a Tidemark error instead of a traceback.
 
     For the outermost block of a program. Writes `TidemarkError.short` to standard error. Ctrl-C ends the program
-    without a message. Raises other errors, and an exception group that contains another error, unchanged.
+    without a message. Other errors are raised unchanged, and so are exception groups that contain another error.
 
     Raises:
         SystemExit: with code 2 for a `Stop`, 1 for another Tidemark error and 130 for Ctrl-C.

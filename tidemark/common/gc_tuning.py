@@ -9,10 +9,10 @@ from functools import cache
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector of the whole process.
+    """Disable the garbage collector of the whole process during the block.
 
-    For code that creates objects for many streams. The collector would scan these objects again and again, and they
-    have no reference cycles.
+    For code that creates objects for many streams. The collector would scan these objects again and again, although the
+    objects have no reference cycles.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -24,10 +24,11 @@ def gc_disabled() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Exclude all objects that exist now from garbage collection: loaded modules live as long as the process.
+    """Collect garbage, then exclude all objects that exist now from later collections (`gc.freeze`).
 
-    For Spark's Python workers, which collect garbage after each task. Without `freeze`, a collection takes 10 ms of CPU
-    time, and 40 ms after the compiler is loaded.
+    Does nothing if the number of loaded modules is the same as in an earlier call. Loaded modules live as long as the
+    process, so the collector need not scan them. For Spark's Python workers, which collect garbage after each task.
+    Without `freeze`, a collection takes 10 ms of CPU time, and 40 ms after the compiler is loaded.
     """
     _freeze(len(sys.modules))
 

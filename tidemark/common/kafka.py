@@ -1,9 +1,9 @@
 """Translates Kafka errors into `Unavailable`, after which a caller retries, and `Refused`, which a person must correct.
 
-If librdkafka cannot reach the brokers, a request fails with a time-out. The reason (a wrong password, a refused
-connection) goes to a callback. `ErrorListener` is this callback: it stores the reason for the error message.
+If librdkafka cannot reach the brokers, a request fails with a time-out. librdkafka passes the reason (a wrong password,
+a refused connection) to a callback. `ErrorListener` is this callback, and stores the reason for the error message.
 
-`PartitionReader` is a consumer that reads records again: from any offset of one partition.
+`PartitionReader` is a consumer that reads the records of a partition from any offset.
 """
 
 import re
@@ -46,10 +46,11 @@ _STATE_DETAIL = re.compile(r" \(after \d+ms in state .*\)$")
 def kafka_error(error: KafkaError, where: str) -> TidemarkError:
     """Translate an error of librdkafka: to `Refused` if a person must act, otherwise to `Unavailable`.
 
-    Unknown codes are `Unavailable`, because a broker that is starting answers with many different codes.
+    Unknown codes become `Unavailable`, because a broker that is starting answers with many different codes.
 
     Args:
-        where: address of the brokers, without secrets.
+        error: the error.
+        where: the address of the brokers for the message, without secrets.
     """
     code, problem = error.code(), _STATE_DETAIL.sub("", error.str())
     if code in _LOGIN_CODES:
@@ -66,14 +67,14 @@ def kafka_error(error: KafkaError, where: str) -> TidemarkError:
 
 
 def is_group_refusal(error: KafkaError) -> bool:
-    """Whether the broker refused the consumer group. Harmless: librdkafka needs a group, but Tidemark does not."""
+    """Whether the broker refused the consumer group. Callers ignore this error, because Tidemark uses no group."""
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
 class ErrorListener:
-    """An `error_cb` of librdkafka: stores the newest reason why the brokers are unreachable.
+    """An `error_cb` of librdkafka, which stores the newest reason why the brokers are unreachable.
 
-    Runs on the thread that polls the client.
+    librdkafka calls it on the thread that polls the client. `where`: the address of the brokers, without secrets.
     """
 
     def __init__(self, where: str) -> None:
@@ -86,7 +87,7 @@ class ErrorListener:
 
     @property
     def reason(self) -> str:
-        """Text of the newest error; empty if there was none."""
+        """The text of the newest error; empty if there was none since the last `forget`."""
         return "" if self._reason is None else _STATE_DETAIL.sub("", self._reason.str())
 
     def forget(self) -> None:
@@ -94,7 +95,7 @@ class ErrorListener:
         self._reason = None
 
     def raise_refusal(self) -> None:
-        """Raise `Refused` if the brokers refused the client. A caller need not wait until its request times out."""
+        """Raise `Refused` if the newest error is a refusal. A caller then need not wait until its request times out."""
         if self._reason is not None and isinstance(refused := kafka_error(self._reason, self.where), Refused):
             raise refused
 
@@ -107,20 +108,20 @@ class ErrorListener:
             raise self.explain(error.args[0]) from error
 
     def explain(self, error: KafkaError) -> TidemarkError:
-        """The error of a failed request as a `TidemarkError`. A time-out gets the reason from the callback."""
+        """Convert the error of a failed request. A time-out is replaced by the newest error of the callback, if any."""
         has_no_reason = error.code() in _CODES_WITHOUT_REASON
         return kafka_error(self._reason if has_no_reason and self._reason is not None else error, self.where)
 
 
 class PartitionReader:
-    """Reads any partition from any offset. Not thread-safe.
+    """A consumer that reads the records of any partition from any offset. Not thread-safe.
 
     All methods may raise `KafkaException` or `Unavailable`. After an error, close the reader.
 
     Args:
         client: settings of librdkafka.
         errors: the `error_cb` of the consumer.
-        timeout: seconds without progress after which a method raises `Unavailable`.
+        timeout: the time limit in seconds. `read` raises `Unavailable` after this time without a record.
         isolation: `read_committed` or `read_uncommitted`.
     """
 
@@ -144,14 +145,15 @@ class PartitionReader:
         self._consumer.close()
 
     def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
-        """The oldest offset and the end offset of the partition. The end is the last stable offset if `isolation` is
-        `read_committed`.
+        """Query the oldest offset and the end offset of a partition.
+
+        With `read_committed`, the end is the last stable offset. A broker that has just started may not show its newest
+        records. So this method waits until the end is beyond the offset `known`, up to the time limit.
 
         Args:
             topic: the topic of the partition.
             partition: the number of the partition.
-            known: the offset of a record that exists. Waits up to the time limit until the end offset is higher: a
-                broker that has just started may not show its newest records.
+            known: the offset of a record that exists; -1: do not wait.
         """
         target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout
         while True:
@@ -161,9 +163,9 @@ class PartitionReader:
             time.sleep(0.1)
 
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
-        """Yield records from the offset `start`, then None at the end of the partition.
+        """Yield the records of a partition from the offset `start`, and then None at the end of the partition.
 
-        Ends without None if retention removes unread records.
+        If retention has removed the next record, ends without None.
         """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:

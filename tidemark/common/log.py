@@ -1,6 +1,6 @@
 """Loggers that import structlog at the first log line, because most commands log nothing.
 
-`Progress` shows the progress of long work to a person. `app.output.progress` implements it with a progress bar.
+A `Progress` shows the progress of long work to a person. `app.output.progress` implements `Progress` as a bar.
 """
 
 import threading
@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Takes the total number of units. Returns a context manager that gives a function `advance(units)`. The caller calls
-the function with the number of units that it has completed since the last call.
+"""A function that takes the total number of units, and returns a context manager. The context manager yields a function
+`advance(units)`. `units` is the number of units that were completed since the last call of `advance`.
 """
 
 
@@ -41,16 +41,16 @@ class LazyLogger:
 
 _configure: list[Callable[[], None]] = []
 _lock = threading.RLock()
-"""A thread that logs its first line waits until the configuration is complete."""
+"""A thread that configures logging takes this lock, so that other threads wait with their first line."""
 
 
 def configure_later(configure: Callable[[], None]) -> None:
-    """Register `configure`. It is called once, when the next line is logged."""
+    """Register the function `configure`, which the next log line calls once. Replaces an earlier function."""
     _configure[:] = [configure]
 
 
 def configure_now() -> None:
-    """Call the function that was passed to `configure_later`, unless it was called before."""
+    """Call the function that was passed to `configure_later`, unless this function was called before."""
     with _lock:
         while _configure:
             _configure[-1]()
@@ -58,5 +58,5 @@ def configure_now() -> None:
 
 
 def get_logger(name: str) -> Any:
-    """The logger of a module, by its `__name__`."""
+    """Create the logger of a module. `name`: the `__name__` of the module."""
     return LazyLogger(name)

@@ -1,13 +1,13 @@
 """Runs migrations: numbered SQL files of one folder, applied in order, each in its own transaction.
 
-A released file is never edited; a change is a new file. Services never migrate, they only check the version.
+A released file is never edited; a change is a new file. Services never migrate the schema. They only check its version.
 
 During an upgrade, and after a rollback of the code, old code runs in the new schema. Therefore a migration only adds
 objects; a migration one minor version later removes the old objects. If older code can run in the new schema, the file
-has the comment `Works with code for schema N`. N is the schema of the oldest such code.
+has the comment `Works with code for schema N`. N is the schema version for which the oldest such code was written.
 
-Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
-table of versions.
+Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each part has its own folder of
+migrations and its own table of versions.
 
 Migrations, and other callers of `run_with_lock_timeout`, wait for a lock for one second at a time, and log the sessions
 that have the lock. The wait must be short because Postgres grants locks in order: a statement that waits for an ACCESS
@@ -46,18 +46,21 @@ _FIRST_QUERY_AFTER, _QUERY_INTERVAL = 0.3, 0.2
 def run_with_lock_timeout(
     session: PostgresSession, task: str, step: Callable[[Connection], T], seconds: float = 60.0
 ) -> T:
-    """Run `step` in a READ COMMITTED transaction with a `lock_timeout`. Repeat it until it gets all its locks.
+    """Run `step` in a READ COMMITTED transaction with a `lock_timeout`, until an attempt gets all its locks.
 
-    Each failed attempt is logged with the sessions that blocked it.
+    Each failed attempt is logged with the sessions that blocked the attempt.
 
     Args:
-        session: its connection must not be in a transaction.
+        session: a session whose connection is not in a transaction.
         task: names the step in messages, such as "migration 0003_x.sql".
-        step: rolled back and called again after a lock time-out or a deadlock.
-        seconds: time limit, after which no new attempt begins.
+        step: takes the connection. After a lock time-out or a deadlock, `step` is rolled back and called again.
+        seconds: the time limit, after which no new attempt begins.
+
+    Returns:
+        The result of `step`.
 
     Raises:
-        PrerequisitePending: the locks were not free within `seconds`; names the blockers.
+        PrerequisitePending: the locks were not free within `seconds`. The text names the blockers.
     """
     deadline, backoff = time.monotonic() + seconds, Backoff(_PAUSE, _LONGEST_PAUSE)
     while True:
@@ -79,9 +82,12 @@ def run_with_lock_timeout(
 
 
 class _BlockerQuery:
-    """Queries which sessions block a waiting statement; a context manager.
+    """Queries which sessions block a waiting statement. A context manager; `begin` starts the queries.
 
     Uses a thread and a session of its own, because the connection of the statement is busy.
+
+    Attributes:
+        description: the sessions that blocked the statement last, for messages.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -91,6 +97,7 @@ class _BlockerQuery:
         self.description = "a session that has ended since"
 
     def begin(self, connection: Connection) -> None:
+        """Start the thread. `connection` is the connection whose statements may have to wait."""
         row = connection.execute("select pg_backend_pid()").fetchone()
         assert row is not None
         self._thread = threading.Thread(target=self._run, args=[int(row[0])], name="blockers", daemon=True)
@@ -138,7 +145,7 @@ class Migrations:
 
     @cached_property
     def scripts(self) -> Mapping[int, tuple[str, str]]:
-        """Version -> (file name, SQL), in ascending order."""
+        """Version -> (file name, SQL text), in ascending order of version."""
         scripts: dict[int, tuple[str, str]] = {}
         entries = (entry for entry in (files(self.package) / "migrations").iterdir() if entry.name.endswith(".sql"))
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -153,19 +160,19 @@ class Migrations:
         return max(self.scripts)
 
     def migrate(self, session: PostgresSession, progress: Progress = no_progress) -> list[int]:
-        """Migrate the schema to this version.
+        """Apply all migrations that the schema lacks, in ascending order.
 
-        Takes no lock if there is nothing to do. Otherwise waits for locks for up to a minute for each migration, one
-        second at a time. Logs the sessions that have the locks (`common.migrations`). Several processes may migrate at
-        the same time; one of them applies each version. After a failure, the versions before it stay applied, and the
-        next call continues. A newer schema is not changed.
+        Takes no lock if no migration is missing. Otherwise waits for locks for up to a minute for each migration, one
+        second at a time, and logs the sessions that have the locks. Several processes may migrate at the same time:
+        each migration is applied once. After a failure, the migrations before the failed one stay applied, and the next
+        call continues. A newer schema is not changed.
 
         Args:
             session: a session of the database to migrate.
-            progress: shows the migrations that are applied.
+            progress: shows the number of migrations that were applied.
 
         Returns:
-            The versions that were applied now.
+            The versions that this call applied.
 
         Raises:
             SchemaMismatch: a newer schema does not work with this code.
@@ -199,9 +206,9 @@ class Migrations:
         return 0 if row is None else int(row[0])
 
     def check(self, connection: Connection) -> None:
-        """Raise `SchemaMismatch` unless this code can write in the schema.
+        """Raise an error unless this code can write in the schema.
 
-        Accepts the target version, and a newer one that works with this code.
+        Accepts the target version, and newer versions that work with this code. Errors as for `check_readable`.
         """
         self.check_readable(connection, self.target_version)
 
@@ -243,8 +250,9 @@ class Migrations:
             )
 
     def _apply(self, number: int, connection: Connection) -> bool:
-        """Apply a migration, with a lock that blocks other migrations but no readers. Returns False if another process
-        has applied it.
+        """Apply a migration, with a lock that blocks other migrations but no readers.
+
+        Returns whether this call applied the migration. False: another process has applied it before.
         """
         connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
         if (self.version(connection) or 0) >= number:

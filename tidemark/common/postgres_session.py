@@ -1,11 +1,11 @@
 """A session to Postgres that connects when needed, reconnects after a failure, and classifies errors.
 
-Not a pool: each thread has its own session, or threads take turns on one.
+Not a pool: each thread has its own session, or threads take turns on one session.
 
 Tidemark sets the settings of every session that it opens, and relies on no default of the server, database or role.
-One statement sets them when a session is opened, and also detects a pooler. A pooler may give the session to another
-client after each transaction. Then each transaction sets the settings for itself. Start-up options (`options=`) are not
-used, because poolers refuse or lose them.
+When a session is opened, one statement sets the settings, and also detects a pooler. A pooler may give the session to
+another client after each transaction. So behind a pooler, each transaction sets the settings for itself. Start-up
+options (`options=`) are not used, because poolers refuse or lose them.
 
 `tidemark.Writer` does not change the caller's session: its statements need none of these settings, and the SQL
 functions set `row_security` themselves. In the transactions of a reader's batch, only `lock_timeout` is set.
@@ -36,7 +36,7 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "IntervalStyle": "postgres",
     "TimeZone": "UTC",
     "standard_conforming_strings": "on",
-    # A missing row is evidence. So it must be an error if row level security hides a row.
+    # A missing row is evidence. So Postgres must raise an error if row level security hides a row.
     "row_security": "off",
     # Each statement sees everything that was committed before it.
     "default_transaction_isolation": "read committed",
@@ -45,7 +45,7 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "statement_timeout": "0",
 }
 _STARTUP_OVERRIDES = ["lock_timeout", "statement_timeout"]
-"""Settings that are not changed if the address sets them with a start-up option."""
+"""If an address sets one of these settings with a start-up option, Tidemark does not change the setting."""
 
 SELECT_BACKEND_PID = "select pg_backend_pid()"
 
@@ -53,7 +53,7 @@ SET_LOCK_TIMEOUT = (
     f"select set_config('lock_timeout', '{SESSION_SETTINGS['lock_timeout']}', true)"
     " where current_setting('lock_timeout') = '0'"
 )
-"""Sets `lock_timeout` in the transaction of a session that Tidemark did not open, unless the session has a limit."""
+"""Sets `lock_timeout` for the current transaction of a session that Tidemark did not open, unless a limit is set."""
 
 # In a session of a pooler, `set_config` is local to the transaction of this statement.
 _APPLY_SETTINGS = """
@@ -71,10 +71,10 @@ _QUOTED = re.compile(r'["«„](.+)["»“]')
 def detect_pooler(connection: _Driver, backend: TupleRow | None) -> bool:
     """Detect a pooler. If there is one, disable prepared statements, because each transaction may get another session.
 
-    A pooler sends its clients a process ID that is not the server's. So the IDs of connection and server differ.
+    A pooler sends its clients a process ID that differs from the process ID of the server.
 
     Args:
-        backend: the row that `SELECT_BACKEND_PID` returned.
+        backend: the row that `SELECT_BACKEND_PID` returned on `connection`. Only the first column is used.
 
     Returns:
         Whether there is a pooler.
@@ -93,7 +93,7 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
         role: `current_user` of the session; empty if not known.
 
     Returns:
-        The problem and what to do; None for other errors.
+        (problem, what to do), as texts for a message; None for other errors.
     """
     if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
@@ -102,9 +102,9 @@ def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | N
 
 
 def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
-    """The problem and what to do, if row level security hides rows of `table` from `role` (empty if not known).
+    """(problem, what to do), as texts, if row level security hides rows of `table` from `role` (empty if not known).
 
-    `is_owner`: the role owns the table, so the table has FORCE ROW LEVEL SECURITY.
+    `is_owner`: whether the role owns the table. The table then has FORCE ROW LEVEL SECURITY.
     """
     name = ".".join(f'"{part}"' for part in table.split("."))
     whom = f'role "{role}"' if role else "its owner" if is_owner else "this user"
@@ -128,7 +128,7 @@ def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
 
 
 def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """The statements for one round trip: joined to one, but separate in pipeline mode, which requires that."""
+    """Join the statements to one, for one round trip. In pipeline mode, which allows no joined ones, return `local`."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
@@ -140,10 +140,10 @@ def _is_idle(connection: _Driver) -> bool:
 
 
 class SessionConnection(psycopg.Connection[TupleRow]):
-    """A connection in autocommit with `SESSION_SETTINGS`.
+    """A connection in autocommit with `SESSION_SETTINGS`. `role`: its `current_user`. `is_pooled`: see `detect_pooler`.
 
     Behind a pooler, each statement outside a transaction gets its own transaction. So statements that cannot run in a
-    transaction (CONCURRENTLY) fail there.
+    transaction (CONCURRENTLY) fail behind a pooler.
     """
 
     role = ""
@@ -170,8 +170,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         self.role = "" if row is None else row[1]
 
     def apply_to_session(self, extra: Mapping[str, str]) -> None:
-        """Apply `SESSION_SETTINGS` and `extra` to the whole session. Use this only if the pooler gives the session
-        to no other client."""
+        """Apply `SESSION_SETTINGS` and `extra` to the whole session, which a pooler must not give to another client."""
         self.execute(
             _APPLY_SETTINGS, _settings_parameters(self, {**SESSION_SETTINGS, **extra}, is_exclusive=True), prepare=False
         )
@@ -267,7 +266,7 @@ BRIDGE_LOCK = 1414087748
 """
 
 Dsn: TypeAlias = str | Callable[[], str]
-"""An address, or a function that returns it. The function is called for each new connection: passwords may change."""
+"""An address, or a function that returns an address. Each new connection calls the function: passwords may change."""
 
 # If the host of the server fails, a batch must not wait for two hours, which is the default of TCP.
 _DEFAULTS = {
@@ -299,7 +298,6 @@ _TLS_PROBLEM = re.compile(
     r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
 )
 
-
 # Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session. Also
 # messages of Postgres without free connections. libpq has no error code if a connection attempt fails. Only the message
 # shows that user and password are not the cause.
@@ -312,7 +310,7 @@ _OUTAGE = re.compile(
 )
 
 _POOLER_CHECKS = 5
-"""Number of checks. One is not enough, because another client of the pooler may use the session during the check."""
+"""Number of connections that `_is_pooled` opens. During one check, another client of the pooler may use the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +318,10 @@ class DatabaseUse:
     """How one part of Tidemark uses a database, and what a person has to do if the database refuses.
 
     Attributes:
-        setting: the setting with the address, for messages.
-        refusals: SQLSTATE, or its class (two characters) -> what to do.
-        password: the setting that may contain the password, for messages; empty if there is none.
-        options: names and values of settings for every session. They override `SESSION_SETTINGS`.
+        setting: the name of Tidemark's setting that has the address, for messages.
+        refusals: SQLSTATE, or its class (the first two characters) -> what to do.
+        password: the name of the setting that may have the password, for messages; empty if there is none.
+        options: (name, value) of Postgres settings for every session. They override `SESSION_SETTINGS`.
         pooler_remedy: what to do if there is a pooler in transaction mode; empty if such a pooler is allowed.
     """
 
@@ -335,24 +333,24 @@ class DatabaseUse:
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
-    """Host, port and database of `dsn`, without user and password, for messages."""
+    """Host, port and database of `dsn`, without user and password, for messages. `setting`: see `conninfo`."""
     parts = {**_environment_defaults(), **_parse(dsn, setting)}
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """`dsn` with the connection defaults of Tidemark. Parameters in `dsn` override them."""
+    """Add Tidemark's connection defaults to `dsn`. Parameters in `dsn` win. `setting` names `dsn` in a `BadSetting`."""
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 
 def explain_error(
     error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
-    """Convert an error of psycopg: to `Unavailable` if it is temporary, to `Refused`, or return `error` itself.
+    """Convert an error of psycopg to `Unavailable` (temporary) or `Refused`; return `error` unchanged if it is neither.
 
     Args:
         where: the address, for the message.
-        refusals: SQLSTATE, or its class (two characters) -> what a person has to do.
+        refusals: SQLSTATE, or its class (the first two characters) -> what a person has to do.
         role: the session's user; empty if not known.
     """
     code = error.sqlstate
@@ -374,17 +372,17 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection attempt failed because no connection is free, or a pooler's server is down or silent."""
+    """Whether a connection attempt timed out, or failed because no connection is free or a pooler's server is down."""
     return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE.search(str(error)) is not None
 
 
 def is_reachable(dsn: str) -> bool:
-    """Whether a server accepts connections, even if it refuses the login."""
+    """Try to connect to `dsn`. Returns whether a server accepts connections, even if it refuses the login."""
     return PGconn.ping(dsn.encode()) == Ping.OK
 
 
 def _environment_defaults() -> dict[str, str]:
-    """The libpq defaults for parts that an address omits (`PGHOST` and others)."""
+    """The defaults of libpq, from `PGHOST` and other variables, for parameters that an address omits."""
     return {option.keyword.decode(): option.val.decode() for option in Conninfo.get_defaults() if option.val}
 
 
@@ -400,8 +398,8 @@ def _parse(dsn: str, setting: str) -> dict[str, str]:
 def _is_pooled(connection: Connection, full_dsn: str) -> bool:
     """Whether a pooler may give the session of this connection to another client. Changes no session.
 
-    A pooler in session mode also sends process IDs that are not the server's. So this function opens other connections,
-    and compares the server's process IDs.
+    A pooler in session mode also sends process IDs that differ from the server's. So `detect_pooler` is not enough:
+    this function opens other connections, and compares the process IDs of the server.
     """
     first = _backend_pid(connection)
     for _ in range(_POOLER_CHECKS):
@@ -420,7 +418,7 @@ def _backend_pid(connection: Connection) -> int:
 def describe_sessions(connection: Connection, pids: list[int]) -> str:
     """Describe server processes for a message: pid, user, application name, state, start of the transaction.
 
-    In `pids`, 0 is a prepared transaction.
+    `pids`: process IDs; 0 stands for prepared transactions, as in `pg_blocking_pids`.
     """
     rows = connection.execute(
         """
@@ -453,7 +451,7 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 
 def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """The text of a lock time-out of another session than `connection`, with the sessions that may have the lock."""
+    """Describe a lock time-out of another session: the text of `error`, and the sessions that may have the lock."""
     lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
@@ -461,7 +459,7 @@ def lock_problem(error: psycopg.Error, connection: Connection) -> str:
 def fetch_all(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> list[Row]:
-    """The rows of a query. Calls `row`, a class or a function, with the columns of each row as keyword arguments."""
+    """Run a query and return its rows, converted by `row`: a class or function that takes the columns by keyword."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchall()
 
@@ -469,24 +467,23 @@ def fetch_all(
 def fetch_one(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> Row | None:
-    """The first row of a query, converted by `row`; None if the query has no rows."""
+    """Run a query and return its first row, converted as by `fetch_all`; None if there are no rows."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchone()
 
 
 def fetch_value(connection: Connection, statement: Statement, parameters: Params | None = None) -> Any:
-    """The first column of the first row; None if the query has no rows."""
+    """Run a query and return the first column of its first row; None if there are no rows."""
     row = connection.execute(statement, parameters).fetchone()
     return None if row is None else row[0]
 
 
 class PostgresSession:
-    """A connection in autocommit that reconnects; a context manager. Callers begin their own transactions.
+    """A connection in autocommit that reconnects; a context manager. Callers begin their own transactions. Thread-safe.
 
-    `use()` gives the connection to one thread at a time, and converts errors of psycopg to `Refused` or `Unavailable`.
-    After `Unavailable`, repeat the whole transaction: it was rolled back, or the answer to the commit was lost. Until
-    the first successful connection, a failed login is `Refused`. Later it is `Unavailable`, because libpq does not
-    distinguish a wrong password from a server without free connections.
+    After `Unavailable`, repeat the whole transaction: the transaction was rolled back, or the answer to the commit was
+    lost. Until the first successful connection, a failed login is `Refused`. Later, a failed login is `Unavailable`,
+    because libpq does not distinguish a wrong password from a server without free connections.
     """
 
     def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
@@ -508,7 +505,10 @@ class PostgresSession:
 
     @contextmanager
     def use(self) -> Iterator[Connection]:
-        """The connection, which is not in a transaction."""
+        """Lock the session for this thread, connect if needed, and yield the connection. A thread may nest blocks.
+
+        Converts errors of psycopg in the block: see `explain_error`.
+        """
         with self._lock:
             try:
                 yield self._open_connection()
@@ -541,12 +541,12 @@ class PostgresSession:
             return connection.execute(statement, parameters).fetchall()
 
     def execute(self, statement: Statement, parameters: Params | None = None) -> int:
-        """Run one statement in a transaction of its own; returns the number of rows that it changed."""
+        """Run one statement, and return the number of rows that it changed. Commits, unless in a transaction."""
         with self.use() as connection:
             return connection.execute(statement, parameters).rowcount
 
     def new_session(self) -> "PostgresSession":
-        """A second session of the same database, which is not connected yet."""
+        """Create another session with the same parameters. It connects at its first use."""
         return PostgresSession(self._dsn, self._application, self._database)
 
     def close(self) -> None:

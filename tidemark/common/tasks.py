@@ -1,4 +1,4 @@
-"""Cancellation of asyncio tasks."""
+"""Cancels asyncio tasks."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ CANCELLATIONS_UNTIL_LOGGED = 50  # about 5 s
 
 
 async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task again and again until it has ended.
+    """Cancel a task repeatedly until the task has ended. An exception of the task is ignored.
 
     One call of `cancel` may have no effect: redis-py treats a cancellation during a connection attempt as a failed
     connection. After `CANCELLATIONS_UNTIL_LOGGED` calls, logs in which functions the task waits.
@@ -29,7 +29,7 @@ async def cancel_until_done(task: asyncio.Task[Any]) -> None:
 
 
 def _await_chain(waiting: Any) -> list[str]:
-    """The functions that a coroutine waits in, outermost first, with line numbers."""
+    """The functions in which the coroutine `waiting` waits, outermost first, with line numbers."""
     chain = list[str]()
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
