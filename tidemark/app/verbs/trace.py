@@ -167,7 +167,7 @@ def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> I
         return trace
     trace.settled = past.advances_containing(stream, id)
     if trace.settled:
-        trace.line = past.first_batch_beyond(stream, id, trace.settled[0].time)
+        trace.line = past.first_batch_reaching(stream, id, trace.settled[0].time)
     trace.writers = [*_writers_below(now, id)]
     trace.late, trace.acts = past.late_containing(stream, id), past.overrides_containing(stream, id)
     return trace

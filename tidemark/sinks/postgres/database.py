@@ -1,8 +1,10 @@
-"""Sessions to Tidemark's database, its schema, and statements with one array for each column.
+"""Sessions to Tidemark's database, the migrations of the database, and statements whose parameters are whole columns.
 
-The files in `migrations/` make the schema `tidemark`; see `common.migrations`. psycopg would adapt each element of a
-list separately, so a column is sent as one parameter. Numbers and bytes are sent in Postgres's binary form: their text
-is two to four times as long and must be parsed. Text is sent as text.
+The files in `migrations/` create the schema `tidemark`; see `common.migrations`.
+
+A column of rows is sent as one array parameter, because psycopg would adapt each element of a list separately. Arrays
+of integers and of bytes are sent in Postgres's binary format: the text format is two to four times as long, and
+Postgres has to parse it. Arrays of texts are sent in the text format.
 """
 
 import struct
@@ -29,9 +31,10 @@ _NULL = _pack_length(-1)
 
 
 def as_array(column: Sequence[Any]) -> Any:
-    """`column` as one parameter, in the form of an array. None is null.
+    """Convert `column` to one parameter of a statement, which Postgres casts to an array. None becomes null.
 
-    Values that are not text, bytes or integers are sent as a psycopg list.
+    The values must have one type. A column of another type than text, bytes, integer or boolean is returned as a list,
+    which psycopg adapts.
     """
     kind: type[Any] = next((type(value) for value in column if value is not None), type(None))
     if issubclass(kind, str):
@@ -91,7 +94,7 @@ def _byteas(column: Sequence[bytes | None]) -> _Byteas:
 
 
 def _array_header(element: int, length: int) -> bytes:
-    """The header of a binary array: one dimension, nulls allowed, lower bound 1."""
+    """The header of a binary array: one dimension, nulls allowed, lower bound 1. `element` is the OID of the type."""
     return struct.pack("!iiIii", 1, 1, element, length, 1)
 
 
@@ -132,12 +135,12 @@ OLDEST_READABLE_VERSION = 4
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """A session to Tidemark's database; `application` becomes its `application_name`."""
+    """Create a session to Tidemark's database. `application` is the `application_name` that Postgres shows."""
     return PostgresSession(dsn, application, _USE)
 
 
 def migrate(dsn: Dsn, progress: Progress = no_progress) -> list[int]:
-    """Call `SCHEMA.migrate` in a new session."""
+    """Apply the missing migrations to the database `dsn`, and return their versions: see `Migrations.migrate`."""
     with session_of(dsn, "tidemark migrate") as session:
         return SCHEMA.migrate(session, progress)
 
@@ -148,12 +151,12 @@ Rows: TypeAlias = Iterable[tuple[Any, ...]]
 def execute(
     connection: Connection, statement: LiteralString, rows: Rows, *arguments: object
 ) -> Cursor[TupleRow] | None:
-    """Run `statement` with an array for each column of `rows`, followed by `arguments`. None in a column is null.
+    """Run `statement` with an array for each column of `rows`, followed by `arguments`. None in a row becomes null.
 
-    The statement must cast each array (`as_array`).
+    The statement must cast each array, for example `%s::text[]`. If there are no rows, the statement is not run.
 
     Returns:
-        None if there are no rows; the statement is then not run.
+        The cursor; None if there are no rows.
     """
     columns = list(zip(*rows, strict=True))
     return connection.execute(statement, [*map(as_array, columns), *arguments]) if columns else None

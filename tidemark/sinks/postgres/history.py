@@ -1,20 +1,23 @@
 """Reads the history of advances and of late completions, for the sinks and the sidecar.
 
-Up to 200 advances of a batch share one row of `packed_advances`, with an array per column. An array is null if its
-values are all 0, or if the other arrays determine them. A writer is stored as a number; `prev` and the linear position
-as distances from the ID. One advance costs about 20 bytes instead of 270. An index by writer would cost more than the
-rows. Instead, `stream_positions.advanced` has the place of a writer's newest advance, and each advance has the place of
-the writer's advance before, so one chain is read alone. `positions.write_positions` writes the rows.
+`positions.write_positions` writes the history. Up to 200 advances of a batch share one row of `packed_advances`, which
+has an array for each column. An array is null if all its values are 0, or if the other arrays determine its values. A
+writer is stored as a number; `prev` and the linear position are stored as distances from the ID. One advance takes
+about 20 bytes instead of 270.
 
-Followers read the *changes* of all streams since a mark, and must deliver everything that was published since. A
-`DurableMark` is the time of the newest batch and the lease under which it was written. Batches of one lease have the
-time of one clock. The clock of a later lease may be behind, so if the lease has changed, reading begins one minute
-before the mark. Some changes are then returned twice, but none is missed. The same holds after a restore, because
-repeated batches have a later time.
+There is no index by writer, because such an index would be larger than the rows. Instead, `stream_positions.advanced`
+has the row place (`positions.row_place_of`) of a writer's newest advance. Each advance has the row place of its
+writer's previous advance. So the chain of one writer is read without the rows of other writers.
 
-`LagHistory` reads the history of lag and of gaps, for readers and for the live page. It needs the role tidemark_reader.
-An ID becomes known when an advance or a gap first names it. The lag of a stream at a time is the time since the oldest
-known ID beyond its linear position became known.
+Followers read the *changes* of all streams since a mark, and must deliver everything that was published after the mark.
+A `DurableMark` is the time of the newest batch, and the token of the lease. All batches of one lease have their time
+from one clock. The clock of a later lease may lag. So if the lease has changed, reading begins one minute before the
+mark: some changes are then returned twice, but none is missed. After a restore none is missed either, because repeated
+batches have a later time.
+
+`LagHistory` reads the history of lag and of gaps, for readers and for the live page. An ID becomes known when an
+advance or a gap first names the ID. The lag of a stream at a time is the age of its oldest known ID beyond the linear
+position.
 """
 
 from collections import defaultdict
@@ -32,7 +35,13 @@ from tidemark.streaming.values.direction import beyond
 
 @dataclass(frozen=True, slots=True)
 class StoredAdvance:
-    """An advance of the history, the linear position after its batch, and the time of the batch (ms since 1970)."""
+    """An advance of the history.
+
+    Attributes:
+        linear: the linear position of the stream after the batch.
+        batch: the number of the batch.
+        time: the time of the batch, milliseconds since 1970.
+    """
 
     advance: WriterAdvance
     linear: int
@@ -42,7 +51,13 @@ class StoredAdvance:
 
 @dataclass(frozen=True, slots=True)
 class StoredLate:
-    """A late completion of the history. `time` is the time of its batch, in milliseconds since 1970."""
+    """A late completion of the history.
+
+    Attributes:
+        number: the number of the late completion; numbers ascend.
+        batch: the number of the batch.
+        time: the time of the batch, milliseconds since 1970.
+    """
 
     number: int
     late: LateCompletion
@@ -55,9 +70,9 @@ class PageBounds:
     """Bounds of one page of a stream's history.
 
     Attributes:
-        per_writer: the largest number of advances of each writer.
-        most: the largest number of advances, and of late completions.
-        timeout: statement time-out, in seconds.
+        per_writer: the largest number of advances of each writer; the oldest ones are left out.
+        most: the largest number of advances of all writers, and also the largest number of late completions.
+        timeout: the time limit of each statement, in seconds.
     """
 
     per_writer: int
@@ -67,12 +82,14 @@ class PageBounds:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page of a stream's history.
+    """A page of a stream's history: what happened beyond the positions of a reader.
 
     Attributes:
-        chains: writer -> its position after the page, and its advances that are still stored.
-        late: the late completions.
-        has_more: whether advances or late completions were left out.
+        chains: writer -> (the writer's position after the page, its stored advances in the page, oldest first). The
+            list is empty if the advances are no longer stored.
+        late: the late completions, oldest first.
+        has_more: whether the page reached `PageBounds.most`. The next page may then have more advances or late
+            completions.
     """
 
     chains: dict[str, tuple[int, list[StoredAdvance]]]
@@ -116,13 +133,16 @@ limit %s
 def advances_since(
     connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, most: int | None = None
 ) -> dict[tuple[str, str], list[StoredAdvance]]:
-    """The advances of writers beyond given positions, oldest first.
+    """Read the advances of writers beyond given positions.
 
     Args:
-        known: stream, writer and position of each writer.
+        known: (stream, writer, position) for each writer.
         per_writer: the largest number of advances of each writer; the oldest ones are left out.
-        most: the largest number of all advances. If the result has that number, the last chain may be incomplete, and
-            other chains may be missing.
+        most: the largest number of all advances; None for no limit. If the result has this number, the last chain may
+            be incomplete, and other chains may be missing.
+
+    Returns:
+        (stream, writer) -> advances, oldest first. Writers without advances beyond their position are left out.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
     rows = execute(connection, _CHAINS, known, per_writer, most, most)
@@ -135,11 +155,11 @@ def advances_since(
 def page_after(
     connection: Connection, stream: str, position_of: Callable[[str], int], late: int, bounds: PageBounds
 ) -> StoredPage:
-    """The history of `stream` beyond a reader's positions.
+    """Read the next page of the history of `stream` for a reader, in one transaction.
 
     Args:
-        position_of: writer -> the reader's position.
-        late: number of the newest late completion that the reader knows.
+        position_of: takes the name of a writer, and returns the reader's position for the writer.
+        late: the number of the newest late completion that the reader knows; 0 for none.
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{bounds.timeout * 1000:.0f}",))
@@ -165,12 +185,15 @@ def page_after(
 def late_since(
     connection: Connection, known: Iterable[tuple[str, int]], most: int, keep: Literal["newest", "oldest"] = "newest"
 ) -> dict[str, list[StoredLate]]:
-    """The late completions of streams after given numbers, oldest first.
+    """Read the late completions of streams after given numbers.
 
     Args:
-        known: stream, and the number of the newest late completion that the reader knows.
-        most: the largest number for each stream.
-        keep: `newest` or `oldest`: the ones to return if a stream has more than `most`.
+        known: (stream, number of the newest late completion that the reader knows).
+        most: the largest number of late completions for each stream.
+        keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `most`.
+
+    Returns:
+        Stream -> late completions, oldest first. Streams without later ones are left out.
     """
     lates: dict[str, list[StoredLate]] = {}
     order: LiteralString = "desc" if keep == "newest" else "asc"
@@ -195,12 +218,17 @@ def late_since(
     return lates
 
 
-CLOCK_TOLERANCE = 60_000  # ms by which the clock of another pipeline may lag
+CLOCK_TOLERANCE = 60_000  # ms by which the clock of a later pipeline may lag
 
 
 @dataclass(frozen=True, slots=True)
 class DurableMark:
-    """A point in the changes of all streams: token of the lease, and time of the newest batch (ms since 1970)."""
+    """A point in the changes of all streams.
+
+    Attributes:
+        lease: the token of the lease.
+        time: the time of the newest batch, milliseconds since 1970; 0 before the first batch.
+    """
 
     lease: int
     time: int
@@ -208,9 +236,13 @@ class DurableMark:
 
 @dataclass(frozen=True, slots=True)
 class StreamChange:
-    """The current positions of a stream that changed, and of its writers that moved.
+    """The current positions of a stream that changed.
 
-    `late`: the number of the newest late completion. `allocated`: the highest ID that any record has named.
+    Attributes:
+        linear: the linear position.
+        allocated: the highest ID that any record has named.
+        late: the number of the newest late completion; 0 if there is none.
+        positions: writer -> position, for the writers that changed.
     """
 
     linear: int
@@ -219,7 +251,13 @@ class StreamChange:
     positions: Mapping[str, int]
 
     def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether a reader with these positions has the whole change."""
+        """Whether a reader has reached or passed this change.
+
+        Args:
+            linear: the reader's linear position.
+            positions: writer -> the reader's position. A missing writer is at `linear`.
+            late: the number of the newest late completion that the reader knows.
+        """
         return (
             not beyond(self.linear, linear)
             and late >= self.late
@@ -229,7 +267,7 @@ class StreamChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangesSince:
-    """`streams` has all changes that were published up to `mark`, and possibly later changes."""
+    """Stream -> its change, for all changes that were published up to `mark`. There may be later changes too."""
 
     mark: DurableMark
     streams: dict[str, StreamChange]
@@ -237,7 +275,7 @@ class ChangesSince:
 
 @dataclass(frozen=True, slots=True)
 class FullChanges:
-    """Advances and late completions by stream, unordered, and the positions of every stream that changed."""
+    """Stream -> its advances, its late completions and its change. Advances are in no order."""
 
     advances: dict[str, list[StoredAdvance]]
     late: dict[str, list[StoredLate]]
@@ -245,7 +283,7 @@ class FullChanges:
 
 
 def current_mark(connection: Connection) -> DurableMark:
-    """The lease token and the time of the newest batch; the time is 0 before the first batch."""
+    """Read the mark of this moment: the token of the lease, and the time of the newest batch."""
     mark = fetch_one(
         connection,
         DurableMark,
@@ -256,11 +294,11 @@ def current_mark(connection: Connection) -> DurableMark:
 
 
 def changes_since(connection: Connection, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-    """The changes since a mark, read in one transaction.
+    """Read the streams that changed since a mark, and the current mark, in one transaction.
 
     Args:
-        since: None for all changes.
-        streams: None for all streams.
+        since: the mark; None for all changes.
+        streams: the streams to read; None for all streams.
     """
     with connection.transaction():
         mark = current_mark(connection)
@@ -270,15 +308,15 @@ def changes_since(connection: Connection, since: DurableMark | None, streams: Co
 
 
 def full_changes_since(connection: Connection, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
-    """Everything that was published since a mark.
+    """Read all advances, late completions and positions that were published since a mark, in one transaction.
 
     Args:
         most: the largest number of advances.
-        timeout: statement time-out, in seconds.
+        timeout: the time limit of each statement, in seconds.
 
     Returns:
-        None if there are more than `most` advances, or if the history does not reach back to the mark. None also if the
-        mark is later than the newest batch: the mark is of another database, or the database was restored.
+        None in three cases: there are more than `most` advances; the stored history begins after the mark; or the mark
+        is later than the newest batch, because the mark is of another database or the database was restored.
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{timeout * 1000:.0f}",))
@@ -325,12 +363,12 @@ from tidemark.late_completions where stream = any(%s) and time >= to_timestamp(%
 
 
 def _begin_time(since: DurableMark, now: DurableMark) -> int:
-    """The time (ms since 1970) from which to read all changes since a mark."""
+    """The time from which to read the changes since the mark `since`, if the current mark is `now`. ms since 1970."""
     return since.time if since.lease == now.lease else since.time - CLOCK_TOLERANCE
 
 
 def _changed_streams(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
-    """The streams with a batch at or after the time `begin` (ms)."""
+    """Stream -> its change, for streams with a batch at or after `begin` (ms since 1970). `streams`: None for all."""
     names = (None if streams is None else list(streams),)
     positions: dict[str, dict[str, int]] = defaultdict(dict)
     changed = {
@@ -349,8 +387,8 @@ def _changed_streams(connection: Connection, begin: int, streams: Collection[str
 
 
 STEP = timedelta(seconds=5)  # resolution of the lag
-MAX_GAPS = 500  # gaps of one stream in one answer; longer gaps first
-_WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # searched first; then the whole history
+MAX_GAPS = 500  # of one stream in one chart: the gaps that were open longest
+_WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # searched before the whole history
 
 _LINEAR: LiteralString = """(
     select time, linear from tidemark.advances_of(%(stream)s, %(since)s, 'infinity')
@@ -376,7 +414,10 @@ order by coalesce(closed_at, %(until)s) - opened_at desc limit %(most)s
 
 @dataclass(frozen=True, slots=True)
 class GapSpan:
-    """The IDs in `(low, top]` of `writer` were open from `opened` to `closed`; None: they are open now."""
+    """A gap: IDs of one writer that were open from `opened` to `closed`. Its range is `(low, top]`.
+
+    `closed` is None if the gap is open now. `closed_by`: as for `inspect.StoredGap`.
+    """
 
     writer: str
     low: int
@@ -391,9 +432,11 @@ class StreamHistoryChart:
     """The history of a stream in steps of equal length, oldest first.
 
     Attributes:
+        since: the start of the first step.
+        step: the length of a step.
         lag: the largest lag in each step, in seconds.
         moved: writer -> the number of IDs that its position passed in each step.
-        gaps: gaps that were open at some time of the window, oldest first.
+        gaps: gaps that were open at some time of the chart, oldest first; at most `MAX_GAPS`.
     """
 
     since: datetime
@@ -405,7 +448,12 @@ class StreamHistoryChart:
 
 @dataclass(slots=True)
 class _Steps:
-    """The highest known ID and the linear position at the end of each step, both as magnitudes."""
+    """Steps of `STEP`. All IDs are magnitudes.
+
+    Attributes:
+        known: step -> the highest ID that became known in the step. Steps without a new ID are left out.
+        linear: step -> the linear position at the end of the step. Steps without a move are left out.
+    """
 
     known: dict[int, int] = field(default_factory=dict)
     linear: dict[int, int] = field(default_factory=dict)
@@ -414,8 +462,8 @@ class _Steps:
         self.known[step] = max(self.known.get(step, 0), id)
 
     def lag(self, count: int) -> Iterator[int]:
-        """The lag, in steps, at the end of each of `count` steps. `linear` must have step 0."""
-        waiting: list[tuple[int, int]] = []  # (step, ID) of the IDs that were the highest when they became known
+        """Yield the lag at the end of each of `count` steps, as a number of steps. `linear` must have step 0."""
+        waiting: list[tuple[int, int]] = []  # (step, ID): each ID was the highest when it became known
         highest = position = 0
         for step in range(count):
             if (id := self.known.get(step, 0)) > highest:
@@ -428,13 +476,16 @@ class _Steps:
 
 
 class LagHistory:
-    """Queries of positions, late completions, lag and gaps. Raises `Unavailable` and `Refused`."""
+    """Queries of positions, late completions, lag and gaps. Needs the role tidemark_reader.
+
+    Methods raise `Unavailable` and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def linear_positions(self, streams: Collection[str] | None = None) -> dict[str, int]:
-        """The linear positions of `streams`, or of all streams if None. Unknown streams are left out."""
+        """Stream -> linear position, for `streams` (None for all streams). Unknown streams are left out."""
         rows = self._session.fetch_tuples(
             "select stream, linear from tidemark.streams"
             " where %(streams)s::text[] is null or stream = any(%(streams)s)",
@@ -443,7 +494,7 @@ class LagHistory:
         return dict(rows)
 
     def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """For each (stream, number), count the late completions of the stream with a higher number."""
+        """Count late completions: (stream, number) -> how many of the stream have a higher number."""
         rows = self._session.fetch_tuples(
             "select known.stream, known.number, (select count(*) from tidemark.late_completions l"
             "   where l.stream = known.stream and l.number > known.number)"
@@ -453,14 +504,14 @@ class LagHistory:
         return {(stream, number): count for stream, number, count in rows}
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        """The time at which the linear position first was beyond `id`.
+        """The time at which the linear position of `stream` first was beyond `id`.
 
         Args:
-            since: a time at which the position was not beyond `id` yet. It makes the search faster.
+            since: a time at which the position was not beyond `id` yet, if known. It makes the search faster.
 
         Returns:
-            None if the stored history has no position beyond `id`. If its first position is already beyond `id`, the
-            time of that position.
+            None if the stored history has no position beyond `id`. If the oldest stored position is already beyond
+            `id`, the time of the oldest stored position.
         """
         now = datetime.now(UTC)
         starts: Sequence[datetime | str] = (
@@ -478,7 +529,7 @@ class LagHistory:
         return first
 
     def chart(self, stream: str, until: datetime, seconds: float, steps: int) -> StreamHistoryChart:
-        """The history of the last `seconds` before `until`, in `steps` steps."""
+        """Read the history of a stream from `seconds` before `until` to `until`, as a chart with `steps` steps."""
         window = timedelta(seconds=seconds)
         since, step = until - window, window / steps
         values = {"stream": stream, "since": since, "until": until, "step": STEP, "most": MAX_GAPS}

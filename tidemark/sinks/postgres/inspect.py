@@ -1,4 +1,7 @@
-"""Queries of the history for `tidemark explain`, `trace`, `replay` and `late`. Only `resolve` writes."""
+"""Queries of the history for `tidemark explain`, `trace`, `replay` and `late`.
+
+Only `LateCompletions.resolve` writes.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +20,8 @@ from tidemark.sinks.postgres.status import STATES
 from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.limits import Evidence
 
-CLOCK_TOLERANCE = timedelta(minutes=1)  # how far the database's clock may be behind the pipeline's clock
-MAX_ROWS = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over it
+CLOCK_TOLERANCE = timedelta(minutes=1)  # how far the database's clock may lag behind the pipeline's clock
+MAX_ROWS = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over the ID
 
 _ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
 _GAPS: LiteralString = (
@@ -30,7 +33,7 @@ _LINEAR: LiteralString = """(
     where stream = %(stream)s and time between %(since)s and %(until)s
 ) positions"""
 """The linear position after each batch: `linear_moves` has the moves of batches without an advance."""
-_WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched first; then the whole history
+_WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched before the whole history
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,10 @@ class LinearStay:
 
 @dataclass(frozen=True, slots=True)
 class StoredGap:
-    """A gap of one writer. `closed_by`: `completed`, `joined`, `retired` or `skipped`; None for an open gap."""
+    """A gap: IDs of one writer that were open from `opened` to `closed`. Its range is `(low, top]`.
+
+    `closed_by`: `completed`, `joined`, `retired` or `skipped`. `closed` and `closed_by` are None for an open gap.
+    """
 
     writer: str
     epoch: int
@@ -70,7 +76,7 @@ class StoredGap:
 
 @dataclass(frozen=True, slots=True)
 class BatchAdvance:
-    """An advance, the linear position after it, and the batch that made it."""
+    """An advance, with the number and time of its batch, and the linear position after the batch."""
 
     writer: str
     epoch: int
@@ -83,13 +89,13 @@ class BatchAdvance:
 
     @classmethod
     def of_row(cls, facts: int, empty: int, unseen: int, skipped: int, **columns: Any) -> Self:
-        """Make an advance from the columns of `_ADVANCES`."""
+        """Create an advance from the columns of `_ADVANCES`."""
         return cls(**columns, evidence=Evidence(facts, empty, unseen, skipped))
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedOverride:
-    """A row of the audit. `prev` is only meaningful for a SKIP."""
+    """An override that a batch applied: a row of the table `skips`. `prev` has a meaning only for a SKIP."""
 
     writer: str
     epoch: int
@@ -103,9 +109,9 @@ class AppliedOverride:
 
 @dataclass(frozen=True, slots=True)
 class OffsetRange:
-    """The offsets that a batch read from a partition, `first` to `last`.
+    """The offsets that a batch read from a partition: `first` to `last`, both included.
 
-    `first` is None if the batch before is not stored.
+    `first` is None if no earlier batch with offsets of the partition is stored.
     """
 
     topic: str
@@ -116,8 +122,9 @@ class OffsetRange:
 
 @dataclass(frozen=True, slots=True)
 class MoveWithoutAdvance:
-    """A batch that moved the linear position, but no writer's. `retired`: writers that retired in the batch, with their
-    epochs.
+    """A batch that moved the linear position of a stream, but no writer position.
+
+    `batch`: the number of the batch. `retired`: writer -> epoch, for the writers that retired in the batch.
     """
 
     batch: int
@@ -139,9 +146,9 @@ class _LinearRow:
 
 
 class StreamInspection:
-    """The history of single streams; a context manager. Needs the role tidemark_reader.
+    """Queries of the history of single streams. A context manager that closes its session.
 
-    Raises `Unavailable`, `Refused` and `SchemaMismatch`.
+    Needs the role tidemark_reader. Methods raise `Unavailable` and `Refused`. Only `state` checks the schema.
     """
 
     def __init__(self, dsn: Dsn, application: str = "tidemark explain") -> None:
@@ -154,7 +161,12 @@ class StreamInspection:
         self._session.close()
 
     def state(self, stream: str) -> bytes | None:
-        """The encoded current state; None if the stream does not exist."""
+        """Check the schema, and return the encoded current state; None if the stream does not exist.
+
+        Raises:
+            SchemaMismatch: this Tidemark cannot read the schema.
+            PrerequisitePending: pg_restore is filling the database.
+        """
         with self._session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
@@ -171,7 +183,7 @@ class StreamInspection:
         return time
 
     def linear_at(self, stream: str, at: datetime) -> LinearStay | None:
-        """The linear position at the time `at`; None if the stored history begins later."""
+        """The linear position at the time `at`, with the moves before and after; None if the history begins later."""
         with self._session.use() as connection:
             before = _linear_before(connection, stream, at)
             if before is None:
@@ -183,8 +195,9 @@ class StreamInspection:
         return LinearStay(before.linear, before.time, until, went_to, blocked_since, is_since_known)
 
     def linear_moves(self, stream: str, since: datetime, until: datetime, min_stay: timedelta) -> list[datetime]:
-        """The times between `since` and `until` at which the linear position moved, and then stayed for at least
-        `min_stay`.
+        """The times between `since` and `until` at which the linear position moved, if it then stayed for `min_stay`.
+
+        The first time may be of a batch that advanced only writers, and left the linear position as it was before.
         """
         rows = self._session.fetch_tuples(
             "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
@@ -195,7 +208,7 @@ class StreamInspection:
         return [time for (time,) in rows]
 
     def writers_not_beyond(self, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
-        """The writers whose position was not beyond `linear` at the time `at`, lowest position first."""
+        """See `positions.writers_not_beyond`."""
         return writers_not_beyond(self._session, stream, at, linear)
 
     def gaps_at(self, stream: str, at: datetime) -> list[StoredGap]:
@@ -208,13 +221,13 @@ class StreamInspection:
         )
 
     def advances_at(self, stream: str, at: datetime) -> list[BatchAdvance]:
-        """The advances of the batch with exactly the time `at`."""
+        """The advances in the stream by the batch with exactly the time `at`."""
         return self._session.fetch_all(
             BatchAdvance.of_row, _ADVANCES + " from tidemark.advances_of(%s, %s, %s)", (stream, at, at)
         )
 
     def move_without_advance(self, stream: str, at: datetime) -> MoveWithoutAdvance | None:
-        """The move of the linear position by the batch with exactly the time `at`, if the batch made no advance."""
+        """The batch with exactly the time `at`, if it moved the linear position without an advance; otherwise None."""
         return self._session.fetch_one(
             MoveWithoutAdvance.of_row,
             "select batch, retired, epochs from tidemark.linear_moves where (stream, time) = (%s, %s)"
@@ -229,7 +242,12 @@ class StreamInspection:
         )
 
     def offsets(self, batch: int, at: datetime) -> list[OffsetRange]:
-        """The offsets that the batch with this number and time read; empty if the batch is no longer stored."""
+        """The offsets that a batch read; empty if the batch is no longer stored.
+
+        Args:
+            batch: the number of the batch.
+            at: the time of the batch. It distinguishes batches of different queries that have the same number.
+        """
         ranges = self._session.fetch_all(
             OffsetRange,
             "with b as (select number, offsets from tidemark.applied_batches"
@@ -246,7 +264,7 @@ _OVERRIDES: LiteralString = "select writer, epoch, kind, prev, id, by, why, time
 
 
 def _linear_before(connection: Connection, stream: str, at: datetime) -> _LinearRow | None:
-    """The linear position at the time `at`, and the time at which it got there."""
+    """The linear position at the time `at`, and the time of the move to it; None if the history begins later."""
     rows: list[_LinearRow] = []
     for since in [*(at - window for window in _WINDOWS), "-infinity"]:
         rows = fetch_all(
@@ -288,7 +306,7 @@ def _has_beginning(connection: Connection, stream: str) -> bool:
 
 
 def _linear_after(connection: Connection, stream: str, at: datetime, linear: int) -> _LinearRow | None:
-    """The first linear position beyond `linear` after the time `at`."""
+    """The first linear position beyond `linear` after the time `at`; None if there is none."""
     for until in [*(at + window for window in _WINDOWS), "infinity"]:
         row = fetch_one(
             connection,
@@ -304,7 +322,10 @@ def _linear_after(connection: Connection, stream: str, at: datetime, linear: int
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """The effect of a batch on a stream. `linear` is the linear position after it; None: do not compare it."""
+    """The effect of a batch on a stream.
+
+    `linear`: the linear position after the batch; None if a comparison must leave it out.
+    """
 
     batch: int
     time: datetime
@@ -314,14 +335,16 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatches:
-    """Everything that Postgres stores about a stream.
+    """The positions, gaps, batches and overrides that Postgres stores for a stream.
 
     Attributes:
         linear: the current linear position.
-        positions: the current position of each writer.
-        epochs: the current epoch of each writer.
+        positions: writer -> current position.
+        epochs: writer -> current epoch.
         retired: the writers that are retired now.
         gaps: all stored gaps.
+        batches: the stored batches with an advance in the stream, oldest first.
+        overrides: the stored overrides that batches applied, in the order of their application.
         is_complete: whether the history has all advances of every writer.
     """
 
@@ -336,10 +359,7 @@ class StreamBatches:
 
 
 class BatchHistory:
-    """The history by batch, in one snapshot. Needs the role tidemark_reader.
-
-    Raises `Unavailable`, `Refused` and `SchemaMismatch`.
-    """
+    """Queries of the history by batch, in one snapshot of the database. Needs the role tidemark_reader."""
 
     def __init__(self, session: PostgresSession, connection: Connection) -> None:
         self._session = session
@@ -348,9 +368,13 @@ class BatchHistory:
     @classmethod
     @contextmanager
     def open(cls, dsn: Dsn) -> Iterator[Self]:
-        """Open the history. All reads inside the block use one snapshot, which is taken at the start of the block.
+        """Open a session, and take the snapshot that all reads inside the block use.
 
-        All records that the snapshot counts were in Kafka before.
+        Every record whose effects are in the snapshot was in Kafka before the snapshot was taken.
+
+        Raises:
+            Unavailable, Refused: also raised inside the block.
+            SchemaMismatch: this Tidemark cannot read the schema.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
@@ -360,7 +384,7 @@ class BatchHistory:
                 yield cls(session, connection)
 
     def policies(self) -> dict[str, dict[str, int]]:
-        """The current policies, in the form of `PolicyTable`."""
+        """See `PolicyTable.read`."""
         return PolicyTable(self._session).read()
 
     def next_offsets(self) -> dict[tuple[str, int], int]:
@@ -372,7 +396,7 @@ class BatchHistory:
         return [name for (name,) in self._connection.execute("select stream from tidemark.streams order by 1")]
 
     def stream(self, name: str) -> StreamBatches | None:
-        """The batches of a stream; None if the stream does not exist."""
+        """The positions, gaps, batches and overrides of a stream; None if the stream does not exist."""
         linear = fetch_value(self._connection, "select linear from tidemark.streams where stream = %s", (name,))
         if linear is None:
             return None
@@ -418,7 +442,10 @@ _LATE: LiteralString = (
 
 @dataclass(frozen=True, slots=True)
 class LateFact:
-    """A late completion of `(prev, id]` of `writer`. `act` is the override that resolved it, if any did."""
+    """A late completion of IDs of a writer, in the range `(prev, id]`.
+
+    `act`: number of the override with which an operator resolved the late completion; null if it is unresolved.
+    """
 
     number: int
     stream: str
@@ -433,9 +460,9 @@ class LateFact:
 
 
 class LateCompletions:
-    """The late completions. Needs the role tidemark_reader; to resolve, also tidemark_operator.
+    """The late completions in Postgres. Needs the role tidemark_reader; `resolve` also needs tidemark_operator.
 
-    Raises `Unavailable` and `Refused`.
+    Methods raise `Unavailable` and `Refused`.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -443,7 +470,12 @@ class LateCompletions:
         self._override_log = OverrideLog(session)
 
     def newest(self, stream: str | None, most: int, *, with_resolved: bool) -> list[LateFact]:
-        """The newest late completions of one stream or of all, with or without resolved ones.
+        """The newest late completions, newest first.
+
+        Args:
+            stream: the stream; None for all streams.
+            most: the largest number of late completions.
+            with_resolved: whether to include resolved late completions.
 
         Raises:
             StreamNotKnown: there is no such stream.
@@ -458,13 +490,13 @@ class LateCompletions:
         )
 
     def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[LateFact]:
-        """The late completions with these numbers, oldest first. Unknown numbers are left out."""
+        """The late completions of `stream` with these numbers, oldest first. Unknown numbers are left out."""
         return self._session.fetch_all(
             LateFact, _LATE + " where stream = %s and l.number = any(%s) order by l.number", (stream, list(numbers))
         )
 
     def containing(self, stream: str, id: int, most: int) -> list[LateFact]:
-        """The late completions whose range contains `id`, oldest first."""
+        """The late completions whose range contains `id`, oldest first; at most `most`."""
         return self._session.fetch_all(
             LateFact,
             _LATE + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
@@ -473,10 +505,18 @@ class LateCompletions:
         )
 
     def resolve(self, facts: Sequence[LateFact], by: str, why: str) -> list[LateFact]:
-        """Mark all the completions as resolved, or none of them.
+        """Log an override for each late completion, and mark all of them as resolved, in one transaction.
+
+        Args:
+            facts: the late completions.
+            by: the name of the operator.
+            why: the reason.
+
+        Returns:
+            The late completions, with the numbers of their overrides.
 
         Raises:
-            BadRecord: one of the completions was already resolved.
+            BadRecord: one of the late completions was already resolved. None of them is changed.
         """
         with self._session.use() as connection, connection.transaction():
             return [self._resolve(fact, by, why) for fact in facts]
@@ -492,7 +532,7 @@ class LateCompletions:
 
 @dataclass(frozen=True, slots=True)
 class LinearPassed:
-    """The first batch after which the linear position was at or beyond an ID."""
+    """The first batch after which the linear position was at or beyond an ID, and this linear position."""
 
     time: datetime
     linear: int
@@ -500,10 +540,10 @@ class LinearPassed:
 
 
 class IdInspection(StreamInspection):
-    """The history of single IDs. Each call reads the stream's history once."""
+    """Queries of the history of single IDs. Lists have at most `MAX_ROWS` rows."""
 
     def advances_containing(self, stream: str, id: int) -> list[BatchAdvance]:
-        """The advances whose range contains the ID, oldest first."""
+        """The advances whose range contains `id`, oldest first. Reads the whole history of the stream."""
         return self._session.fetch_all(
             BatchAdvance.of_row,
             _ADVANCES
@@ -512,10 +552,8 @@ class IdInspection(StreamInspection):
             {"stream": stream, "id": id, "most": MAX_ROWS},
         )
 
-    def first_batch_beyond(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
-        """The first batch after which the linear position was at or beyond the ID; None if the history from `since`
-        does not have this batch.
-        """
+    def first_batch_reaching(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
+        """The first batch from `since` on after which the linear position was at or beyond `id`; None if none was."""
         return self._session.fetch_one(
             LinearPassed,
             f"select time, linear, batch from {_LINEAR} where abs(linear) >= abs(%(id)s) order by time limit 1",
@@ -523,7 +561,7 @@ class IdInspection(StreamInspection):
         )
 
     def gaps_below(self, stream: str, id: int, writers: Collection[str], since: datetime | None) -> list[StoredGap]:
-        """The gaps of `writers` that begin below the ID and were not closed before `since`, oldest first."""
+        """The gaps of `writers` that begin below `id` and were not closed before `since` (None: all), oldest first."""
         return self._session.fetch_all(
             StoredGap,
             _GAPS + " where stream = %s and writer = any(%s) and abs(low) < abs(%s)"
@@ -533,7 +571,10 @@ class IdInspection(StreamInspection):
         )
 
     def offset_before(self, topic: str, partition: int, time: datetime) -> int | None:
-        """The next offset to read of a partition, `CLOCK_TOLERANCE` before `time`; None if no stored batch has one."""
+        """The next offset of a partition after the batches that were applied before `time` minus `CLOCK_TOLERANCE`.
+
+        None if no such batch with an offset of the partition is stored.
+        """
         offset: int | None = self._session.fetch_value(
             "select max((offsets -> %(topic)s ->> %(partition)s)::bigint) from tidemark.applied_batches"
             " where applied_at < %(time)s",
@@ -542,7 +583,7 @@ class IdInspection(StreamInspection):
         return offset
 
     def next_offset(self, topic: str, partition: int) -> int | None:
-        """The first offset that no batch has read; None if no batch has read the partition."""
+        """The first offset of a partition that no batch has read; None if no batch has read the partition."""
         offset: int | None = self._session.fetch_value(
             "select next from tidemark.kafka_offsets where (topic, partition) = (%s, %s)", (topic, partition)
         )
@@ -552,5 +593,5 @@ class IdInspection(StreamInspection):
         return LateCompletions(self._session).containing(stream, id, MAX_ROWS)
 
     def overrides_containing(self, stream: str, id: int) -> list[OverrideEntry]:
-        """The overrides whose range contains the ID."""
+        """The overrides whose range contains `id`, oldest first: see `OverrideLog.containing`."""
         return OverrideLog(self._session).containing(stream, id, MAX_ROWS)

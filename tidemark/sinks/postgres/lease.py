@@ -1,16 +1,16 @@
 """The query lease: which query may publish (docs/design.md, rule 6).
 
 One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
-the token again. The owner cannot prevent that. Times are by the clock of the database, and only decide when another
-process may *try*. Safety depends on the token alone: every batch checks the token under a row lock, and Redis compares
-it in its script.
+the token again. The owner cannot prevent another process from raising the token. Times are by the clock of the
+database, and only decide when another process may *try*. Safety depends on the token alone: every batch checks the
+token under a row lock, and the script in Redis compares the token.
 
-A counter would repeat its values after a restore, or after a failover that lost the newest owner. A token therefore
-consists of the clock and a random part, and is always higher than the token before.
+A token consists of the clock and a random part, and is always higher than the previous token. A counter would repeat
+its values after a restore, or after a failover that lost the newest owner.
 
-The owner also takes a session advisory lock that is derived from its token. If its process dies, Postgres releases the
-lock at once, and a waiting process need not wait for the lease to expire. This needs real sessions: a pooler in
-transaction mode breaks it.
+The owner also takes a session advisory lock, whose key is derived from the token. If the owner's process dies, Postgres
+releases the lock at once, so the next process need not wait until the lease expires. A pooler in transaction mode would
+break the advisory lock, which belongs to a session.
 """
 
 import secrets
@@ -42,12 +42,15 @@ TOKENS_PER_SECOND = 2**20
 
 
 def next_token(last: int, clock: int) -> int:
-    """A unique token above `last`. `clock` is in seconds since 1970, and may have been set back."""
+    """Create a token that is higher than `last`, and that no other process creates.
+
+    `clock`: the database's time in seconds since 1970. The clock may have been set back.
+    """
     return max(last, clock * TOKENS_PER_SECOND) + 1 + secrets.randbelow(TOKENS_PER_SECOND - 1)
 
 
 def session_name(token: int) -> str:
-    """The `application_name` of sessions that write under `token`. The next owner finds hanging ones by this name."""
+    """The `application_name` of sessions that write under `token`, by which the next owner finds hanging sessions."""
     return f"tidemark token {token}"
 
 
@@ -56,9 +59,9 @@ class LeaseConfig:
     """Settings of a lease. Times are in seconds.
 
     Attributes:
-        owner: the name of this process, for people.
+        owner: the name of this process, for messages.
         ttl: the lease expires after this time without a renewal.
-        grace: time for the owner to reconnect after its session was lost, before a waiting process takes the lease.
+        grace: time in which an owner that lost its session may reconnect. Then a waiting process takes the lease.
         poll: pause between two attempts of a waiting process.
         version: the version of this Tidemark.
     """
@@ -71,7 +74,15 @@ class LeaseConfig:
 
 
 class Lease:
-    """The lease of this process. A context manager: a thread renews the lease every `ttl / 3`; the end releases it."""
+    """The lease of this process. Create it with `acquire`.
+
+    A context manager: inside the block, a thread renews the lease every `ttl / 3`. The end of the block releases the
+    lease.
+
+    Attributes:
+        token: the token of this owner.
+        lost: is set if this process must not publish any more: see `note_lost` and `give_up`.
+    """
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
@@ -85,9 +96,12 @@ class Lease:
 
     @classmethod
     def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, highest_token: int = 0) -> Self:
-        """Wait for the lease without a limit, even while Postgres is unavailable, and take it.
+        """Wait for the lease without a time limit, even while Postgres is unavailable, and take the lease.
 
         Args:
+            dsn: the address of Tidemark's database.
+            config: the settings of the lease.
+            stopping: ends the wait when it is set.
             highest_token: the highest token that any sink has seen. The new token is higher.
 
         Raises:
@@ -102,19 +116,19 @@ class Lease:
             raise
 
     def check(self) -> None:
-        """Raise `LeaseLost` if another process is known to have the lease. Queries no server."""
+        """Raise `LeaseLost` after a call of `note_lost` or `give_up`. Queries no server."""
         if self.lost.is_set():
             raise LeaseLost(self.token, self._newest_token)
 
     def note_lost(self, newest_token: int) -> None:
-        """Note that a sink or Postgres has the token of a newer owner, so that every thread stops publishing."""
+        """Set `lost`, because a sink or Postgres has the token of a newer owner. Every thread then stops publishing."""
         self._newest_token = max(self._newest_token, newest_token)
         self.lost.set()
 
     def give_up(self) -> None:
-        """Stop renewing the lease, and stop every thread that waits to publish.
+        """Set `lost`, so that the lease is not renewed, and every thread that waits to publish stops.
 
-        Other processes cannot take the lease before it is released or expires.
+        Other processes cannot take the lease before `close` releases the lease or the lease expires.
         """
         self.lost.set()
 
@@ -126,7 +140,7 @@ class Lease:
         self.close()
 
     def close(self) -> None:
-        """Release the lease, so that a waiting process gets it at once. Never raises."""
+        """End the renewal, release the lease for a waiting process, and close the session. Errors are only logged."""
         self._closing.set()
         if self._renewal.is_alive():
             self._renewal.join()
@@ -171,8 +185,9 @@ class Lease:
             log.error("Lost the lease", token=self.token, newest=self._newest_token)
 
     def _lock(self, connection: Connection) -> None:
-        """Try to take the advisory lock, without waiting: another user may hold the lock, and safety does not depend on
-        the lock.
+        """Try to take the advisory lock, without waiting. If another session has the lock, log a warning.
+
+        Safety does not depend on this lock.
         """
         if _try_lock(connection, "pg_try_advisory_lock", self.token):
             self._session = connection
@@ -193,7 +208,7 @@ class Lease:
 
 
 class _Waiter:
-    """The attempts of one process to take the lease."""
+    """Repeats the attempt of this process to take the lease."""
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, highest_token: int) -> None:
         self._database = database
@@ -204,6 +219,7 @@ class _Waiter:
         self._last_log: tuple[str, float] | None = None
 
     def wait(self, stopping: threading.Event) -> int:
+        """Wait until this process has the lease, and return its token. Raises `Stopping` and `Refused`."""
         while not stopping.is_set():
             try:
                 with self._database.use() as connection:
@@ -217,6 +233,7 @@ class _Waiter:
         raise Stopping("stopped while waiting for the lease")
 
     def _attempt(self, connection: Connection) -> int | None:
+        """Take the lease if it is released, expired or abandoned. Returns the new token; None if the attempt failed."""
         row = connection.execute(
             "select token, owner, to_char(since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS.MS\"Z\"'),"
             " expires_at < clock_timestamp(), expires_at = '-infinity', extract(epoch from clock_timestamp())::bigint"
@@ -232,8 +249,10 @@ class _Waiter:
         return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
     def _is_abandoned(self, connection: Connection, token: int) -> bool:
-        """Check whether the owner of `token` has a session, and note since when it has none. Returns whether it has
-        been without a session for the grace period."""
+        """Note since when the owner of `token` has no session.
+
+        Returns whether the owner has been without a session for the grace period.
+        """
         if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # released at the end of the statement
             self._no_session_since = None
             return False
@@ -243,7 +262,7 @@ class _Waiter:
         return now - self._no_session_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
-        """End the sessions of a hanging owner, one of which may have locked the row in a transaction."""
+        """End all sessions that write under `token`: a session of a hanging owner may have locked the row."""
         ended = connection.execute(
             "select pid, pg_terminate_backend(pid) from pg_stat_activity"
             " where application_name = %s and usename = current_user and datname = current_database()",
@@ -257,7 +276,10 @@ class _Waiter:
             )
 
     def _take(self, connection: Connection, token: int, new_token: int) -> int | None:
-        """Raise the token to `new_token`; returns it, or None if another process was faster."""
+        """Raise the token from `token` to `new_token`.
+
+        Returns `new_token`; None if another process was faster, or if a batch of the owner has locked the row.
+        """
         taken = 0
         # Take the lock before the row is written: a process that sees the new token must also see its owner's session.
         if not _try_lock(connection, "pg_try_advisory_lock", new_token):

@@ -18,9 +18,12 @@ from tidemark.streaming.core.effects import OperatorOverride
 
 @dataclass(frozen=True, slots=True)
 class LoggedOverride:
-    """The number and login (`seen_as`) of a logged override.
+    """An override that this process has logged.
 
-    `last_skip`: the number of the newest row of `skips` at that time; 0 if there was none.
+    Attributes:
+        number: the number of the row of `overrides`.
+        seen_as: the login that Postgres verified.
+        last_skip: the number of the newest row of `skips` when the override was logged; 0 if there was none.
     """
 
     number: int
@@ -30,14 +33,17 @@ class LoggedOverride:
 
 @dataclass(frozen=True, slots=True)
 class OverrideEntry:
-    """An override of `(prev, id]` of `writer`.
+    """An operator override, and what is known about its record. Its range is `(prev, id]`.
 
     Attributes:
-        number: None if no command of Tidemark sent the record.
-        seen_as: the login that Postgres verified; None without a number.
-        seen_from: the address of the client; None without a number, or with a Unix socket.
-        topic, partition, offset: of the record; None if the record is not known to be sent.
-        outcome: `applied` or `refused`; None if it is not known, or if the record was not sent.
+        number: the number of the row of `overrides`; None if no command of Tidemark sent the record.
+        kind: the kind of the record or action, such as SKIP, JOIN, REPLAY or POLICY.
+        by: the name that the operator gave.
+        why: the reason that the operator gave.
+        seen_as: the login that Postgres verified; None if `number` is None.
+        seen_from: the address of the client; None if `number` is None, or if the client used a Unix socket.
+        topic, partition, offset: where the record is in Kafka; None if the record is not known to be sent.
+        outcome: the outcome, such as `applied` or `refused`; None if it is not known.
     """
 
     number: int | None
@@ -62,11 +68,11 @@ _CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "pre
 
 
 def _same_record_condition(one: LiteralString, other: LiteralString) -> LiteralString:
-    """The SQL condition that two rows of the audit or of overrides describe equal records."""
+    """The SQL condition that two rows have equal records. `one` and `other`: aliases of `skips` or `overrides`."""
     return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
 
-# If no command has stored the outcome, a row of the audit shows that the override was applied.
+# If no command has stored the outcome, a row of `skips` shows that the override was applied.
 _ALL_OVERRIDES: LiteralString = f"""
 with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
@@ -85,7 +91,7 @@ select * from listed
 """
 
 
-# Rows of the audit are in the order in which the records were applied.
+# The numbers of `skips` are in the order in which the records were applied.
 _OUTCOME: LiteralString = f"""
 with act as (select * from tidemark.overrides where number = %(number)s), mine as (
     select s.number from act a join tidemark.skips s on {_same_record_condition("s", "a")}
@@ -111,7 +117,7 @@ select exists (
 
 
 EVERY_STREAM: Final = ""
-"""The stream of an override of all streams; no stream has this name."""
+"""The `stream` of an override that concerns all streams. No stream has this name."""
 
 
 class OverrideLog:
@@ -124,7 +130,7 @@ class OverrideLog:
         self._session = session
 
     def log(self, stream: str, override: OperatorOverride) -> LoggedOverride:
-        """Log an override. Call this before sending the record, so that every sent record is logged."""
+        """Log an override of `stream`. Call this before sending the record, so that every sent record is logged."""
         noted = self._session.fetch_one(
             LoggedOverride,
             "insert into tidemark.overrides (stream, kind, writer, epoch, prev, id, by, why)"
@@ -145,16 +151,16 @@ class OverrideLog:
         return noted
 
     def note_sent(self, override: LoggedOverride, topic: str, partition: int, offset: int) -> None:
-        """Store the offset of the record.
+        """Store where the record of an override is in Kafka.
 
         Raises:
-            BadRecord: another login logged the override, or the offset is already stored.
+            BadRecord: another login logged the override, or its offset or outcome is already stored.
         """
         arguments = (override.number, topic, partition, offset)
         _require_noted(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), override)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
-        """Whether the batch with that record was applied."""
+        """Whether the pipeline has read the record at `offset`, and has applied the batch with this record."""
         return (
             self._session.fetch_value(
                 "select true from tidemark.kafka_offsets where (topic, partition) = (%s, %s) and next > %s",
@@ -164,11 +170,12 @@ class OverrideLog:
         )
 
     def find_outcome(self, override: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
-        """Find the outcome of an override whose record was read.
+        """Find the outcome of an override whose record was read (`is_read`). Stores nothing.
 
         Returns:
-            `settled before` if another override settled the whole range after this one was logged and before it was
-            applied. If two overrides are equal, the one at the lower offset counts as the first.
+            `refused` if no batch applied the override. `settled before` if another override settled the whole range
+            after `override` was logged and before `override` was applied. Otherwise `applied`. If two overrides are
+            equal, the override at the lower offset counts as the first.
         """
         is_settled = self._session.fetch_value(_OUTCOME, {"number": override.number, "last_skip": override.last_skip})
         if is_settled is None:
@@ -176,23 +183,25 @@ class OverrideLog:
         return "settled before" if is_settled else "applied"
 
     def note_outcome(self, override: LoggedOverride, outcome: str) -> None:
-        """Store the outcome.
+        """Store the outcome of an override.
 
         Raises:
-            BadRecord: another login logged the override, or the outcome is already stored.
+            BadRecord: another login logged the override, or its outcome is already stored.
         """
         _require_noted(
             self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (override.number, outcome)), override
         )
 
     def note_replay(self, stream: str, override: OperatorOverride, origin: tuple[str, int, int]) -> LoggedOverride:
-        """Log the replay of a dead letter.
+        """Log the replay of a dead letter, and mark the original record as replayed, in one transaction.
 
         Args:
+            stream: the stream of the record.
+            override: the replay.
             origin: topic, partition and offset of the original record.
 
         Raises:
-            BadRecord: the record was replayed before.
+            BadRecord: the record was replayed before. Nothing is logged.
         """
         with self._session.use() as connection, connection.transaction():
             noted = self.log(stream, override)
@@ -204,12 +213,15 @@ class OverrideLog:
         return noted
 
     def replays(self) -> dict[tuple[str, int, int], int]:
-        """(topic, partition, offset) of each replayed record -> number of the override."""
+        """(topic, partition, offset) of each replayed dead letter -> number of the override that replayed it."""
         rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
     def newest(self, stream: str | None, most: int) -> list[OverrideEntry]:
-        """Overrides of one stream or of all, newest first, including overrides that no command has sent."""
+        """Overrides of `stream` (None: of all streams), newest first; at most `most`.
+
+        Includes overrides whose record was not sent by a command of Tidemark.
+        """
         return self._session.fetch_all(
             OverrideEntry,
             _ALL_OVERRIDES + " where %(stream)s::text is null or stream = %(stream)s"
@@ -225,7 +237,7 @@ class OverrideLog:
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams")]
 
     def containing(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
-        """Overrides whose range contains `id`, oldest first."""
+        """Overrides of `stream` whose range contains `id`, oldest first; at most `most`."""
         return self._session.fetch_all(
             OverrideEntry,
             _ALL_OVERRIDES + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
@@ -238,8 +250,9 @@ class OverrideLog:
 
 
 def _require_noted(is_noted: object, override: LoggedOverride) -> None:
-    """Raise `BadRecord` if no row was changed. The SQL functions change only rows of the caller's login, and each
-    column only once.
+    """Raise `BadRecord` if a SQL function has changed no row.
+
+    The SQL functions change only rows of the caller's login, and each column only once.
     """
     if not is_noted:
         raise BadRecord("not_yours", f"override {override.number} belongs to another login, or was noted before")
@@ -252,16 +265,16 @@ class _PolicyChange:
 
 
 class PolicyTable:
-    """The policies. Needs the role tidemark_reader; to change, also tidemark_operator.
+    """The policies: settings of single streams, or of streams with a common prefix.
 
-    Raises `Unavailable` and `Refused`.
+    Needs the role tidemark_reader; `change` also needs tidemark_operator. Methods raise `Unavailable` and `Refused`.
     """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def read(self) -> dict[str, dict[str, int]]:
-        """The policies: name -> setting -> value."""
+        """Read all policies: name -> setting -> value. A name is a stream, or a prefix of streams followed by `*`."""
         policies: dict[str, dict[str, int]] = {}
         rows = self._session.fetch_tuples("select stream, setting, value from tidemark.policies order by 1, 2")
         for name, setting, value in rows:
@@ -269,7 +282,13 @@ class PolicyTable:
         return policies
 
     def change(self, name: str, changes: Mapping[str, int | None], by: str, why: str) -> tuple[int, str]:
-        """Set settings of a policy, and remove those whose value is None, in one transaction.
+        """Change settings of a policy, and log the change as an override, in one transaction.
+
+        Args:
+            name: a stream, or a prefix of stream names followed by `*`.
+            changes: setting -> new value; None removes the setting.
+            by: the name of the operator.
+            why: the reason.
 
         Returns:
             The number of the override, and the changes as text.

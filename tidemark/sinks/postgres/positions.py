@@ -1,10 +1,10 @@
-"""The table `stream_positions`: the position of each writer of a stream, and the numbers of writers.
+"""The tables `stream_positions` (the position of each writer), `writer_numbers` and `requeues`.
 
-A batch moves positions and appends their advances to the history in one statement (`write_positions`).
+`write_positions` moves the positions of a batch, and appends its advances to the history, in one statement.
 
-The table of requeues has the Kafka offsets of deferred records that must be produced again. The batch that decides on a
-requeue writes its row. The row is deleted when all its records are produced. If Kafka no longer has some of the
-records, the row stays for operators until a later epoch or the retirement of its writer.
+A row of `requeues` has the Kafka offsets of deferred records that must be produced again. The batch that decides on a
+requeue writes the row. The row is deleted when all its records have been produced. If Kafka no longer has some of the
+records, the row stays, for operators, until its writer starts a later epoch or retires.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -22,20 +22,23 @@ from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.core.effects import RequeuedRange, WriterAdvance
 
 ADVANCES_PER_ROW = 200  # longer rows take no less space per advance, and cost more to read
-_PARTS = 4096  # rows of one batch with distinct places; later rows share places, and IDs distinguish them
+_PARTS = 4096  # rows of one batch with distinct row places; later rows share row places, and IDs distinguish the rows
 
 NEWEST_ADVANCES: LiteralString = """(
     select stream, writer, n.number, p.advanced
     from tidemark.writer_numbers n join tidemark.stream_positions p using (stream, writer)
 )"""
-"""The number of each writer, and the place of its newest advance, where its chain in `packed_advances` starts."""
+"""The number of each writer, and the row place of its newest advance, where its chain in `packed_advances` starts."""
 
 _Row = tuple[str, str, int, int | None, bool, int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class WriterPosition:
-    """A row of `stream_positions`. `forgotten`: retired long ago and removed from the state and from Redis."""
+    """A row of `stream_positions`.
+
+    `forgotten`: whether the writer retired long ago, and was removed from the state and from Redis.
+    """
 
     stream: str
     writer: str
@@ -47,9 +50,13 @@ class WriterPosition:
 
 @dataclass(frozen=True, slots=True)
 class EarlierWriter:
-    """A writer and its `position` at an earlier time.
+    """A writer as it was at an earlier time.
 
-    `next_advance`: the time of its next advance, or None. `is_first`: whether that advance was the writer's first one.
+    Attributes:
+        epoch: the epoch of the next advance after this time; the current epoch if there is none.
+        position: the position at this time.
+        next_advance: the time of the writer's next advance; None if the position has not moved since.
+        is_first: whether the next advance is the first advance of the writer.
     """
 
     writer: str
@@ -59,26 +66,29 @@ class EarlierWriter:
     is_first: bool
 
 
-def place_of(now: int, number: int) -> int:
-    """The place of a row of `packed_advances`.
+def row_place_of(now: int, number: int) -> int:
+    """The row place of an advance: a number that identifies its row in `packed_advances`. Row places ascend with time.
 
     Args:
-        now: time of the batch, milliseconds since 1970.
-        number: index of the advance in its batch.
+        now: the time of the batch, milliseconds since 1970.
+        number: the index of the advance in its batch.
     """
     return now * _PARTS + number // ADVANCES_PER_ROW % _PARTS
 
 
 def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
-    """Move the positions of writers and append their advances to the history.
+    """Move the positions of the batch's writers, and append their advances to the history.
 
-    Both happen in one statement, because both depend on the stored positions. A writer that was dropped from the state
-    may have joined again. If part of its advance is already in the history, the advance is cut to the rest, so that the
-    history stays chained (rule 3).
+    Also creates the partition of the history for the day of the batch, and marks dropped writers as forgotten. Call
+    this in the transaction of the batch. One statement writes positions and advances, because both depend on the
+    stored positions.
+
+    A writer that was dropped from the state may have joined again. If part of its advance is already in the history,
+    only the rest of the advance is written, so that the history stays chained (rule 3).
 
     Returns:
-        The writers whose stored position differs from the batch, for `corrected_advances` and `higher_positions`. None
-        if the batch has no writers.
+        Rows of the writers whose stored position differs from the batch, for `corrected_advances` and
+        `higher_positions`. None if the batch has no writers.
     """
     days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
     for day in days:
@@ -160,8 +170,10 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
 
 
 def _writer_rows(batch: Batch) -> Iterator[_Row]:
-    """One row per writer with its advance; all 0 without an advance. The position is None if only the advance is
-    known.
+    """Yield one row for each writer, with its advance.
+
+    If a writer has no advance, the columns of the advance are 0. If the batch has only the advance of a writer, the
+    position is None.
     """
     number = 0
     for shard, s in batch.streams():
@@ -173,18 +185,21 @@ def _writer_rows(batch: Batch) -> Iterator[_Row]:
             if a is None:
                 yield *row, 0, 0, 0, 0, 0, 0, 0, 0, 0
                 continue
-            row_place = place_of(now, number)
+            row_place = row_place_of(now, number)
             yield *row, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, row_place
             number += 1
         for a in advances.values():
             advance_only = stream, a.writer, 0, None, False, now
-            row_place = place_of(now, number)
+            row_place = row_place_of(now, number)
             yield *advance_only, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, row_place
             number += 1
 
 
 def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
-    """(stream, writer) -> the rest of an advance that was cut; None if the whole advance was already stored.
+    """(stream, writer) -> the written rest of an advance; None if the whole advance was already stored.
+
+    Args:
+        changed: the rows that `write_positions` returned.
 
     Raises:
         ChainBroken: an advance begins beyond the stored position.
@@ -201,7 +216,10 @@ def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], Wri
 
 
 def higher_positions(changed: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
-    """(stream, writer) -> the stored position, if it is beyond the position of the batch."""
+    """(stream, writer) -> the stored position, if this position is beyond the position of the batch.
+
+    `changed`: the rows that `write_positions` returned.
+    """
     return {
         (stream, writer): stored
         for stream, writer, *_, stored, position in changed
@@ -210,9 +228,9 @@ def higher_positions(changed: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
 
 
 def forget_retired(connection: Connection, before: datetime) -> None:
-    """Forget retired writers that the linear position has passed, in streams without a batch since `before`.
+    """Mark retired writers up to the linear position as forgotten, in streams without a batch since `before`.
 
-    In other streams the batches drop such writers.
+    In other streams, the batches drop such writers.
     """
     connection.execute(
         """
@@ -228,21 +246,19 @@ def forget_retired(connection: Connection, before: datetime) -> None:
 def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
     """Delete the numbers of forgotten writers whose newest advance is before `oldest`.
 
-    Locks the row of the lease until the end of the transaction, so that no batch runs: a batch may use the number of a
-    writer that has returned.
+    Locks the row of the lease until the end of the transaction, so that no batch runs meanwhile: a forgotten writer may
+    join again, and its batch would use the number.
     """
     connection.execute("select 1 from tidemark.query_lease for update")
     connection.execute(
         "delete from tidemark.writer_numbers n using tidemark.stream_positions p"
         " where (p.stream, p.writer) = (n.stream, n.writer) and p.forgotten and p.advanced < %s",
-        (place_of(int(oldest.timestamp() * 1000), 0),),
+        (row_place_of(int(oldest.timestamp() * 1000), 0),),
     )
 
 
-def forget_settled_requeues(connection: Connection) -> None:
-    """Delete requeues of epochs that ended with a later epoch or a retirement. Their records would be rejected as
-    zombies.
-    """
+def delete_obsolete_requeues(connection: Connection) -> None:
+    """Delete requeues of writers that have retired or have a later epoch: the records would be rejected as zombies."""
     connection.execute(
         "delete from tidemark.requeues r using tidemark.stream_positions p"
         " where (p.stream, p.writer) = (r.stream, r.writer) and (p.epoch > r.epoch or p.retired)"
@@ -250,7 +266,7 @@ def forget_settled_requeues(connection: Connection) -> None:
 
 
 def stored_positions(connection: Connection, streams: Collection[str]) -> list[TupleRow]:
-    """Stream, writer, position and `forgotten` of each writer of `streams`. Tuples, because there may be millions."""
+    """(stream, writer, position, forgotten) for each writer of `streams`. Tuples, because there may be millions."""
     return connection.execute(
         "select stream, writer, position, forgotten from tidemark.stream_positions"
         " where stream = any(string_to_array(%s, ' '))",  # no name has a space
@@ -259,7 +275,10 @@ def stored_positions(connection: Connection, streams: Collection[str]) -> list[T
 
 
 def positions_since(connection: Connection, streams: Collection[str], begin: int) -> list[TupleRow]:
-    """Stream, writer and position of each writer of `streams` that a batch changed since `begin` (ms)."""
+    """(stream, writer, position) for the writers of `streams` that a batch changed at or after `begin` (ms since 1970).
+
+    Forgotten writers are left out.
+    """
     return connection.execute(
         "select stream, writer, position from tidemark.stream_positions"
         " where stream = any(%s) and updated_at >= to_timestamp(%s / 1000.0) and not forgotten",
@@ -281,7 +300,7 @@ def stored_writers(connection: Connection, streams: Collection[str]) -> list[Wri
 def writers_not_beyond(session: PostgresSession, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
     """The writers whose position at the time `at` was not beyond `linear`, lowest position first.
 
-    Includes writers that had retired before.
+    Includes writers that had already retired at this time. Leaves out writers that are forgotten now.
     """
     return session.fetch_all(
         EarlierWriter,
@@ -301,10 +320,13 @@ def writers_not_beyond(session: PostgresSession, stream: str, at: datetime, line
 
 @dataclass(frozen=True, slots=True)
 class PendingRequeue:
-    """Records to produce again: edges of `writer` in `epoch` at the offsets `next` to `last` of a partition of the
-    facts topic.
+    """Records of a writer in one epoch that must be produced again.
 
-    `gone` is the number of offsets before `next` that Kafka no longer had.
+    Attributes:
+        partition: the partition of the facts topic.
+        next: the offset of the first record that still has to be produced.
+        last: the offset of the last record.
+        gone: the number of offsets before `next` that Kafka no longer had.
     """
 
     number: int
@@ -319,9 +341,13 @@ class PendingRequeue:
 
 @dataclass(frozen=True, slots=True)
 class RequeueStatus:
-    """A requeue that is not complete, or that is complete except for records that Kafka no longer had.
+    """A requeue with records that still have to be produced, or that Kafka no longer had.
 
-    `gone`: the number of offsets that Kafka no longer had. `problem`: why the requeue does not continue.
+    Attributes:
+        partition: the partition of the facts topic.
+        gone: the number of offsets that Kafka no longer had.
+        problem: why the requeue does not continue; None if there is no problem.
+        since: the time at which the requeue was stored.
     """
 
     stream: str
@@ -333,7 +359,7 @@ class RequeueStatus:
 
 
 def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedRange]]) -> None:
-    """Store requeues, each with its stream."""
+    """Store requeues: (stream, range of offsets)."""
     execute(
         connection,
         "insert into tidemark.requeues (stream, writer, epoch, partition, next, last)"
@@ -343,8 +369,11 @@ def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedR
 
 
 def pending_requeues(connection: Connection) -> list[PendingRequeue]:
-    """Requeues with records still to produce: oldest first, requeues with a problem last."""
-    forget_settled_requeues(connection)
+    """Delete obsolete requeues, and return the requeues with records that still have to be produced.
+
+    Oldest first, but requeues with a problem last.
+    """
+    delete_obsolete_requeues(connection)
     return fetch_all(
         connection,
         PendingRequeue,
@@ -354,7 +383,7 @@ def pending_requeues(connection: Connection) -> list[PendingRequeue]:
 
 
 def note_requeue(connection: Connection, requeue: PendingRequeue, problem: str | None) -> None:
-    """Store the progress of a requeue; delete it if it is complete."""
+    """Store the progress and the problem of a requeue. Delete the requeue if all its records have been produced."""
     if requeue.next > requeue.last and not requeue.gone:
         connection.execute("delete from tidemark.requeues where number = %s", (requeue.number,))
         return
@@ -365,7 +394,7 @@ def note_requeue(connection: Connection, requeue: PendingRequeue, problem: str |
 
 
 def give_up_requeues(connection: Connection, why: str) -> None:
-    """Mark all remaining offsets as gone."""
+    """Mark the remaining offsets of all requeues as gone, with `why` as the problem."""
     connection.execute(
         "update tidemark.requeues set gone = gone + last - next + 1, next = last + 1, problem = %s where next <= last",
         (why,),

@@ -1,9 +1,10 @@
 """Retention: deletes old history by dropping the partition of a day, without blocking a batch.
 
-Dropping a partition takes an exclusive lock of the whole history. The lock waits for every reader (for hours during a
-dump), and would block all batches meanwhile. Therefore the partition is first detached concurrently, which blocks no
-writer; dropping it then waits only for its own readers. Only the owner of the tables may detach. Other members of the
-role `tidemark_owner` call a function that drops directly, with a short lock time-out.
+Dropping an attached partition takes an exclusive lock on the whole history. The lock waits for every reader (for hours
+during a dump), and would block all batches meanwhile. Therefore the partition is first detached concurrently, which
+blocks no writer. Dropping the detached partition then waits only for readers of this partition. Only the owner of the
+tables may detach. Other members of the role `tidemark_owner` call a function that drops attached partitions, with a
+short lock time-out.
 
 Every step may be interrupted; the next call continues.
 """
@@ -27,8 +28,8 @@ class Retention:
     """Retention periods in days.
 
     Attributes:
-        history: for advances, closed gaps and applied batches.
-        audit: for the audit, operator overrides and late completions.
+        history: for advances, moves of linear positions, closed gaps and applied batches.
+        audit: for the table `skips`, operator overrides and late completions.
     """
 
     history: int = 7
@@ -40,10 +41,10 @@ class HistoryPartition:
     """A partition of the history, which has the advances of one day.
 
     Attributes:
-        name: the name of its table.
+        name: the name of the partition.
         parent: the partitioned table; None if the partition is detached.
-        is_pending: whether detaching has begun.
-        is_owned: whether this user has the rights of its owner.
+        is_pending: whether a detach has begun and has not been completed.
+        is_owned: whether this user has the rights of the partition's owner.
     """
 
     name: str
@@ -54,21 +55,30 @@ class HistoryPartition:
 
 @dataclass(frozen=True, slots=True)
 class DropResult:
-    """The dropped partitions, and for each partition in use its readers."""
+    """The outcome of `drop_before`.
+
+    Attributes:
+        dropped: names of the dropped partitions.
+        in_use: name of a partition that could not be dropped -> description of the sessions that read the partition.
+    """
 
     dropped: Sequence[str]
     in_use: dict[str, str]
 
 
 def drop_before(connection: Connection, day: date) -> DropResult:
-    """Drop the partitions of days before `day`. Partitions with active readers are left to a later call."""
+    """Drop the partitions of days before `day`.
+
+    A partition with active readers is left to a later call. If such a partition is attached, later partitions are left
+    too.
+    """
     with _lock_timeout(connection, "2s"):
         return _drop_before(connection, day)
 
 
 @contextmanager
 def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
-    """Set the lock timeout of the session, and restore it afterwards. Does nothing behind a pooler."""
+    """Set the lock timeout of the session during the block. Does nothing behind a pooler."""
     if _is_pooled(connection):
         yield
         return
@@ -146,19 +156,19 @@ def _readers(connection: Connection, old: HistoryPartition) -> str:
 
 
 def _first_days(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
-    """Name of the policy -> the first day that must be stored."""
+    """Name of the policy -> the first day that must be stored. `*` is every stream without a policy of its own."""
     rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
     days = {"*": retention.history, **dict(rows.fetchall())}
     return {name: today - timedelta(days=count) for name, count in days.items()}
 
 
 def oldest_stored_day(connection: Connection, today: date, retention: Retention) -> date:
-    """The first day whose advances must be stored. Streams share rows, so the policy with the most days counts."""
+    """The first day whose advances must be stored: the policy with the most days counts, because streams share rows."""
     return min(_first_days(connection, today, retention).values())
 
 
 def hide_expired(connection: Connection, today: date, retention: Retention) -> None:
-    """Hide advances that are past the retention of their own stream."""
+    """Hide advances that are past the retention of their stream, by updating the table `history_since`."""
     firsts = _first_days(connection, today, retention)
     since = {name: datetime.combine(day, time(), UTC) for name, day in firsts.items()}
     with connection.transaction():
@@ -174,7 +184,10 @@ def hide_expired(connection: Connection, today: date, retention: Retention) -> N
 
 
 def delete_expired(connection: Connection, today: date, retention: Retention) -> None:
-    """Delete expired rows, except advances (`drop_before`). Call this outside a transaction."""
+    """Hide expired advances, and delete other expired rows. Call this outside a transaction.
+
+    `drop_before` deletes the advances.
+    """
     hide_expired(connection, today, retention)
     oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
     # The most specific policy counts, as in `streaming.values.limits`.
@@ -215,26 +228,28 @@ select least(
 
 
 class RetentionClock:
-    """The clock for retention, and its difference from the clock of the pipeline's host.
+    """The clock for retention, and the difference between the clocks of the pipeline's host and of the server.
 
-    Batches carry the time of the host. If the clock of the host or of the server were days ahead, history would be
-    dropped too early. Thread-safe. Raises `Unavailable` and `Refused`.
+    Batches have the time of the host. If the clock of the host or of the server is days ahead, history must not be
+    dropped too early. Thread-safe. Methods raise `Unavailable` and `Refused`.
     """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def retention_limit(self, host: datetime) -> datetime:
-        """The time up to which this run may drop history.
+        """The time that a run of retention must use as the current time.
 
-        The earliest of: the server's time, the time of the `host`, and one day after the last complete run.
+        The earliest of: the server's time, `host` (the host's time), and one day after the last complete run. Before
+        the first complete run, the time of the newest batch replaces the time of the last run.
         """
         now: datetime = self._session.fetch_value(_NOW, (host,))
         return now.astimezone(UTC)
 
     def note_complete_run(self, now: datetime) -> None:
-        """Store `now` as the time of the last complete run, even if it is earlier, because a clock may have been
-        corrected.
+        """Store `now` as the time of the last complete run.
+
+        `now` may be earlier than the stored time, because a clock may have been corrected.
         """
         self._session.execute(
             "insert into tidemark.retention_clock (time) values (%s)"
@@ -243,7 +258,10 @@ class RetentionClock:
         )
 
     def difference(self) -> float:
-        """Seconds by which the host's clock is ahead of the server's, with an error of at most half a round trip."""
+        """Measure by how many seconds the host's clock is ahead of the server's clock. Negative: the host is behind.
+
+        The error is at most half a round trip.
+        """
         with self._session.use() as connection:
             before = datetime.now(UTC)
             server: datetime = fetch_value(connection, "select clock_timestamp()")

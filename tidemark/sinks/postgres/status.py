@@ -1,7 +1,7 @@
 """Reads the status of the pipeline in Postgres, and checks the stored data.
 
-Status: owner of the lease, last batch, dead letters, late completions, faults. It is for display and alerts; no
-position depends on it. The checks are for `tidemark verify` and `tidemark bundle`.
+The status has the owner of the lease, the last batch, dead letters, late completions and faults. The status is for
+display and alerts; no position depends on it. `Audit` is for `tidemark verify`, and `dump` for `tidemark bundle`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,12 +25,14 @@ from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, sto
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """A partition with `records` unread records, the oldest waiting since `since`. 0 records: Kafka has not answered
-    since then.
+    """A Kafka partition with unread records.
 
-    `blocked_offset` and `blocked_since` are None unless an open Kafka transaction blocks the partition.
-    `blocked_offset` is the last stable offset: records from there on cannot be read. `blocked_since` is the time at
-    which the last stable offset last moved.
+    Attributes:
+        records: the number of unread records; 0 if Kafka does not answer.
+        since: the time since which the oldest record has been unread, or since which Kafka has not answered.
+        blocked_offset: the last stable offset, if an open Kafka transaction blocks the partition: records from this
+            offset on cannot be read. Otherwise None.
+        blocked_since: the time at which the last stable offset last moved; None if `blocked_offset` is None.
     """
 
     topic: str
@@ -44,7 +46,7 @@ class LaggingPartition:
 def note_lagging_partitions(
     connection: Connection, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
 ) -> None:
-    """Replace the rows of `tidemark.lagging_partitions`.
+    """Replace all rows of `tidemark.lagging_partitions`, in one transaction.
 
     Args:
         connection: a session of the owner of the lease.
@@ -67,7 +69,7 @@ def note_lagging_partitions(
 
 
 def lagging_partitions(connection: Connection) -> list[LaggingPartition]:
-    """The lagging partitions that the pipeline stored last, by topic and partition."""
+    """The lagging partitions that the pipeline stored last, ordered by topic and partition."""
     return fetch_all(
         connection,
         LaggingPartition,
@@ -78,25 +80,26 @@ def lagging_partitions(connection: Connection) -> list[LaggingPartition]:
 
 @dataclass(frozen=True, slots=True)
 class ReadStatus:
-    """How far the pipeline has read Kafka.
+    """Which Kafka partitions the active pipeline reads with lag.
 
     Attributes:
-        since: it has read without a break since then (s since 1970).
-        lagging: partitions with records that have been unread for ten seconds or longer.
+        since: the time since which the pipeline has had the lease, in seconds since 1970.
+        lagging: the numbers of the lagging partitions of any topic: see `LaggingPartition`.
     """
 
     since: float
     lagging: frozenset[int]
 
 
-OVERRIDES_SHOWN = 5
-MAX_LATE_COUNT = 100  # the count of late completions of one stream is limited to this
+OVERRIDES_SHOWN = 5  # the largest number of overrides in the status
+MAX_LATE_COUNT = 100  # the largest count of late completions of one stream
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterCounts:
-    """The number of distinct records rejected for `reason` since the creation of the database, and the time of the
-    newest one.
+    """The number of distinct records that were rejected for `reason`, since the database was created.
+
+    `newest`: the time of the newest rejected record.
     """
 
     reason: str
@@ -106,7 +109,7 @@ class DeadLetterCounts:
 
 @dataclass(frozen=True, slots=True)
 class SinkFault:
-    """A stream that `sink` cannot publish while it publishes the others."""
+    """A stream that `sink` cannot publish, although `sink` publishes other streams. `problem` is the reason."""
 
     sink: str
     stream: str
@@ -118,8 +121,9 @@ class SinkFault:
 class BridgeStatus:
     """The state of the `tidemark synapse` process that sends a stream.
 
-    `is_connected`: None on a replica, where the connection cannot be seen. `since`: the time of the connection; None
-    without a connection, or if this user may not see it.
+    Attributes:
+        is_connected: whether the process has a session in the primary; None if this database is a replica.
+        since: the time at which the session began; None without a session, or if this user may not see the session.
     """
 
     is_connected: bool | None
@@ -128,7 +132,7 @@ class BridgeStatus:
 
 @dataclass(frozen=True, slots=True)
 class RecentOverride:
-    """A row of the table of operator overrides."""
+    """A row of the table of operator overrides: see `operators.OverrideEntry`."""
 
     number: int
     kind: str
@@ -149,9 +153,11 @@ class Condition:
         owner: the last process that acquired the lease; None if there was none.
         lease_seconds: seconds until the lease expires; 0 if it has expired.
         seconds_since_batch: seconds since the last batch was applied; None if there was none.
-        overrides: operator overrides of the last day, newest first.
-        waits_for: what a batch of the owner waits for in this database.
-        lagging: Kafka partitions whose records wait longer than in a healthy pipeline.
+        dead_letters: the counts of each reason, the largest first.
+        overrides: the newest operator overrides of the last day, newest first.
+        faults: the streams that a sink cannot publish.
+        waits_for: what a batch of the owner waits for in this database; None if no batch waits.
+        lagging: the Kafka partitions that have more lag than in a healthy pipeline.
     """
 
     owner: str | None
@@ -166,14 +172,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class LateCount:
-    """`count` late completions (at most `MAX_LATE_COUNT`), and the time of the newest."""
+    """The number of late completions of a stream (at most `MAX_LATE_COUNT`), and the time of the newest one."""
 
     count: int
     newest: datetime
 
 
 def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -> None:
-    """Replace the faults, by sink and stream. A fault that is already stored keeps its `since`."""
+    """Replace the stored faults by `faults`: (sink, stream) -> problem. A fault that stays keeps its `since`."""
     columns = [sink for sink, _ in faults], [stream for _, stream in faults], list(faults.values())
     with connection.transaction():
         connection.execute(
@@ -197,15 +203,16 @@ class _LeaseRow:
 
 
 class ConditionReader:
-    """Reads the status of the pipeline. Needs the role tidemark_reader. Any thread may call.
+    """Reads the status of the pipeline. Needs the role tidemark_reader. Thread-safe.
 
-    Raises `Unavailable` (call again) and `Refused`.
+    Methods raise `Unavailable` (call again) and `Refused`.
     """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def current(self) -> Condition:
+        """Read the current status."""
         with self._session.use() as connection:
             lease = fetch_one(
                 connection,
@@ -238,8 +245,11 @@ class ConditionReader:
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
     def reading_status(self) -> ReadStatus | None:
-        """How the active pipeline reads Kafka. None if no pipeline is active, or if its batch waits: whether a writer
-        is silent is unknown then.
+        """Read which partitions the active pipeline reads with lag.
+
+        Returns:
+            None if no pipeline is active, or if a batch of the active pipeline waits for a lock or a standby. A caller
+            then cannot know whether a writer is silent.
         """
         rows = self._session.fetch_tuples(
             """
@@ -254,7 +264,10 @@ class ConditionReader:
         return {*self._session.fetch_tuples("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")}
 
     def bridges(self) -> dict[str, BridgeStatus]:
-        """The streams of `tidemark synapse`; empty if its tables do not exist, or this user may not read them."""
+        """Stream -> status of the `tidemark synapse` process that sends the stream.
+
+        Empty if the table `tidemark.synapse_streams` does not exist, or if this user may not read the table.
+        """
         with self._session.use() as connection:
             table = "to_regclass('tidemark.synapse_streams')::oid"
             if fetch_value(connection, f"select 1 where has_table_privilege({table}, 'select')") is None:
@@ -273,7 +286,7 @@ class ConditionReader:
         return {stream: BridgeStatus(is_connected, since) for stream, is_connected, since in rows}
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
-        """The count of late completions, for each of `streams` that has any."""
+        """Count late completions: stream -> count. Streams without late completions are left out."""
         rows = self._session.fetch_tuples(
             """
             select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)
@@ -290,10 +303,11 @@ class ConditionReader:
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
     def requeues(self) -> list[RequeueStatus]:
-        """The requeues that are not complete, or that lack records, oldest first: see `RequeueStatus`."""
+        """See `positions.unfinished_requeues`."""
         return unfinished_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:
+        """The stored faults of all sinks, ordered by sink and stream."""
         return self._session.fetch_all(
             SinkFault, "select sink, stream, problem, since from tidemark.sink_faults order by 1, 2"
         )
@@ -304,17 +318,22 @@ STATES: LiteralString = """
     from tidemark.streams
     where %(streams)s::text[] is null or stream = any(%(streams)s::text[])
 """
-"""Name and encoded state of each stream."""
+"""Selects name and encoded state of the streams in the parameter `streams` (null for all streams)."""
 
 HistoryFaultKind = Literal["hole", "overlap", "regress", "no writer"]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditedStream:
-    """The rows of a stream in one snapshot.
+    """The stored data of a stream, read in one snapshot.
 
-    `late` is the number of its newest late completion; `gaps` has writer and top of the open gaps; `state`: the encoded
-    state from which the next query starts.
+    Attributes:
+        linear: the linear position.
+        allocated: the highest ID that any record has named.
+        late: the number of the newest late completion; 0 if there is none.
+        state: the encoded state, with which the next query starts.
+        writers: name of the writer -> its row.
+        gaps: (writer, top) of each open gap.
     """
 
     linear: int
@@ -326,16 +345,20 @@ class AuditedStream:
 
     @property
     def positions(self) -> dict[str, int]:
-        """Positions by writer, without forgotten writers."""
+        """Writer -> position. Forgotten writers are left out."""
         return {name: writer.position for name, writer in self.writers.items() if not writer.forgotten}
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryFault:
-    """A break in the history of `writer`: the history has `found` where `expected` should be.
+    """A fault in the history of a writer.
 
-    `hole` and `overlap`: an advance does not begin at the end of the one before. `regress`: the linear position went
-    back, or a position is below the end of the history. `no writer`: the writer has advances but no position.
+    Attributes:
+        fault: `hole`: an advance is missing, so an advance or the position is beyond the end of the previous advance.
+            `overlap`: an advance begins below the end of the previous advance. `regress`: the linear position went
+            back, or a position is below the end of the history. `no writer`: the writer has advances but no position.
+        expected: the ID that the history should have at this point.
+        found: the ID that the history has.
     """
 
     stream: str
@@ -354,9 +377,9 @@ class _StreamRow:
 
 
 class Audit:
-    """Reads the stored data of streams for `tidemark verify`. A context manager; needs the role tidemark_reader.
+    """Reads and checks the stored data of streams, for `tidemark verify`. A context manager that closes its session.
 
-    Raises `Unavailable`, `Refused` and `SchemaMismatch`.
+    Needs the role tidemark_reader. Methods raise `Unavailable` and `Refused`.
     """
 
     def __init__(self, dsn: Dsn) -> None:
@@ -369,14 +392,16 @@ class Audit:
         self._session.close()
 
     def check(self) -> None:
+        """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
         with self._session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
     def names(self) -> list[str]:
+        """The names of all streams, sorted."""
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams order by 1")]
 
     def streams(self, names: Collection[str]) -> dict[str, AuditedStream]:
-        """The streams with these names, in one snapshot. Unknown names are left out."""
+        """Read streams in one snapshot: name -> stored data. Unknown names are left out."""
         named = {"streams": list(names)}
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
@@ -398,7 +423,7 @@ class Audit:
         return streams
 
     def end_of_history(self, stream: str, writer: str, position: int) -> int | None:
-        """The ID of the newest advance of `writer` beyond `position`; None if there is none."""
+        """The ID at which the newest advance of `writer` ends; None if no stored advance is beyond `position`."""
         with self._session.use() as connection:
             chains = advances_since(connection, [(stream, writer, position)], 1)
         chain = chains.get((stream, writer))
@@ -407,14 +432,15 @@ class Audit:
     def history_faults(
         self, stream: str | None, most: int, parts: int = 1, note_part: Callable[[], object] = lambda: None
     ) -> list[HistoryFault]:
-        """Up to `most` faults of the stored history of `stream` (None: of all streams).
+        """Check the stored history, in one snapshot, and return the faults ordered by stream and writer.
 
-        The server reads the whole history once for each part, and sorts the advances of a part.
+        The writers are checked in parts. For each part, the server reads the whole history once, and sorts the
+        advances of the part.
 
         Args:
-            stream: its name; None: all streams.
-            most: the maximum number of faults.
-            parts: in how many parts the writers are checked, in one snapshot.
+            stream: the stream to check; None for all streams.
+            most: the largest number of faults to return.
+            parts: the number of parts.
             note_part: called after each part.
         """
         faults = list[HistoryFault]()
@@ -481,8 +507,8 @@ order by stream, writer, place limit %(most)s
 
 
 MAX_ROWS: Final = 1000
-"""The largest number of rows of one table in a `dump`."""
-# The view of the history reads only the days of the given range of time.
+"""The largest number of rows that `dump` returns."""
+# position_advances has a condition on time, so that the view reads only the newest days.
 _TABLES: Final[dict[str, LiteralString]] = {
     "streams": "select stream, linear, head, direction, shard, length(state) as state_bytes, updated_at"
     " from tidemark.streams order by updated_at desc",
@@ -509,9 +535,13 @@ TABLES: Final = tuple(_TABLES)
 
 
 def dump(session: PostgresSession, table: str) -> str:
-    """The newest rows of one of `TABLES` as a JSON array of objects.
+    """Read up to `MAX_ROWS` rows of a table, as the text of a JSON array with one object for each row.
 
-    Raises `Unavailable`, `Refused`, and `psycopg.Error` if the schema of another version has no such table.
+    A table with more rows gives its newest rows. `table` is one of `TABLES`.
+
+    Raises:
+        Unavailable, Refused: as for every use of the session.
+        psycopg.Error: the schema of another version does not have what the query names.
     """
     rows: LiteralString = "select coalesce(jsonb_agg(to_jsonb(newest)), '[]')::text from (" + _TABLES[table]
     return str(session.fetch_value(rows + " limit %s) newest", (MAX_ROWS,)))

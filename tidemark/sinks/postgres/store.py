@@ -1,7 +1,7 @@
-"""Postgres, the durable source of truth: the writes of the pipeline, and its reads at a start and to refill the sinks.
+"""Postgres, the durable source of truth: all writes of the pipeline, and its reads at a start and for refills of sinks.
 
-Batches (the thread of foreachBatch), requeues, and all other work (maintenance, probes) have one session each, so that
-none waits for another.
+There is one session for batches (the thread of foreachBatch), one for requeues, and one for all other work
+(maintenance, probes), so that no work waits for another.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PostgresConfig:
-    """`dsn` may contain a password."""
+    """The address of Tidemark's database, which may contain a password, and the retention periods."""
 
     dsn: Dsn = field(repr=False)
     retention: Retention = field(default_factory=Retention)
@@ -54,9 +54,11 @@ class PostgresConfig:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSetup:
-    """The setup of the last start, which must not change. None and {} before the first start.
+    """The setup of the last start, with which the next start must agree.
 
-    `topics`: name -> (Kafka's topic ID, number of partitions).
+    Attributes:
+        shards: the number of shards; None before the first start.
+        topics: name -> (Kafka's topic ID, number of partitions); empty before the first start.
     """
 
     shards: int | None
@@ -66,8 +68,12 @@ class RememberedSetup:
 class StreamPositions(msgspec.Struct, frozen=True, gc=False):
     """The committed positions of a stream.
 
-    `forgotten`: writers that retired long ago and are in neither `positions` nor Redis. `late`: the number of the
-    newest late completion, or 0.
+    Attributes:
+        linear: the linear position.
+        allocated: the highest ID that any record has named.
+        late: the number of the newest late completion; 0 if there is none.
+        positions: writer -> position. Forgotten writers are left out.
+        forgotten: writers that retired long ago. They must not be in Redis.
     """
 
     linear: int
@@ -78,7 +84,17 @@ class StreamPositions(msgspec.Struct, frozen=True, gc=False):
 
 
 class Postgres:
-    """A context manager. Any thread may call. All methods raise `Unavailable` (call again) and `Refused`."""
+    """The pipeline's access to Postgres. A context manager that closes its sessions. Thread-safe.
+
+    All methods raise `Unavailable` (call again) and `Refused`.
+
+    Attributes:
+        where: the address without user and password, for messages.
+        batch_wait: what a running batch waits for in Postgres.
+        conditions: reads the status of the pipeline.
+        policies: reads and changes policies.
+        clock: the clock for retention.
+    """
 
     def __init__(self, config: PostgresConfig) -> None:
         self._config = config
@@ -114,26 +130,31 @@ class Postgres:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
     def pipeline_version(self) -> str:
-        """The version of the pipeline that acquired the lease last; empty if none did."""
+        """The version of the pipeline that acquired the lease last; empty if no pipeline has acquired the lease."""
         return self._reads.fetch_value("select version from tidemark.query_lease") or ""
 
     def apply(self, batch: Batch) -> CommitResult:
-        """Commit the batch. After `Unavailable` the commit may have succeeded; the next call detects that.
+        """Commit the batch: see `transaction.apply`.
 
-        Raises psycopg's error if the server refuses the batch's content (`transaction.is_about_content`).
+        After `Unavailable`, the commit may have succeeded. Call again: the next call detects a committed batch.
+
+        Raises:
+            LeaseLost, ChainBroken: see `transaction.apply`.
+            psycopg.Error: the server refuses the content of the batch (`transaction.is_about_content`).
         """
         with self._batches.use() as connection, self.batch_wait.track(connection):
             return apply(connection, batch)
 
     def refusal(self, batch: Batch) -> str | None:
-        """The server's error about the content of the batch; None if it would accept the batch. Writes nothing."""
+        """Try to write the batch, and roll back: see `transaction.refusal`."""
         with self._batches.use() as connection, self.batch_wait.track(connection):
             return transaction.refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
-        """Raise the next number of a late completion above all earlier ones. For a new owner, before its first batch.
+        """Raise the next number of a late completion to the clock (microseconds since 1970), unless it is higher.
 
-        A restored database would repeat numbers that readers already know, so the number follows the clock.
+        A new owner of the lease calls this before its first batch. Without this call, a restored database would repeat
+        numbers that readers already know.
         """
         self._batches.execute(
             "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
@@ -142,27 +163,32 @@ class Postgres:
         )
 
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
-        """Rejected records whose dead letters may not have been sent."""
+        """See `transaction.unsent_dead_letters`."""
         with self._reads.use() as connection:
             return transaction.unsent_dead_letters(connection)
 
     def delete_unsent_dead_letters(self, query: str, batch: int) -> None:
-        """Delete the rejected records of this batch: Kafka has its dead letters."""
+        """See `transaction.delete_unsent_dead_letters`."""
         with self._batches.use() as connection:
             transaction.delete_unsent_dead_letters(connection, query, batch)
 
     def pending_requeues(self) -> list[PendingRequeue]:
-        """Requeues with records still to produce: oldest first, requeues with a problem last."""
+        """See `positions.pending_requeues`."""
         with self._requeues.use() as connection:
             return pending_requeues(connection)
 
     def note_requeue(self, requeue: PendingRequeue, problem: str | None = None) -> None:
-        """Store the progress of a requeue, and the problem that prevents the rest."""
+        """See `positions.note_requeue`."""
         with self._requeues.use() as connection:
             note_requeue(connection, requeue, problem)
 
     def give_up_requeues(self, deferred: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
-        """Give up the deferred records and all pending requeues: their offsets are no longer valid."""
+        """Store the deferred records as requeues, and give up all requeues, because their offsets are no longer valid.
+
+        Args:
+            deferred: (stream, range of offsets).
+            why: the problem to store with each requeue.
+        """
         with self._batches.use() as connection, connection.transaction():
             add_requeues(connection, deferred)
             give_up_requeues(connection, why)
@@ -170,29 +196,29 @@ class Postgres:
     def note_lagging_partitions(
         self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
     ) -> None:
-        """Replace the lagging partitions: see `status.note_lagging_partitions`."""
+        """See `status.note_lagging_partitions`."""
         with self._reads.use() as connection:
             note_lagging_partitions(connection, partitions)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
-        """Replace the faults of the sinks: (sink, stream) -> problem."""
+        """See `status.note_faults`."""
         with self._reads.use() as connection:
             note_faults(connection, faults)
 
     def last_batch(self) -> tuple[str, int] | None:
-        """The query and number of the batch that was applied last; None before the first batch."""
+        """(query, number) of the batch that was applied last; None before the first batch."""
         with self._reads.use() as connection:
             return connection.execute(
                 "select query, batch from tidemark.applied_batches order by number desc limit 1"
             ).fetchone()
 
     def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
-        """The encoded states of `streams` (None: of all streams, the seed of a query without a checkpoint)."""
+        """Stream -> encoded state. `streams`: None for all streams, as a query without a checkpoint needs them."""
         names = None if streams is None else list(streams)
         return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
 
     def replace_states(self, states: Mapping[str, EncodedState]) -> None:
-        """Replace states outside a batch: only for a loss that an operator accepted."""
+        """Replace the states of existing streams outside a batch: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             execute(
                 connection,
@@ -211,7 +237,10 @@ class Postgres:
         return offsets
 
     def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
-        """Replace the offsets of these topics, even by lower offsets: only for a loss that an operator accepted."""
+        """Replace all offsets of the topics in `offsets`: only for a loss that an operator accepted.
+
+        `offsets`: topic -> partition -> the next offset to read, which may be lower than the stored one.
+        """
         with self._batches.use() as connection, connection.transaction():
             connection.execute("delete from tidemark.kafka_offsets where topic = any(%s)", (list(offsets),))
             execute(
@@ -221,13 +250,14 @@ class Postgres:
             )
 
     def remembered_setup(self) -> RememberedSetup:
+        """The setup that `remember_setup` stored last."""
         with self._reads.use() as connection:
             shards = fetch_value(connection, "select shards from tidemark.pipeline")
             topics = connection.execute("select topic, topic_id, partitions from tidemark.topics")
             return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
     def remember_setup(self, remembered: RememberedSetup) -> None:
-        """Store the setup. Keeps topics that it does not name."""
+        """Store the setup. Topics that `remembered` does not name stay; `shards` None keeps the stored number."""
         with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
                 connection.execute(
@@ -243,16 +273,17 @@ class Postgres:
             )
 
     def streams(self) -> list[str]:
+        """The names of all streams, sorted."""
         return [stream for (stream,) in self._reads.fetch_tuples("select stream from tidemark.streams order by 1")]
 
     def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
-        """The positions of `streams`; unknown streams are left out. No position is older than the call."""
+        """Read stream -> positions, for `streams`. Unknown streams are left out. No position is older than the call."""
         condition = " where stream = any(string_to_array(%s, ' '))"  # no name has a space
         names = (" ".join(streams),)
         positions: dict[str, dict[str, int]] = {}
         forgotten: dict[str, list[str]] = {}
         with self._reads.use() as connection:
-            # Linear positions first: one that is older than the writers' positions is correct, a newer one is not.
+            # Linear positions first: a linear position must not be newer than the positions of the writers.
             rows = connection.execute(f"select stream, linear, head from tidemark.streams{condition}", names).fetchall()
             late = dict(
                 connection.execute(
@@ -301,7 +332,7 @@ class Postgres:
             return history.late_since(connection, known, most)
 
     def tidy(self, now: datetime) -> bool:
-        """Create the history's partitions of today and tomorrow, and delete expired rows.
+        """Create the history's partitions of today and tomorrow, drop and delete expired history, and forget writers.
 
         Call this about every hour. Batches continue meanwhile.
 
@@ -309,7 +340,7 @@ class Postgres:
             now: the result of `self.clock.retention_limit()`.
 
         Returns:
-            False if a partition could not be dropped, because it is being read.
+            Whether all expired partitions were dropped. A partition that is being read is not dropped.
         """
         today = now.astimezone(UTC).date()
         with self._reads.use() as connection:

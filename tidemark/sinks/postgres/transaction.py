@@ -3,12 +3,12 @@
 The effects are states, positions, history, gaps, late completions, audit, rejected records, requeues, offsets and the
 number of the batch.
 
-Each statement takes whole columns, so the number of statements does not depend on the number of streams. The
-transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Rejected records are stored
-by Kafka offset and reason until their dead letters are in Kafka (docs/design.md, rule 5).
+The parameters of a statement are whole columns, so the number of statements does not depend on the number of streams.
+The transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Rejected records are
+stored by Kafka offset and reason until their dead letters are in Kafka (docs/design.md, rule 5).
 
-A batch may have to wait for a lock of another session, or for a synchronous standby. The session of the batch cannot
-answer meanwhile, so a second session queries the reason.
+A batch may have to wait for a lock of another session, or for a synchronous standby. The session of the batch is busy
+meanwhile, so a second session queries the reason (`BatchWait`).
 """
 
 import threading
@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(list[RejectedRecords])
 
 @dataclass(frozen=True, slots=True)
 class UnsentDeadLetters:
-    """The rejected records of a batch whose dead letters may not be in Kafka yet."""
+    """The rejected records of one batch. Their dead letters may not be in Kafka yet."""
 
     query: str
     batch: int
@@ -45,7 +45,7 @@ class UnsentDeadLetters:
 
 
 def store_unsent_dead_letters(connection: Connection, batch: Batch) -> None:
-    """Store the rejected records of the batch, in its transaction."""
+    """Store the rejected records of the batch. `connection` is in the batch's transaction."""
     if rejected := batch.rejected():
         connection.execute(
             "insert into tidemark.unsent_dead_letters (query, batch, rejected) values (%s, %s, %s)",
@@ -54,21 +54,23 @@ def store_unsent_dead_letters(connection: Connection, batch: Batch) -> None:
 
 
 def unsent_dead_letters(connection: Connection) -> list[UnsentDeadLetters]:
-    """The stored rejected records, the oldest batch of each query first."""
+    """Read the stored rejected records: by query, the oldest batch first."""
     rows = connection.execute("select query, batch, rejected from tidemark.unsent_dead_letters order by query, batch")
     return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
 
 
 def delete_unsent_dead_letters(connection: Connection, query: str, batch: int) -> None:
-    """Delete the rejected records of the batch: its dead letters are in Kafka."""
+    """Delete the rejected records of a batch, after its dead letters have been written to Kafka."""
     connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-BATCHES_STORED = 1000  # of each query, so that a retry detects a commit whose answer was lost
+BATCHES_STORED = 1000  # rows of applied_batches for each query, so that a retry detects a commit whose answer was lost
 
 
 def apply(connection: Connection, batch: Batch) -> CommitResult:
-    """Commit `batch`, or detect that it is already committed. After an error that is not listed here, call again.
+    """Commit `batch`, or detect that `batch` is already committed (`CommitResult.is_repeat`).
+
+    After an error that is not listed here, call again.
 
     Raises:
         LeaseLost: another query has the lease. Nothing is written.
@@ -76,7 +78,7 @@ def apply(connection: Connection, batch: Batch) -> CommitResult:
             written.
     """
     with connection.pipeline(), connection.transaction():
-        if _is_applied(connection, batch):
+        if _lock_lease_and_detect_repeat(connection, batch):
             return CommitResult(is_repeat=True)
         _write_streams(connection, batch)
         positions = write_positions(connection, batch)
@@ -97,7 +99,14 @@ def apply(connection: Connection, batch: Batch) -> CommitResult:
 
 
 def refusal(connection: Connection, batch: Batch) -> str | None:
-    """The error of Postgres about the content of `batch`; None if it accepts the batch. Writes nothing."""
+    """Try to write `batch`, and roll back.
+
+    Returns:
+        The error of Postgres about the content of the batch; None if Postgres accepts the content.
+
+    Raises:
+        LeaseLost, ChainBroken: see `apply`.
+    """
     try:
         with connection.transaction(force_rollback=True):
             apply(connection, batch)
@@ -114,16 +123,19 @@ _CONTENT_ERROR_CLASSES = ("21", "22", "23", "44", "54", "P0")
 
 
 def is_about_content(error: psycopg.Error) -> bool:
-    """Whether the server or the client refused the values to be written, and would refuse them again."""
+    """Whether Postgres or psycopg refused the values to be written, so that another attempt would fail too."""
     if error.sqlstate is None:  # psycopg cannot send the value, such as a NUL character in a text
         return isinstance(error, psycopg.DataError)
     return error.sqlstate[:2] in _CONTENT_ERROR_CLASSES
 
 
-def _is_applied(connection: Connection, batch: Batch) -> bool:
-    """Whether this batch is already committed.
+def _lock_lease_and_detect_repeat(connection: Connection, batch: Batch) -> bool:
+    """Lock the lease, configure the transaction, and detect whether `batch` is already committed.
 
-    Locks the row of the lease until the end of the transaction: no other query takes the lease during a batch.
+    The row of the lease is locked until the end of the transaction: no other query takes the lease during a batch.
+
+    Returns:
+        Whether the batch is already committed.
 
     Raises:
         LeaseLost: the token is not the newest one.
@@ -135,9 +147,9 @@ def _is_applied(connection: Connection, batch: Batch) -> bool:
         "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
     )
     newest_batch = connection.execute("select query, batch from tidemark.applied_batches order by number desc limit 1")
-    # If this process hangs from now on, the server ends the transaction after the time-out. The next owner may end the
-    # session before, and finds it by this name. The batch must be durable before it is published (rule 4), even if the
-    # server's default is asynchronous.
+    # If this process hangs from now on, the server ends the transaction after the time-out. Before the time-out, the
+    # next owner may end the session, which it finds by this name. The batch must be durable before it is published
+    # (rule 4), even if the server's default is asynchronous.
     connection.execute(
         "select set_config('application_name', %s, true),"
         " set_config('idle_in_transaction_session_timeout', '10s', true),"
@@ -314,6 +326,7 @@ def _write_progress(connection: Connection, batch: Batch) -> None:
 
 
 def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
+    """Stream -> the numbers of its late completions, in the order of the batch. `late`: the result of `_write_late`."""
     numbers: dict[str, list[int]] = {}
     for stream, number in late or ():
         numbers.setdefault(stream, []).append(number)
@@ -321,11 +334,11 @@ def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
 
 
 REPORT_AFTER = 3.0
-"""Seconds that a batch may wait before the wait is reported."""
+"""Seconds that a batch may wait before `BatchWait.problem` reports the wait."""
 
 
 def wait_reason(connection: Connection, pid: int) -> str | None:
-    """The lock or the synchronous standby that the server process `pid` waits for; None if there is no such wait."""
+    """Describe the lock or the synchronous standby that the server process `pid` waits for; None if there is none."""
     row = connection.execute(
         "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
     ).fetchone()
@@ -348,10 +361,10 @@ def wait_reason(connection: Connection, pid: int) -> str | None:
 
 
 class BatchWait:
-    """Tracks whether a batch is running in Postgres. Any thread may query what the batch waits for."""
+    """Tracks whether a batch is running in Postgres, and finds what the batch waits for. Thread-safe."""
 
     def __init__(self, session: PostgresSession) -> None:
-        """`session` is used only to query what a batch waits for."""
+        """`session` must be another session than the one that writes batches."""
         self._session = session
         self._lock = threading.Lock()
         # A batch that is retried after a lock timeout has waited since its first attempt.
@@ -364,7 +377,10 @@ class BatchWait:
 
     @contextmanager
     def track(self, connection: Connection) -> Iterator[None]:
-        """Track that `connection` writes a batch during the block."""
+        """Mark a batch as running on `connection` during the block.
+
+        If the block fails with a lock time-out, the batch counts as waiting until the next attempt.
+        """
         with self._lock:
             self._since = time.monotonic() if self._since is None else self._since
             self._pid = connection.info.backend_pid
@@ -381,7 +397,15 @@ class BatchWait:
                     self._since = self._last_problem = None
 
     def problem(self) -> str | None:
-        """What a batch has waited for longer than `REPORT_AFTER`, or None. Raises `Unavailable` and `Refused`."""
+        """Describe what the running batch waits for. Queries Postgres.
+
+        Returns:
+            None if no batch has run longer than `REPORT_AFTER`, or if the batch waits for nothing. After a lock
+            time-out, the description from before the time-out.
+
+        Raises:
+            Unavailable, Refused: as for every use of the session.
+        """
         with self._lock:
             since, pid = self._since, self._pid
         if since is None or time.monotonic() - since < REPORT_AFTER:
@@ -396,10 +420,10 @@ class BatchWait:
             return self._last_problem
 
     def store_problem(self, token: int, problem: str | None) -> None:
-        """Store the problem for `tidemark status`, with a short lock time-out and without waiting for a standby.
+        """Store a problem for `tidemark status`, with a short lock time-out and without waiting for a standby.
 
         Args:
-            token: the token of this owner; nothing is stored if it is not the newest.
+            token: the token of this owner. If the database has a newer token, nothing is stored.
             problem: what a batch waits for; None if no batch waits.
         """
         with self._session.use() as connection, connection.transaction():
