@@ -523,12 +523,12 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except TidemarkError as error:
-        code = _exit_code(error)
+        code = _report(error)
     except BaseExceptionGroup as group:
         ours, others = group.split(TidemarkError)
         if ours is None or others is not None:
             raise
-        code = _exit_code(_first_error(ours))
+        code = _report(_first_error(ours))
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as shells report it
     else:
@@ -536,7 +536,8 @@ def exit_on_error() -> Iterator[None]:
     raise SystemExit(code)  # outside of the handlers, so that the exception has no context to print
 
 
-def _exit_code(error: TidemarkError) -> int:
+def _report(error: TidemarkError) -> int:
+    """Write the error to standard error, and return the exit code."""
     sys.stderr.write(f"error: {error.short}\n")
     return 2 if isinstance(error, Stop) else 1
 

@@ -11,9 +11,9 @@ writer's previous advance. So the chain of one writer is read without the rows o
 
 Followers read the *changes* of all streams since a mark, and must deliver everything that was published after the mark.
 A `DurableMark` is the time of the newest batch, and the token of the lease. All batches of one lease have their time
-from one clock. The clock of a later lease may lag. So if the lease has changed, reading begins one minute before the
-mark: some changes are then returned twice, but none is missed. After a restore none is missed either, because repeated
-batches have a later time.
+from one clock. The clock of a later lease may be slower. So if the lease has changed, reading begins one minute before
+the mark: some changes are then returned twice, but no change is missed. No change is missed after a restore either,
+because repeated batches have a later time.
 
 `LagHistory` reads the history of lag and of gaps, for readers and for the live page. An ID becomes known when an
 advance or a gap first names the ID. The lag of a stream at a time is the age of its oldest known ID beyond the linear
@@ -193,7 +193,7 @@ def late_since(
         keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `most`.
 
     Returns:
-        Stream -> late completions, oldest first. Streams without later ones are left out.
+        Stream -> late completions, oldest first. Streams without later late completions are left out.
     """
     lates: dict[str, list[StoredLate]] = {}
     order: LiteralString = "desc" if keep == "newest" else "asc"
@@ -267,7 +267,12 @@ class StreamChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangesSince:
-    """Stream -> its change, for all changes that were published up to `mark`. There may be later changes too."""
+    """The changes that `changes_since` has read.
+
+    Attributes:
+        mark: the current mark, from which to read the next changes.
+        streams: stream -> its change. Has all changes that were published up to `mark`, and maybe later changes.
+    """
 
     mark: DurableMark
     streams: dict[str, StreamChange]
@@ -275,7 +280,13 @@ class ChangesSince:
 
 @dataclass(frozen=True, slots=True)
 class FullChanges:
-    """Stream -> its advances, its late completions and its change. Advances are in no order."""
+    """The changes that `full_changes_since` has read.
+
+    Attributes:
+        advances: stream -> its advances, in no order.
+        late: stream -> its late completions, oldest first.
+        streams: stream -> its change, for every stream that changed.
+    """
 
     advances: dict[str, list[StoredAdvance]]
     late: dict[str, list[StoredLate]]
@@ -448,7 +459,7 @@ class StreamHistoryChart:
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of `STEP`. All IDs are magnitudes.
+    """Known IDs and linear positions of a chart, by step. Each step has the length `STEP`. All IDs are magnitudes.
 
     Attributes:
         known: step -> the highest ID that became known in the step. Steps without a new ID are left out.
@@ -494,7 +505,7 @@ class LagHistory:
         return dict(rows)
 
     def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Count late completions: (stream, number) -> how many of the stream have a higher number."""
+        """Count late completions: (stream, number) -> number of the stream's late completions with a higher number."""
         rows = self._session.fetch_tuples(
             "select known.stream, known.number, (select count(*) from tidemark.late_completions l"
             "   where l.stream = known.stream and l.number > known.number)"
@@ -507,7 +518,7 @@ class LagHistory:
         """The time at which the linear position of `stream` first was beyond `id`.
 
         Args:
-            since: a time at which the position was not beyond `id` yet, if known. It makes the search faster.
+            since: a time at which the position was not beyond `id` yet, to make the search faster; None if not known.
 
         Returns:
             None if the stored history has no position beyond `id`. If the oldest stored position is already beyond

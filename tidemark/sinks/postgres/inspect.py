@@ -195,9 +195,9 @@ class StreamInspection:
         return LinearStay(before.linear, before.time, until, went_to, blocked_since, is_since_known)
 
     def linear_moves(self, stream: str, since: datetime, until: datetime, min_stay: timedelta) -> list[datetime]:
-        """The times between `since` and `until` at which the linear position moved, if it then stayed for `min_stay`.
+        """The times from `since` to `until` at which the linear position moved, and then stayed at least `min_stay`.
 
-        The first time may be of a batch that advanced only writers, and left the linear position as it was before.
+        The first time may be of a batch that advanced only writers, and did not move the linear position.
         """
         rows = self._session.fetch_tuples(
             "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
@@ -246,7 +246,7 @@ class StreamInspection:
 
         Args:
             batch: the number of the batch.
-            at: the time of the batch. It distinguishes batches of different queries that have the same number.
+            at: the time of the batch, which distinguishes batches of different queries with the same number.
         """
         ranges = self._session.fetch_all(
             OffsetRange,
@@ -442,9 +442,14 @@ _LATE: LiteralString = (
 
 @dataclass(frozen=True, slots=True)
 class LateFact:
-    """A late completion of IDs of a writer, in the range `(prev, id]`.
+    """A late completion of a writer, with the IDs in `(prev, id]`.
 
-    `act`: number of the override with which an operator resolved the late completion; null if it is unresolved.
+    Attributes:
+        number: the number of the late completion; numbers ascend.
+        facts: the number of facts.
+        why: why the IDs had been settled before.
+        time: the time of the batch that read the late completion.
+        act: the number of the override with which an operator resolved the late completion; None if unresolved.
     """
 
     number: int
@@ -553,7 +558,7 @@ class IdInspection(StreamInspection):
         )
 
     def first_batch_reaching(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
-        """The first batch from `since` on after which the linear position was at or beyond `id`; None if none was."""
+        """The first batch at or after `since` whose linear position is at or beyond `id`; None if there is none."""
         return self._session.fetch_one(
             LinearPassed,
             f"select time, linear, batch from {_LINEAR} where abs(linear) >= abs(%(id)s) order by time limit 1",

@@ -2,8 +2,8 @@
 
 One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
 the token again. The owner cannot prevent another process from raising the token. Times are by the clock of the
-database, and only decide when another process may *try*. Safety depends on the token alone: every batch checks the
-token under a row lock, and the script in Redis compares the token.
+database, and only decide when another process may *try* to raise the token. Safety depends on the token alone: every
+batch checks the token under a row lock, and the script in Redis compares the token.
 
 A token consists of the clock and a random part, and is always higher than the previous token. A counter would repeat
 its values after a restore, or after a failover that lost the newest owner.
@@ -175,6 +175,7 @@ class Lease:
                 is_failing, pause = False, self._config.ttl / 3
 
     def _renew(self) -> None:
+        """Take the advisory lock in a new session, and renew the lease. Calls `note_lost` if another process has it."""
         with self._database.use() as connection:
             if connection is not self._session:  # a new connection, without the lock
                 self._lock(connection)
@@ -197,6 +198,7 @@ class Lease:
         log.warning("Another session has the advisory lock of the lease; continuing without it", sessions=sessions)
 
     def _write_expiry(self, connection: Connection) -> bool:
+        """Extend the lease by `ttl`. Returns whether this process still has the newest token."""
         # Do not wait for a standby: while commits hang, this process still has the lease.
         connection.execute("set local synchronous_commit = local")
         renewed = connection.execute(
@@ -317,5 +319,6 @@ class _Waiter:
 
 
 def _try_lock(connection: Connection, function: LiteralString, token: int) -> bool:
+    """Try to take the advisory lock of `token` with a SQL function, without waiting. Returns whether it was taken."""
     row = connection.execute(f"select {function}({_LOCK_KEY})", {"token": token}).fetchone()
     return row is not None and bool(row[0])

@@ -255,7 +255,10 @@ def _require_noted(is_noted: object, override: LoggedOverride) -> None:
     The SQL functions change only rows of the caller's login, and each column only once.
     """
     if not is_noted:
-        raise BadRecord("not_yours", f"override {override.number} belongs to another login, or was noted before")
+        raise BadRecord(
+            "not_yours",
+            f"override {override.number} belongs to another login, or its offset or outcome is already stored",
+        )
 
 
 @dataclass(frozen=True, slots=True)

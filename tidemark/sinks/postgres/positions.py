@@ -67,7 +67,9 @@ class EarlierWriter:
 
 
 def row_place_of(now: int, number: int) -> int:
-    """The row place of an advance: a number that identifies its row in `packed_advances`. Row places ascend with time.
+    """The row place of an advance: a number by which its row in `packed_advances` is found.
+
+    Row places ascend with time.
 
     Args:
         now: the time of the batch, milliseconds since 1970.
@@ -196,10 +198,13 @@ def _writer_rows(batch: Batch) -> Iterator[_Row]:
 
 
 def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
-    """(stream, writer) -> the written rest of an advance; None if the whole advance was already stored.
+    """Find the advances of which only a part, or nothing, was written.
 
     Args:
         changed: the rows that `write_positions` returned.
+
+    Returns:
+        (stream, writer) -> the written part; None if the whole advance was already stored.
 
     Raises:
         ChainBroken: an advance begins beyond the stored position.

@@ -303,7 +303,7 @@ class ConditionReader:
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
     def requeues(self) -> list[RequeueStatus]:
-        """See `positions.unfinished_requeues`."""
+        """All stored requeues, oldest first."""
         return unfinished_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:

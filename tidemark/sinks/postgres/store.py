@@ -90,7 +90,7 @@ class Postgres:
 
     Attributes:
         where: the address without user and password, for messages.
-        batch_wait: what a running batch waits for in Postgres.
+        batch_wait: finds what a running batch waits for in Postgres.
         conditions: reads the status of the pipeline.
         policies: reads and changes policies.
         clock: the clock for retention.
@@ -146,7 +146,7 @@ class Postgres:
             return apply(connection, batch)
 
     def refusal(self, batch: Batch) -> str | None:
-        """Try to write the batch, and roll back: see `transaction.refusal`."""
+        """Try to write the batch, roll back, and return the error about its content: see `transaction.refusal`."""
         with self._batches.use() as connection, self.batch_wait.track(connection):
             return transaction.refusal(connection, batch)
 
@@ -163,22 +163,22 @@ class Postgres:
         )
 
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
-        """See `transaction.unsent_dead_letters`."""
+        """Read the rejected records whose dead letters may not be in Kafka yet."""
         with self._reads.use() as connection:
             return transaction.unsent_dead_letters(connection)
 
     def delete_unsent_dead_letters(self, query: str, batch: int) -> None:
-        """See `transaction.delete_unsent_dead_letters`."""
+        """Delete the rejected records of a batch, after its dead letters have been written to Kafka."""
         with self._batches.use() as connection:
             transaction.delete_unsent_dead_letters(connection, query, batch)
 
     def pending_requeues(self) -> list[PendingRequeue]:
-        """See `positions.pending_requeues`."""
+        """Delete obsolete requeues, and return the pending ones: see `positions.pending_requeues`."""
         with self._requeues.use() as connection:
             return pending_requeues(connection)
 
     def note_requeue(self, requeue: PendingRequeue, problem: str | None = None) -> None:
-        """See `positions.note_requeue`."""
+        """Store the progress and the problem of a requeue: see `positions.note_requeue`."""
         with self._requeues.use() as connection:
             note_requeue(connection, requeue, problem)
 
@@ -196,12 +196,12 @@ class Postgres:
     def note_lagging_partitions(
         self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
     ) -> None:
-        """See `status.note_lagging_partitions`."""
+        """Replace the stored lagging partitions: see `status.note_lagging_partitions`."""
         with self._reads.use() as connection:
             note_lagging_partitions(connection, partitions)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
-        """See `status.note_faults`."""
+        """Replace the stored faults of the sinks by `faults`: (sink, stream) -> problem."""
         with self._reads.use() as connection:
             note_faults(connection, faults)
 
@@ -305,34 +305,34 @@ class Postgres:
         }
 
     def page_after(self, stream: str, position_of: Callable[[str], int], late: int, bounds: PageBounds) -> StoredPage:
-        """See `history.page_after`."""
+        """Read the next page of a stream's history for a reader: see `history.page_after`."""
         with self._reads.use() as connection:
             return history.page_after(connection, stream, position_of, late, bounds)
 
     def advances_since(
         self, known: Iterable[tuple[str, str, int]], per_writer: int
     ) -> dict[tuple[str, str], list[StoredAdvance]]:
-        """See `history.advances_since`."""
+        """Read the advances of writers beyond given positions: see `history.advances_since`."""
         with self._reads.use() as connection:
             return history.advances_since(connection, known, per_writer)
 
     def changes_since(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """See `history.changes_since`."""
+        """Read the streams that changed since a mark: see `history.changes_since`."""
         with self._reads.use() as connection:
             return history.changes_since(connection, since, streams)
 
     def full_changes_since(self, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
-        """See `history.full_changes_since`."""
+        """Read all advances and late completions since a mark: see `history.full_changes_since`."""
         with self._reads.use() as connection:
             return history.full_changes_since(connection, since, most, timeout)
 
     def late_since(self, known: Iterable[tuple[str, int]], most: int) -> dict[str, list[StoredLate]]:
-        """See `history.late_since`."""
+        """Read the newest late completions of streams after given numbers: see `history.late_since`."""
         with self._reads.use() as connection:
             return history.late_since(connection, known, most)
 
     def tidy(self, now: datetime) -> bool:
-        """Create the history's partitions of today and tomorrow, drop and delete expired history, and forget writers.
+        """Create the history's partitions of today and tomorrow, delete expired history, and forget retired writers.
 
         Call this about every hour. Batches continue meanwhile.
 

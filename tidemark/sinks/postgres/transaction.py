@@ -401,7 +401,7 @@ class BatchWait:
 
         Returns:
             None if no batch has run longer than `REPORT_AFTER`, or if the batch waits for nothing. After a lock
-            time-out, the description from before the time-out.
+            time-out, the last description from before the time-out.
 
         Raises:
             Unavailable, Refused: as for every use of the session.

@@ -157,8 +157,8 @@ class RedisAddress:
 
     Attributes:
         url: the URL.
-        password: a function that returns the password; None: use the password of the URL.
-        sentinel_password: a function that returns the password for the Sentinels; None: no password.
+        password: a function that is called for each new connection. If it returns None, the URL's password is used.
+        sentinel_password: a function that returns the password for the Sentinels, or None for no password.
         ca_file: a PEM file with the CA certificates for TLS; None: the system's certificates.
     """
 

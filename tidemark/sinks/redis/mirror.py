@@ -70,10 +70,10 @@ class Mirror:
         return self._compared_positions
 
     def check_for_loss(self) -> bool:
-        """Write a new sentinel into Redis, and compare the old one with the sentinel that this sink wrote last.
+        """Replace the sentinel in Redis, and compare the old sentinel with the one that this sink wrote last.
 
         Returns:
-            Whether they differ: Redis was flushed, restored or replaced, or this is the first call.
+            Whether the two sentinels differ: Redis was flushed, restored or replaced, or this is the first call.
         """
         last = f"{self._fence.token}:{self._stamp_number}"
         self._stamp_number += 1
@@ -94,7 +94,7 @@ class Mirror:
         return refilled
 
     def _compare_first(self) -> None:
-        """Refill all streams, unless this process has done so before. Waits if another thread is doing it."""
+        """Refill all streams, unless this sink has done so before. Waits while another thread refills all streams."""
         with self._compare_lock:
             if not self._has_compared:
                 self._refill_all()
@@ -112,6 +112,7 @@ class Mirror:
         return stream in self._compared_positions or stream in self._named_streams
 
     def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
+        """Compare `streams`, and write what Redis lacks. Adds the compared linear positions to `linear`."""
         outdated = self._outdated_streams(streams, linear)
         writers = sum(outdated.values())
         per_writer = max(1, MAX_REFILL_ENTRIES // max(1, writers))
@@ -227,7 +228,7 @@ class Mirror:
 
 
 def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> bool:
-    """Whether Redis lacks data of the stream besides the positions of writers, or has an older value."""
+    """Whether data of a stream in Redis is missing or outdated. Positions of writers are not compared."""
     return (
         snapshot.linear is None
         or abs(snapshot.linear) < abs(stored.linear)

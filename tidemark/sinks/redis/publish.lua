@@ -24,6 +24,7 @@ local known -- writer -> position, as in the hash
 local moved, order -- writer -> message for the channel; writers in the order of their first move
 local listed -- whether the key of the list was checked to have the type of a Redis stream
 
+-- Sets the variables of the current stream.
 local function take(key, call)
     local base = sub(key, 1, -11) -- without ':positions'
     CHANNEL = base .. suffix
@@ -83,6 +84,7 @@ local function check_list()
     listed = true
 end
 
+-- Notes that the writer moves from prev to id, for the hash and for the message on the channel. Writes nothing.
 local function move(writer, prev, id, is_empty)
     local change = moved[writer]
     if not change then
@@ -106,6 +108,7 @@ local function write_positions()
     end
 end
 
+-- Whether the change follows the positions in Redis: no advance begins beyond them. Otherwise Redis has lost data.
 local function joins()
     local reached = {}
     for _, entry in ipairs(entries) do
@@ -149,8 +152,9 @@ local function write_late(entry)
     call('HSET', FENCE, 'late', number)
 end
 
--- The old token names the writers beyond the old linear position. Another writer can be beyond the linear position now
--- only if this call moved the writer.
+-- Adds to `known` the other writers that the new token may name: the writers that the old token names, or all writers if
+-- there is no old token. The old token names the writers beyond the old linear position. Another writer can be beyond the
+-- linear position now only if this call moved the writer. gone: the writers that this call removed.
 local function read_others(token, gone)
     if not token then
         local flat = call('HGETALL', POSITIONS)

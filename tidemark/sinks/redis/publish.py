@@ -472,7 +472,7 @@ class Redis:
         return snapshots
 
     def publish_time(self, stream: str, writer: str, id: int) -> int | None:
-        """See `entry_time`."""
+        """Read the time at which the position of `writer` moved to `id` or beyond: see `entry_time`."""
         with self._session.use() as client:
             return entry_time(client, stream, writer, id)
 
@@ -513,6 +513,7 @@ class Redis:
                 yield call[0][1], answer if isinstance(answer, Exception) else answer[0]
 
     def _call_script(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
+        """Run `publish.lua` for each call, and return the answers. Errors of one stream are returned, others raised."""
         suffix = database_suffix(database_of(client))
         answers = _SCRIPT.call(
             client,

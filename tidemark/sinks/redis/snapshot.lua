@@ -3,10 +3,10 @@
 -- KEYS  the positions key of each stream, whose other keys have the same hash tag; in a Cluster also all other keys
 -- ARGV  the number of positions after which to stop, the number of streams
 --
--- Returns for each stream one text: JSON [linear, allocated, {writer: position}, late, lease token], with null for a missing
--- key; then, if the key `token` exists, its value in a second line. If a key of the stream causes an error, the error is
--- returned instead. After the stream that reaches the number of positions, no stream is read: Redis runs nothing else
--- during the script.
+-- Returns for each stream one text: JSON [linear, allocated, {writer: position}, late, lease token], with null for a
+-- missing key; then, if the key `token` exists, its value in a second line. If a key of the stream causes an error, the
+-- error is returned instead. After the stream that reaches the number of positions, no stream is read: Redis runs nothing
+-- else during the script.
 
 local left = tonumber(ARGV[1])
 
