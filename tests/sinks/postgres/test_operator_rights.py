@@ -48,9 +48,9 @@ def test_outcome_is_written_once_by_who_began(
         OverrideLog(logins["mallory"]).note_outcome(noted, "refused")
     OverrideLog(logins["eve"]).note_outcome(noted, "applied")
     for login in logins.values():
-        with pytest.raises(BadRecord, match="noted before"):
+        with pytest.raises(BadRecord, match="already stored"):
             OverrideLog(login).note_outcome(noted, "refused")
-        with pytest.raises(BadRecord, match="noted before"):
+        with pytest.raises(BadRecord, match="already stored"):
             OverrideLog(login).note_sent(noted, "control", 0, 9)
     assert sql.execute('select outcome, "offset" from tidemark.overrides').fetchall() == [("applied", 7)]
 
