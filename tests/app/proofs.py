@@ -87,7 +87,7 @@ def settled(site: Site) -> None:
 def verified(site: Site) -> None:
     """`tidemark verify --history` finds nothing."""
     with Audit(site.dsn) as audit, Redis(RedisConfig(site.redis_url)) as redis:
-        report = verify.compare_copies(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
+        report = verify.compare_replicas(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
         verify.add_history(audit, report)
     assert report.is_equal, verify.to_text(report)
 

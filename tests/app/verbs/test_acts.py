@@ -37,7 +37,7 @@ def retire(writer: str) -> Retire:
 
 
 def shown(stored: bytes, act: Marker) -> list[str]:
-    return [*overrides.attempt(stored, act, 1000.0).moves()]
+    return [*overrides.attempt(stored, act, 1000.0).lines()]
 
 
 def refusal(stored: bytes, act: Marker) -> str:

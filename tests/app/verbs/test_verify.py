@@ -15,7 +15,7 @@ from tests.terminals import shown_on_a_terminal
 from tidemark.app.cli import main
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
-from tidemark.app.verbs.verify import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
+from tidemark.app.verbs.verify import RedisKeys, RedisTokens, Replica, ReplicaPositions, Sidecar
 from tidemark.sinks.postgres.status import Audit
 from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
@@ -38,9 +38,9 @@ def fed(pipeline: Pipeline) -> Shard:
     return shard
 
 
-def told(audit: Audit, redis: Redis, *more: Copy) -> list[str]:
-    copies: Sequence[Copy] = [RedisKeys(redis), RedisTokens(redis), *more]
-    report = verify.compare_copies(audit, copies, 0.0)
+def told(audit: Audit, redis: Redis, *more: Replica) -> list[str]:
+    copies: Sequence[Replica] = [RedisKeys(redis), RedisTokens(redis), *more]
+    report = verify.compare_replicas(audit, copies, 0.0)
     verify.add_history(audit, report)
     assert report.is_equal == (verify.to_text(report).count("\n") == 0)
     return verify.to_text(report).splitlines()
@@ -187,16 +187,16 @@ class Catching:
     def names(self) -> set[str]:
         return set()
 
-    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
+    def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
         self.looks += 1
-        return self._right.read(streams) if self.looks > 1 else dict.fromkeys(streams, CopyPositions(None))
+        return self._right.read(streams) if self.looks > 1 else dict.fromkeys(streams, ReplicaPositions(None))
 
 
 @pytest.mark.usefixtures("fed")
 def test_a_copy_that_catches_up_in_time_is_no_difference(audit: Audit, shown: Redis) -> None:
     """What was published a moment ago is on its way; without patience it is told."""
-    assert verify.compare_copies(audit, [Catching(shown)], 60.0).is_equal
-    assert not verify.compare_copies(audit, [Catching(shown)], 0.0).is_equal
+    assert verify.compare_replicas(audit, [Catching(shown)], 60.0).is_equal
+    assert not verify.compare_replicas(audit, [Catching(shown)], 0.0).is_equal
 
 
 @pytest.mark.usefixtures("fed")

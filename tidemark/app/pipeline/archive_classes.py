@@ -1,9 +1,7 @@
-"""Creates the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and writes the archive at
-its exit.
+"""Creates the class archive of `app.pipeline.class_archive`. Run: python -m tidemark.app.pipeline.archive_classes
 
-    python -m tidemark.app.pipeline.archive_classes
-
-needs half a minute of CPU time, and 160 MB in the installation. If the archive exists, the command does nothing.
+A JVM runs the pipeline's query, and writes the archive when the JVM exits. The command needs half a minute of CPU time,
+and 160 MB in the installation. If the archive exists, the command does nothing.
 """
 
 import signal
@@ -34,7 +32,7 @@ _KEYS = [0, 1, 2, 3]
 
 
 class _StubReader(PacketReader):
-    """Simulates partitions whose end offset rises by one with each batch. There are no records."""
+    """Reads simulated partitions: with each batch, the end offset of a partition rises by one, without a record."""
 
     def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
         return {topic: {number: at + 1 for number, at in offsets.items()} for topic, offsets in start.items()}

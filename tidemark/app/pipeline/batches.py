@@ -4,11 +4,12 @@ Spark's thread collects and checks a batch. Another thread publishes and counts 
 next batch meanwhile (docs/decisions/0024-batch-ahead.md). Spark converts the exception of a callback to a text, so
 `BatchHandler` also stores the exception.
 
-A batch is one transaction of all streams, so one record that Postgres refuses would block all streams. `Isolation`
-finds such records by bisection, in transactions that are rolled back. The first bisection finds the streams with
-refused effects. For each of them, `Isolation` reads the records from Kafka again, and runs the state machine from the
-state in Postgres. The second bisection finds the first refused record. Then the query starts again, and rejects these
-records as it reads them (`ingest.compact`). So they have the same order, fencing and counts as any rejected record.
+A batch is one transaction of all streams, so one record that Postgres refuses would block all streams.
+`RefusedRecordFinder` finds such records by bisection, in transactions that are rolled back. The first bisection finds
+the streams with refused effects. For each of these streams, the finder reads the records from Kafka again, and runs the
+state machine from the state in Postgres. The second bisection finds the first refused record. Then the query starts
+again, and rejects the refused records as it reads them (`ingest.compact`). So the refused records have the same order,
+fencing and counts as any rejected record.
 """
 
 import gc
@@ -64,13 +65,13 @@ RETRY_DIVISOR = 4  # if a batch is too large, the rest of its range is read in b
 
 
 class BatchTrace(Protocol):
-    """Receives the progress of an attempt at a batch. The methods are called in this order, until the attempt fails."""
+    """Receives the progress of one attempt at a batch. An attempt that fails may skip the remaining methods."""
 
     def record_compute(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
-        """Called when Spark has read the records and advanced the states."""
+        """Called first, when Spark has computed the effects of the batch."""
 
     def record_publish(self, result: PublishResult) -> None:
-        """Called when all sinks have stored the batch, and its dead letters are sent."""
+        """Called last, when all sinks have stored the batch, and its dead letters are sent."""
 
 
 Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
@@ -91,10 +92,10 @@ def no_trace(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
 
 @contextmanager
 def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
-    """Send traces to the OpenTelemetry collector at `endpoint` during the block. Without an endpoint, send none.
+    """Send traces to an OpenTelemetry collector during the block. Yields the function that opens the trace of a batch.
 
     Args:
-        endpoint: the base URL of OTLP/HTTP.
+        endpoint: the base URL of the collector's OTLP/HTTP; None: send no traces.
         owner: the owner of the lease, for the attribute `service.instance.id`.
         token: the fencing token of the lease.
 
@@ -114,7 +115,14 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
 
 @dataclass(frozen=True, slots=True)
 class _ComputedBatch:
-    """A batch that Spark has computed. `began`: when Spark started the callback (seconds, monotonic)."""
+    """A batch that Spark has computed.
+
+    Attributes:
+        number: the number of the batch in the query.
+        began: when Spark called the `foreachBatch` callback, in seconds of the monotonic clock.
+        effects: the effects of the batch, one for each shard.
+        trace: the trace of the attempt.
+    """
 
     number: int
     began: float
@@ -123,16 +131,20 @@ class _ComputedBatch:
 
 
 class BatchHandler:
-    """The `foreachBatch` callback of the query. Batches are published one at a time and in order, until a `failure`.
+    """The `foreachBatch` callback of the query. Publishes batches one at a time and in order, until the first failure.
 
     Args:
         publisher: publishes a batch to the sinks.
         collector: the metrics of streams.
-        seed: the states at the start of the query.
-        topics: the topics that the query reads.
+        seed: the start of the query's lineage.
+        topics: topic name -> identity of each topic that the query reads.
         trace: opens the trace of each batch.
-        isolate: returns the exception to raise for a batch whose content Postgres refuses.
+        find_refused: returns the exception to raise for a batch whose content Postgres refuses.
         one_task: whether the query is for light traffic: one task computes a batch.
+
+    Attributes:
+        failure: the error that stopped publishing; None if there is none.
+        published_count: number of batches that were published.
     """
 
     def __init__(
@@ -142,7 +154,7 @@ class BatchHandler:
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
         trace: Trace,
-        isolate: Callable[
+        find_refused: Callable[
             [int, list[ShardEffects], ContentRefused], TidemarkError
         ] = lambda _number, _effects, refused: refused,
         *,
@@ -153,7 +165,7 @@ class BatchHandler:
         self._seed = seed
         self._topics = topics
         self._trace = trace
-        self._isolate = isolate
+        self._find_refused = find_refused
         self._one_task = one_task
         self._large_at = time.monotonic()
         self._finishing = threading.Event()
@@ -173,8 +185,13 @@ class BatchHandler:
                 raise
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Refuse new batches, and wait until the running ones are published or have failed. Returns False if they take
-        longer than `seconds` (None: no limit).
+        """Refuse new batches, and wait until every running batch is published or has failed.
+
+        Args:
+            seconds: the longest wait; None: no limit.
+
+        Returns:
+            False if a batch still runs after `seconds`.
         """
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -216,7 +233,7 @@ class BatchHandler:
         self._publishing.start()
 
     def _await_published(self) -> None:
-        """Wait until the previous batch is published. Raises the error if it could not be published."""
+        """Wait until the previous batch is published. Raises `failure` if publishing has failed."""
         if self._publishing is not None:
             self._publishing.join()
         if self.failure is not None:
@@ -237,7 +254,7 @@ class BatchHandler:
         try:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)
         except ContentRefused as error:
-            raise self._isolate(batch.number, batch.effects, error) from error
+            raise self._find_refused(batch.number, batch.effects, error) from error
         batch.trace.record_publish(published)
         self._collector.update(batch.effects)
         seconds = time.monotonic() - batch.began
@@ -258,7 +275,7 @@ class BatchHandler:
 
 
 MAX_REFUSED_RECORDS = 100
-"""The largest number of refused records of a stream that one call of `Isolation.find_refused_records` returns."""
+"""The largest number of refused records of a stream that one call of `RefusedRecordFinder.find` returns."""
 
 _PROBE: Final = "tidemark.probe"
 _packets = msgspec.msgpack.Decoder(Packet)
@@ -283,13 +300,15 @@ _RecordOrigin = tuple[Topic, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Isolation:
-    """Finds the records of a query that Postgres refuses. Nothing is written.
+class RefusedRecordFinder:
+    """Finds the records of one query that Postgres refuses. Writes nothing.
 
     Attributes:
+        postgres: Tidemark's database.
+        lease: the pipeline's lease.
         lineage: the lineage of the query's batches.
         client: librdkafka's settings, which may contain a password.
-        names: the names of the topics.
+        names: role of a topic -> name of the topic.
         offsets: the offsets at the start of the query.
         bounds: the bounds of the query's state machine.
     """
@@ -302,19 +321,17 @@ class Isolation:
     offsets: TopicOffsets
     bounds: Bounds
 
-    def find_refused_records(
-        self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused
-    ) -> TidemarkError:
-        """Find the refused records of a batch. The previous batch must be applied.
+    def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
+        """Find the refused records of a batch. All earlier batches must be applied.
 
         Args:
             number: the number of the batch.
-            effects: the effects of the batch.
+            effects: the effects of the batch, one for each shard.
             refused: the error of Postgres.
 
         Returns:
-            The error to raise. `RecordsRefused` has the refused records. `ContentRefused`: no single record is refused,
-            so the batch must be smaller. `QueryFailed`: Postgres refuses every batch.
+            The error to raise: `RecordsRefused` with the refused records; `refused` itself if no single record is
+            refused, so that the batch must be smaller; `QueryFailed` if Postgres refuses even a test batch.
 
         Raises:
             Unavailable: Postgres or Kafka does not answer.
@@ -323,8 +340,8 @@ class Isolation:
         if (problem := self._refusal(number, self._probe(effects[0].now))) is not None:
             return QueryFailed(f"Postgres refuses every batch, even a test batch: {problem}")
         refused_records: dict[_RecordOrigin, str] = {}
-        for stream in self._streams(number, effects):
-            refused_records |= self._records(number, effects, stream)
+        for stream in self._refused_streams(number, effects):
+            refused_records |= self._refused_records(number, effects, stream)
         if not refused_records:
             return refused
         offsets = self._by_partition(sorted(refused_records, key=lambda origin: (origin[0].value, *origin[1:])))
@@ -337,11 +354,11 @@ class Isolation:
         return offsets
 
     def _refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
-        """The message of Postgres if it refuses the effects, else None."""
+        """Apply the effects in a transaction that is rolled back. Returns the error message of Postgres, or None."""
         return self.postgres.refusal(Batch(self.lineage, number, self.lease.token, effects))
 
-    def _streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
-        """The streams whose effects Postgres refuses even without the effects of other streams."""
+    def _refused_streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
+        """Find the streams whose effects Postgres refuses even without the effects of other streams."""
 
         def refused(names: list[str]) -> list[str]:
             selected = [
@@ -357,14 +374,17 @@ class Isolation:
 
         return refused([stream.stream for shard in effects for stream in shard.streams])
 
-    def _records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_RecordOrigin, str]:
-        """The records of `stream` that Postgres refuses, each with its message."""
+    def _refused_records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_RecordOrigin, str]:
+        """Find the records of `stream` that Postgres refuses: origin -> error message. Logs each refused record.
+
+        Returns an empty dict if no single record is the cause.
+        """
         state = self.postgres.states([stream])
         records = [*self._read(effects, stream)]
         refused_records: dict[_RecordOrigin, str] = {}
 
         def refusal(count: int) -> str | None:
-            """The message of Postgres if it refuses the first `count` records, else None."""
+            """The error message of Postgres if it refuses the first `count` records, otherwise None."""
             return self._refusal(number, [self._advance(state, records[:count], refused_records, effects[0].now)])
 
         while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal(len(records))) is not None:
@@ -396,7 +416,7 @@ class Isolation:
         return refused_records
 
     def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_KafkaRecord]:
-        """The batch's records of the stream, in the order in which they are applied."""
+        """Read the batch's records of the stream from Kafka, in the order in which the query applies them."""
         ends, committed = Batch(self.lineage, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
         with closing(RangeReader(self.client, self.names)) as reader:
@@ -413,7 +433,10 @@ class Isolation:
     def _advance(
         self, state: dict[str, bytes], records: Sequence[_KafkaRecord], refused: Mapping[_RecordOrigin, str], now: int
     ) -> ShardEffects:
-        """The effects of these records on their stream, without the refused records."""
+        """Apply records of one stream, except the `refused` ones, to a copy of `state`, and return their effects.
+
+        `now` is the time of the batch in milliseconds since 1970.
+        """
         by_partition: dict[tuple[Topic, int], list[_KafkaRecord]] = {}
         for record in records:
             by_partition.setdefault((record.topic, record.partition), []).append(record)
@@ -430,7 +453,7 @@ class Isolation:
         return advance(0, States(dict(state)), packets, now, self.bounds)
 
     def _probe(self, now: int) -> list[ShardEffects]:
-        """The effects of facts and an operator's SKIP on an unused stream, which a healthy database accepts."""
+        """Make a test batch for an unused stream: facts and an operator's SKIP. A healthy database accepts it."""
         facts: list[Record] = [
             Join(stream=_PROBE, writer="probe", epoch=1, id=0),
             Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=row({})),

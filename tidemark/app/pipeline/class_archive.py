@@ -32,8 +32,13 @@ def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
 
 
 def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """The path of an archive. Its name contains a checksum of path and version of `java`, and of path, size and time of
-    each jar.
+    """The path of an archive, which may be missing. The path changes with the version of Java and with the jars.
+
+    Args:
+        name: the beginning of the file name.
+        java: the path of the program `java`.
+        jars: the jars with the classes.
+        directory: the folder of archives.
     """
     program = Path(java).resolve()
     release = program.parent.parent / "release"
@@ -44,7 +49,7 @@ def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path
 
 
 def options(archive: Path) -> list[str]:
-    """The options with which a JVM uses the archive; empty if the archive does not exist."""
+    """The options with which a JVM uses the archive; empty if the archive is missing or truncated."""
     return [f"-XX:SharedArchiveFile={archive}", *NO_WARNINGS] if is_complete(archive) else []
 
 
@@ -57,17 +62,18 @@ def is_complete(archive: Path) -> bool:
 
 
 def _size_of(archive: Path) -> Path:
-    """The file with the original size of the archive."""
+    """The path of the file that contains the original size of the archive, as text."""
     return archive.with_suffix(".size")
 
 
 def create(archive: Path, run_jvm: Callable[[Path, str], None]) -> None:
-    """Create the archive, unless it exists, and remove archives for other versions of Java or of the jars. If several
-    processes call this at the same time, one creates the archive.
+    """Create the archive if it is missing, and delete archives of other versions of Java or of the jars.
+
+    If several processes call this function at the same time, one process creates the archive, and the others wait.
 
     Args:
         archive: the path of the archive.
-        run_jvm: runs a JVM until it exits, with a temporary directory and an additional option.
+        run_jvm: called with a temporary directory and an additional option of the JVM. Runs a JVM until the JVM exits.
 
     Raises:
         OSError: the folder is not writable.

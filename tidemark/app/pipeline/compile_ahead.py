@@ -1,8 +1,7 @@
-"""Compiles the code that reads and scans records, so that processes of this installation need not compile it.
+"""Compiles the functions that scan records, for all processes of this installation.
 
-    python -m tidemark.app.pipeline.compile_ahead
-
-needs up to half a minute of CPU time, and almost none if the code is already compiled.
+Run: python -m tidemark.app.pipeline.compile_ahead. The command needs up to half a minute of CPU time, and almost none
+if the compiled code exists already.
 """
 
 import sys
@@ -11,6 +10,7 @@ from tidemark.streaming.ingest import field_scan, jit_cache, kernels
 
 
 def main() -> None:
+    """Compile the functions. Exits with an error text if the compiled code could not be written to its directory."""
     field_scan.compile_all()
     kernels.compile_all()
     directory = next(jit_cache.cache_dirs())

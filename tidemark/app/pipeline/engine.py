@@ -37,7 +37,7 @@ _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)"
 
 
 class Engine:
-    """A Spark session, which starts on a separate thread. Create it with `open_engine`."""
+    """A Spark session that starts on a separate thread. Use `open_engine` to create one."""
 
     def __init__(self, spark_settings: SparkSettings) -> None:
         self._spark_settings = spark_settings
@@ -47,7 +47,7 @@ class Engine:
         threading.Thread(target=self._start, name="spark", daemon=True).start()
 
     def session(self, stopping: threading.Event) -> SparkSession:
-        """Wait for the session.
+        """Wait until Spark has started, and return the session.
 
         Raises:
             Stopping: `stopping` was set before Spark had started.
@@ -63,7 +63,7 @@ class Engine:
 
     @contextmanager
     def detecting_exit(self) -> Iterator[None]:
-        """Raise SparkDied if the block fails because the JVM has exited."""
+        """Raise `SparkDied` instead of an error of the block if the JVM has exited."""
         try:
             yield
         except (Py4JError, OSError) as error:
@@ -72,7 +72,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """End the session, if there is one."""
+        """Stop Spark, if it has started and the JVM still runs."""
         if self._session.done() and self._session.exception() is None and not self._exit_message():
             self._session.result().stop()
 
@@ -101,7 +101,7 @@ def packets(
     *,
     one_task: bool,
 ) -> DataFrame:
-    """The packets that the query reads.
+    """Make the DataFrame of the packets that the query reads.
 
     Args:
         spark: the session.
@@ -132,10 +132,15 @@ def packets(
 
 
 def require_executors(spark: SparkSession, required: Set[str], present: Set[str]) -> None:
-    """Raise QueryFailed if a `required` executor, which has states in memory, is no longer `present`.
+    """Cancel all jobs and raise `QueryFailed` if a `required` executor is no longer `present`.
 
-    Spark treats a dead executor like a busy one. Later it looks for the states on other executors, which do not have
-    them.
+    A required executor has states of streams in memory. Spark treats a dead executor like a busy executor, and would
+    later run its tasks on executors that do not have the states.
+
+    Args:
+        spark: the session.
+        required: the addresses of the executors with states.
+        present: the addresses of the registered executors.
     """
     if lost := required - present:
         spark.sparkContext.cancelAllJobs()  # the running batch needs the lost states
@@ -143,8 +148,10 @@ def require_executors(spark: SparkSession, required: Set[str], present: Set[str]
 
 
 def innermost_cause(text: str) -> str:
-    """The innermost cause in an error text of Spark, as one line; an exception of Python if there is one.
-    `SLOW_PYTHON_START` if a Python process did not start in time."""
+    """Find the cause in an error text of Spark: the last exception of Python, otherwise the innermost Java exception.
+
+    Returns `SLOW_PYTHON_START` if a Python process did not start in time.
+    """
     if "Python worker failed to connect back" in text:
         return SLOW_PYTHON_START
     if raised := _RAISED.findall(text):

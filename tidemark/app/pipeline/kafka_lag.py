@@ -31,9 +31,10 @@ class PartitionLag:
 
     Attributes:
         records: the number of unread records.
-        seconds: the age of the oldest unread record.
+        seconds: the age of the oldest unread record in seconds; 0 if all records are read.
         stable: the last stable offset.
-        blocked_seconds: for how long an open transaction has blocked the partition at `stable`; 0 if none does.
+        blocked_seconds: for how many seconds an open transaction has blocked the partition at `stable`; 0 if no
+            transaction does.
     """
 
     records: int
@@ -52,8 +53,9 @@ class _PartitionHistory:
 
 
 class LagTracker:
-    """Computes the lag of partitions from repeated observations of offsets. Ages count from the first observation of
-    this process. For one thread.
+    """Computes the lag of partitions from repeated observations of their offsets. For one thread.
+
+    The age of a record counts from the first observation that includes the record.
     """
 
     def __init__(self) -> None:
@@ -94,20 +96,21 @@ MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may
 
 
 Note = tuple[str, int, int, float, int | None, float | None]
-"""A lagging partition, as for `sinks.postgres.status.note_lagging_partitions`."""
+"""A lagging partition: topic, partition, unread records, age in seconds; then the last stable offset and the seconds
+since which an open transaction blocks the partition, both None if no transaction does."""
 
 
 class LagMonitor:
-    """A thread that updates the metrics of end offsets and lag, checks the topics, and logs crossed thresholds
-    (`app.pipeline.stream_metrics`).
+    """A thread that updates the metrics of Kafka offsets and lag, checks the topics, and runs the `ThresholdLog`.
 
-    If a topic is missing, repartitioned, replaced or compacted, `failure` is set. The supervising thread raises it.
+    If a topic is missing, repartitioned, replaced or compacted, the thread sets `failure` and ends. The supervising
+    thread raises `failure`.
 
     Args:
         topics: queries Kafka.
-        remembered: the topics at the start.
+        remembered: topic name -> the topic at the start of the query.
         collector: the metrics of streams.
-        note: stores the lagging partitions. May raise `Retry`.
+        note: stores the lagging partitions, in place of the partitions of the last call. May raise `Retry`.
     """
 
     def __init__(
@@ -175,8 +178,10 @@ class LagMonitor:
             self._closing.wait(CHECK_INTERVAL_SECONDS)
 
     def _note_all_unread(self, seconds: float) -> None:
-        """Note all partitions as lagging after an outage of `LAGGING_SECONDS`. They may have unread records, so no
-        writer must count as silent.
+        """Note all partitions as lagging if Kafka has not answered for `LAGGING_SECONDS` or longer.
+
+        A partition may then have unread records, so no writer must count as silent. `seconds` is the length of the
+        outage.
         """
         if seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
@@ -207,7 +212,7 @@ class LagMonitor:
             self._noted = now, notes
 
     def _log_blocked(self, lags: Mapping[Partition, PartitionLag]) -> None:
-        """Log once when an open transaction blocks a partition, and once when it no longer does."""
+        """Log once when an open transaction blocks a partition, and once when no transaction does any more."""
         blocked = {key: lag for key, lag in lags.items() if lag.blocked_seconds >= LAGGING_SECONDS}
         for (topic, partition), lag in blocked.items():
             if self._blocked.get((topic, partition)) != lag.stable:

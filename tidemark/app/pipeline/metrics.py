@@ -318,7 +318,7 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
 
 
 class PipelineHealth:
-    """The state of the pipeline for probes and for the gauge READY. The supervising loop sets it."""
+    """The state of the pipeline for probes and for the gauge `READY`. The supervising loop calls `set_state`."""
 
     registry = REGISTRY
 
@@ -326,20 +326,31 @@ class PipelineHealth:
         self._waits_for: str | None = "Spark starts"
 
     def set_state(self, waits_for: str | None) -> None:
-        """Set what the pipeline waits for, as text for people; None if the next batch can run."""
+        """Set the state and the gauge `READY`.
+
+        `waits_for` is a text for people that names the condition without which no batch can run; None if the next batch
+        can run.
+        """
         self._waits_for = waits_for
         READY.set(waits_for is None)
 
     def readiness_problem(self) -> str | None:
+        """The text of `set_state`; None if the next batch can run."""
         return self._waits_for
 
     def liveness_problem(self, now: float) -> str | None:
+        """A text if the supervising loop hangs, otherwise None. `now` is in seconds since 1970."""
         is_stale = self._waits_for is None and now - gauge_value(HEARTBEAT) >= STALE_SECONDS
         return f"the supervising loop has not run for {STALE_SECONDS:g} s" if is_stale else None
 
 
 def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
-    """Observe the latency of advances. `oldest`: number of advances by time of their oldest record (ms since 1970)."""
+    """Add the latencies of advances to the histogram, and count the advances with an implausible time.
+
+    Args:
+        oldest: time of the oldest record of an advance (milliseconds since 1970) -> number of such advances.
+        published_at: when the advances were published, in seconds since 1970.
+    """
     latencies = {published_at - time / 1000: count for time, count in oldest.items()}
     plausible = {
         seconds: count
@@ -358,7 +369,7 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
         partition: the number of the partition.
         end: the offset of the next record to be written.
         read: the offset of the next record to read.
-        seconds: the age of the oldest unread record.
+        seconds: the age of the oldest unread record, in seconds.
         blocked: for how many seconds an open transaction has blocked the partition.
     """
     KAFKA_END.labels(topic, partition).set(end)
@@ -369,7 +380,10 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
 
 
 def count_batch(effects: Iterable[ShardEffects], published: PublishResult, seconds: float) -> None:
-    """Count a published batch. A batch that is published again after a failure is counted again."""
+    """Update the metrics for one published batch. A batch that is published again after a failure is counted again.
+
+    `seconds` is the wall time of the batch.
+    """
     BATCH_SECONDS.observe(seconds)
     LAST_BATCH.set(published.published_at)
     for step, waited in published.seconds.items():

@@ -58,8 +58,8 @@ class Seed:
 
     Attributes:
         lineage: the name of the lineage.
-        after: lineage and number of the last batch that Postgres has applied; None if there was none.
-        states: by shard, the packed states of its streams (`streaming.engine.query.pack_by_shard`).
+        after: lineage and number of the last batch that Postgres has applied; None if Postgres has applied no batch.
+        states: shard -> packed states of the shard's streams (`streaming.engine.query.pack_by_shard`).
     """
 
     lineage: str
@@ -67,19 +67,21 @@ class Seed:
     states: dict[int, bytes]
 
     def before(self, batch: int) -> tuple[str, int] | None:
-        """The batch that is applied before `batch` of this lineage."""
+        """The lineage and number of the batch that must be applied before `batch`; None if no batch must be."""
         return (self.lineage, batch - 1) if batch > 0 else self.after
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of the query, from Postgres.
+    """Everything that the query needs at its start. `prepare` loads it.
 
     Attributes:
+        seed: the start of the query's lineage.
         offsets: the next offsets to read.
         lag: the number of unread records in Kafka.
-        topics: the topics to read.
+        topics: topic name -> identity of each topic to read.
         states: the states of the seed, by stream.
+        policies: the policies of the streams.
     """
 
     seed: Seed
@@ -91,14 +93,16 @@ class Start:
 
 
 def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
-    """Check the topics and the database, then load the start of the query. The process must have the lease.
+    """Check the topics and the database, store the setup in Postgres, and load the start of the query.
+
+    Only the process with the lease may call this function.
 
     Args:
         settings: the settings of the pipeline.
         postgres: Tidemark's database.
         topics: queries Kafka.
-        accept: the differences that the operator accepts. They are recorded in Postgres, so that the next start needs
-            no acceptance.
+        accept: the differences that the operator accepts. Each is recorded in Postgres, so that the next start does not
+            need the acceptance again.
 
     Raises:
         Stop: a difference is not accepted, or a topic or the database is not suitable.

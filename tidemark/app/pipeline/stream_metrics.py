@@ -43,12 +43,14 @@ QUIET = Summary(0, 0, None, [], 0, None)
 
 @dataclass(slots=True)
 class StreamEntry:
-    """The metrics of one stream.
+    """The metrics of one stream. IDs are signed.
 
     Attributes:
-        positions: by writer, without retired writers.
-        summary: the summary without sources, because otherwise no stream with a relay would be quiet.
-        sources: the sources of the summary.
+        linear: the linear position.
+        allocated: the highest allocated ID.
+        positions: writer -> position, without retired writers.
+        summary: the summary of the stream, without its sources. With them, a stream with a relay would never be quiet.
+        sources: the relays and bridges of the stream that send OPEN records.
     """
 
     linear: int
@@ -70,28 +72,28 @@ class StreamEntry:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all writers have retired, and none is unknown."""
+        """Whether all writers have retired, and no writer without a JOIN has sent a record."""
         return not self.positions and not self.summary.unknown
 
 
 def _split_sources(summary: Summary) -> tuple[Summary, Sequence[Source]]:
-    """A summary without its sources, and the sources."""
+    """Return a copy of the summary without its sources, and the sources."""
     return (replace(summary, sources=[]), summary.sources) if summary.sources else (summary, ())
 
 
 class StreamEntries:
     """The metrics of streams that have not ended, by name. For one thread.
 
-    The state of a stream stays encoded until a batch or a scrape needs its metrics.
+    The metrics of a quiet stream are computed from its encoded state when a batch or a scrape needs them.
 
     Attributes:
         linear: the sum of the linear positions.
         allocated: the sum of the highest IDs.
-        positions: the sum of the positions of all writers.
-        writers: the number of these writers.
-        active: the streams that are not quiet.
-        sources: by stream, the relays and bridges that send OPEN records.
-        version: changes when a stream begins or ends.
+        positions: the sum of the positions of all writers that have not retired.
+        writers: the number of writers that have not retired.
+        active: the metrics of the streams that are not quiet, by name.
+        sources: stream -> its relays and bridges that send OPEN records; without streams that have none.
+        version: a number that rises when a stream begins or ends.
         ended: the names of the streams that have ended.
     """
 
@@ -121,7 +123,7 @@ class StreamEntries:
         return self._streams
 
     def __getitem__(self, name: str) -> StreamEntry:
-        """The entry of a stream. Raises KeyError."""
+        """The metrics of a stream. Raises `KeyError` if the stream is unknown or has ended."""
         entry = self._find(name)
         if entry is None:
             raise KeyError(name)
@@ -132,7 +134,7 @@ class StreamEntries:
         yield from (name for name in self._stored.names() if name not in self._decoded and name not in self.ended)
 
     def update(self, stream: StreamEffects) -> None:
-        """Apply the effects of a batch."""
+        """Apply the effects of a batch on one stream."""
         name = stream.stream
         known = self._find(name)
         entry = known or StreamEntry(0, 0, {}, QUIET)
@@ -154,11 +156,11 @@ class StreamEntries:
             self._begin(name, entry)
 
     def prefer(self, names: Collection[str]) -> None:
-        """Let `first` begin with these streams."""
+        """Set the streams that `first` returns before all others."""
         self._preferred, self._first = names, None
 
     def first(self) -> list[str]:
-        """The first `max_first` streams by name, the preferred ones before all others."""
+        """The names of at most `max_first` streams: preferred streams first, then other streams, each sorted by name."""
         if self._first is None:
             first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
             last = None
@@ -200,7 +202,7 @@ class StreamEntries:
         return name not in self._preferred, name
 
     def _count(self, name: str, entry: StreamEntry, sign: int) -> None:
-        """Add the entry to the sums (`sign` 1), or subtract it (-1)."""
+        """Add the metrics of a stream to the sums and to `active` and `sources` (`sign` 1), or remove them (-1)."""
         self.linear += sign * entry.linear
         self.allocated += sign * entry.allocated
         self.positions += sign * sum(entry.positions.values())
@@ -230,13 +232,13 @@ Entries = Mapping[str, StreamEntry]
 
 
 class _Sums(NamedTuple):
-    """Sums of linear positions, as pairs (Postgres, sink).
+    """Cached sums of the linear positions in Postgres and in one sink, as pairs (sum in Postgres, sum in the sink).
 
     Attributes:
-        compared: the result of `Sink.compared_positions` from which the sums are computed.
-        total: the sum of all streams.
-        version: the version of the entries for which `ended` is valid.
-        ended: the sum of the streams that have ended.
+        compared: the result of `Sink.compared_positions` from which the sums were computed.
+        total: the sums of all streams.
+        version: `StreamEntries.version` at the time when `ended` was computed.
+        ended: the sums of the streams that have ended.
     """
 
     compared: Mapping[str, tuple[int, int]]
@@ -246,14 +248,14 @@ class _Sums(NamedTuple):
 
 
 class StreamCollector(Collector):
-    """The Prometheus collector of streams. One thread updates it after each batch; any number of threads scrape it.
+    """The Prometheus collector of streams. One thread calls `update` after each batch; any thread may call `collect`.
 
     Values come from the states at the start, and later from the effects of batches. The number of series is limited:
     streams and writers beyond the limits share one series. Streams with a policy come first, then streams by name.
     Streams that have ended and writers that have retired have no series.
 
     Attributes:
-        read: the next offset to read, by topic and partition.
+        read: (topic, partition) -> next offset to read.
     """
 
     def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
@@ -277,11 +279,11 @@ class StreamCollector(Collector):
         self._sinks: Sequence[Sink] = ()
 
     def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
-        """Replace all values by the states in Postgres, so that streams without traffic have metrics after a restart.
+        """Replace all values by the values of stored states, so that all streams have metrics after a restart.
 
         Args:
             states: the states of all streams.
-            offsets: the next offset to read, by topic and partition.
+            offsets: topic -> partition -> next offset to read.
         """
         self.read.update(
             {(topic, number): offset for topic, partitions in offsets.items() for number, offset in partitions.items()}
@@ -300,7 +302,7 @@ class StreamCollector(Collector):
 
     @contextmanager
     def showing_sinks(self, sinks: Sequence[Sink]) -> Iterator[None]:
-        """Also show the linear positions in these sinks during the block."""
+        """During the block, `collect` also returns the linear positions in these sinks."""
         self._sinks = sinks
         try:
             yield
@@ -308,13 +310,14 @@ class StreamCollector(Collector):
             self._sinks = ()
 
     def set_reading(self, *, is_reading: bool) -> None:
-        """Set whether Kafka answers. No heartbeat counts as missed while Kafka does not answer. Later, the time of
-        the outage does not count.
+        """Set whether Kafka answers. While Kafka does not answer, no relay or bridge counts as silent.
+
+        When Kafka answers again, each heartbeat timeout starts again.
         """
         self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
-        """Remove all values, because another process has the lease: the ages of gaps and lag would rise for ever."""
+        """Remove all values. Called when another process has the lease: without batches, all ages would only rise."""
         self._begin(StreamEntries(self._streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
@@ -334,7 +337,7 @@ class StreamCollector(Collector):
                     self._entries.update(stream)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The metrics for a scrape. Called on the thread of the scrape."""
+        """Compute the metrics for a scrape, on the thread of the scrape."""
         families = {
             key: GaugeMetricFamily(name, meaning, labels=labels)
             for key, (name, labels, meaning) in STREAM_GAUGES.items()
@@ -371,8 +374,9 @@ class StreamCollector(Collector):
         return families.values()
 
     def blocked(self) -> dict[str, dict[str, Any]]:
-        """By stream: the fields of a log line for each stream with a long linear lag. A lag is long after
-        `behind_seconds` of the policy, or `BRIEF_WAIT` if no policy sets it.
+        """The streams with a long linear lag: stream -> fields of its log line.
+
+        A lag is long after `behind_seconds` of the policy, or after `BRIEF_WAIT` if no policy has this setting.
         """
         now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
@@ -388,7 +392,7 @@ class StreamCollector(Collector):
         return blocked
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
-        """By stream and bound: the fields of a log line for each bound of which a stream uses `NEAR_BOUND` or more."""
+        """The bounds of which a stream uses `NEAR_BOUND` or more: "stream bound" -> fields of the log line."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
@@ -425,7 +429,7 @@ class StreamCollector(Collector):
                 families[f"policy_{setting}"].add_metric([OTHER_STREAMS], threshold)
 
     def _min_threshold_of_others(self, setting: str) -> int | None:
-        """The lowest threshold of the streams without their own series."""
+        """The lowest threshold of the streams without their own series; None if no such stream has the threshold."""
         if not any(setting in given for given in self._policies.by_name.values()):
             return self._policies.value("*", setting)
         entries, policies = self._entries, self._policies
@@ -452,7 +456,10 @@ class StreamCollector(Collector):
                     family.add_metric([OTHER_STREAMS, copy], sums[index] - sum(linear for _, linear in shown))
 
     def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """The sums of the streams that have not ended. All streams are read only after a new comparison."""
+        """The sums of the linear positions of the streams that have not ended: (in Postgres, in the sink).
+
+        `number` is the index of the sink. The sums are cached until `compared` is another object.
+        """
         sums, entries = self._sums_by_sink.get(number), self._entries
         if sums is None or sums.compared is not compared:
             sums = _Sums(compared, _sum_pairs(compared.values()), -1, (0, 0))
@@ -463,7 +470,10 @@ class StreamCollector(Collector):
         return sums.total[0] - sums.ended[0], sums.total[1] - sums.ended[1]
 
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
-        """Add the blockers of at least `BRIEF_WAIT`, the oldest first. Returns how many blockers have no series."""
+        """Add a series for each blocker that has blocked for `BRIEF_WAIT` or longer, the oldest first.
+
+        Returns the number of blockers without a series of their own.
+        """
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
@@ -484,7 +494,7 @@ class StreamCollector(Collector):
         return len(rest) + unnamed
 
     def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
-        """Add the streams whose relay or bridge is silent or blocked, the longest first."""
+        """Add a series for each relay or bridge that is silent or blocked, the longest first."""
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
@@ -500,8 +510,10 @@ class StreamCollector(Collector):
                 family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
-        """The aggregated values of the streams that are not `named`. `active`: the streams among them that are not
-        quiet. All values of a quiet stream are 0, except the linear position and the highest ID.
+        """The aggregated values of the streams without their own series. `named` are the streams with their own series.
+
+        Only the streams in `active` are read. All other streams are quiet: their values are 0, except the linear
+        position and the highest ID.
         """
         rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
         values = {key: (max if key in MAX_AGGREGATED else sum)(row[key] for row in rows) for key in rows[0]}
@@ -541,7 +553,7 @@ Fields = dict[str, Any]
 
 @dataclass(slots=True)
 class ThresholdLog:
-    """Logs once when a stream crosses a threshold, and once when the stream returns. For one thread.
+    """Logs once when a stream crosses a threshold, and once when the stream no longer does. For one thread.
 
     The first check of a process logs all crossed thresholds.
     """
@@ -565,7 +577,7 @@ class ThresholdLog:
 
 
 def _identifying_fields(fields: Fields) -> Fields:
-    """The identifying fields, without values that change."""
+    """The fields that identify the stream and the bound, without values that change."""
     return {name: fields[name] for name in ("stream", "bound") if name in fields}
 
 

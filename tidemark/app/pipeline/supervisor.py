@@ -22,7 +22,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tidemark.app.logs import shutdown_event
 from tidemark.app.output import progress
 from tidemark.app.pipeline import engine, metrics
-from tidemark.app.pipeline.batches import BatchHandler, Isolation, tracing
+from tidemark.app.pipeline.batches import BatchHandler, RefusedRecordFinder, tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.preflight import Start, prepare
 from tidemark.app.pipeline.stream_metrics import StreamCollector
@@ -73,8 +73,9 @@ MAX_LOGGED_NAMES = 10
 
 
 class PolicyWatch(LeasedThread):
-    """A thread that calls `on_change` with changed policies. A running query cannot change its bounds, so `failure`
-    requests a new query if the bounds differ.
+    """A thread that reads the policies, and calls `on_change` with all policies when one has changed.
+
+    If bounds have changed, the thread sets `failure`, because only a new query can use the new bounds.
     """
 
     def __init__(
@@ -190,8 +191,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
 
 
 def counts_as_failure(error: Retry) -> bool:
-    """Whether the error is one of `MAX_FAILURES`. An outage of a server, the loss of the lease and a slow start of
-    Python are not: they say nothing about the query."""
+    """Whether the error counts towards `MAX_FAILURES`: only a failure of the query itself does.
+
+    An outage of a server, the loss of the lease, and a slow start of Python do not count.
+    """
     if isinstance(error, QueryFailed):
         return error.problem != engine.SLOW_PYTHON_START
     return isinstance(error, ChainBroken)
@@ -300,7 +303,9 @@ class PipelineRun:
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
             bounds, lineage = start.policies.bounds(), start.seed.lineage
-            isolation = Isolation(postgres, lease, lineage, kafka.portable_settings(), names, start.offsets, bounds)
+            refused_finder = RefusedRecordFinder(
+                postgres, lease, lineage, kafka.portable_settings(), names, start.offsets, bounds
+            )
             one_task = self._is_local and is_light(len(start.states), start.lag)
             self._ends_when_light = self._is_local and not one_task and is_light(len(start.states), 0)
             self._batches = BatchHandler(
@@ -309,7 +314,7 @@ class PipelineRun:
                 start.seed,
                 start.topics,
                 trace,
-                isolation.find_refused_records,
+                refused_finder.find,
                 one_task=one_task,
             )
             spark, store = self._spark.session(stopping), settings.checkpoint_store
@@ -334,8 +339,10 @@ class PipelineRun:
     def _query(
         self, spark: SparkSession, start: Start, location: str, batches: BatchHandler, lease: Lease, *, one_task: bool
     ) -> Iterator[StreamingQuery]:
-        """Run the query during the block. At its end, wait for the batches. After `LAST_BATCH_TIMEOUT_SECONDS`, give up
-        the lease, which ends their waits for servers.
+        """Start the query, run the block, wait until the running batch is published, and stop the query.
+
+        After `LAST_BATCH_TIMEOUT_SECONDS`, gives up the lease, so that the running batch stops waiting for a server.
+        Raises `QueryFailed` if the query does not start.
         """
         try:
             if self._is_local:
@@ -380,7 +387,10 @@ class PipelineRun:
         threads: Sequence[BatchHandler | LagMonitor | LeasedThread],
         wait_monitor: BatchWaitMonitor,
     ) -> None:
-        """Check the query and all threads twice a second. Raises the first failure."""
+        """Check the lease, the query and all threads twice a second until SIGTERM. Raises the first failure.
+
+        Also updates the heartbeat and the state of the pipeline for probes.
+        """
         secrets_checked_at = time.monotonic()
         batches = self._batches if self._ends_when_light else None
         while not self._stopping.is_set():
@@ -414,7 +424,7 @@ class PipelineRun:
 
 
 def is_light(streams: int, lag: int) -> bool:
-    """Whether a query that starts with `streams` streams and `lag` unread records is for light traffic."""
+    """Whether a query that starts with this number of streams and of unread records is for light traffic."""
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
@@ -425,7 +435,7 @@ def _add_refused(refused: RefusedOffsets, known: dict[str, dict[int, list[int]]]
 
 
 def _exit_after_timeout() -> None:
-    """End the process `EXIT_TIMEOUT_SECONDS` after the signal, if it has not ended before."""
+    """Sleep for `EXIT_TIMEOUT_SECONDS`, and then end the process. For a daemon thread, started at the signal."""
     time.sleep(EXIT_TIMEOUT_SECONDS)
     log.warning("Stopped without waiting for servers that do not answer; the next start repeats the unfinished work")
     os._exit(0)

@@ -1,5 +1,4 @@
-"""Sends traces of batches to an OpenTelemetry collector over OTLP/HTTP. A thread of the SDK sends them, so batches do
-not wait.
+"""Sends traces of batches to an OpenTelemetry collector over OTLP/HTTP, on a thread of the SDK.
 
 A batch is one trace. The trace ID is computed from the query and the number of the batch, so all attempts at a batch
 are in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), then
@@ -47,7 +46,9 @@ def trace_id(query: str, number: int) -> int:
 
 @contextmanager
 def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
-    """Trace batches during the block. At its end, the remaining spans are sent, or dropped after the timeout.
+    """Yield the function that opens the trace of a batch. After the block, send the remaining spans.
+
+    Spans that the collector does not accept within `TIMEOUT_SECONDS` are dropped.
 
     Args:
         endpoint: the base URL of OTLP/HTTP.
@@ -66,7 +67,7 @@ def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
 
 
 class _BatchIds(RandomIdGenerator):
-    """Gives a root span the trace ID in `trace`, which `_batch` sets before it starts the span."""
+    """Gives each root span the trace ID in the attribute `trace`. Set `trace` before you start the span."""
 
     trace = 0
 
@@ -75,7 +76,7 @@ class _BatchIds(RandomIdGenerator):
 
 
 class _Exporter(SpanExporter):
-    """Logs once when the collector fails, and once when it accepts spans again."""
+    """Exports spans. Logs once when the collector refuses spans, and once when the collector accepts spans again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
@@ -138,7 +139,7 @@ class _BatchSpans:
         )
 
     def record_publish(self, result: "PublishResult") -> None:
-        """Record the steps of publishing, which ran in sequence. The last step has just ended."""
+        """Record a child span for each step of publishing. Assumes that the steps ran in sequence until now."""
         began = time.time_ns() - int(sum(result.seconds.values()) * 1e9)
         for name, seconds in result.seconds.items():
             began = self._span(name, began, began + int(seconds * 1e9))
@@ -151,7 +152,10 @@ class _BatchSpans:
 
 
 def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
-    """Split the stage of a query for light traffic, which reads all records first, into `read` and `state`."""
+    """Split the only stage of a query for light traffic into `read` and `state`, each as (start, end).
+
+    All times are in milliseconds since 1970.
+    """
     began, ended = stage
     state_began = min((shard.computation_start for shard in effects), default=ended)
     state_began = max(began, min(state_began, ended))
@@ -159,8 +163,9 @@ def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tu
 
 
 def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
-    """Start and end (milliseconds since 1970) of each stage of the last job of this thread's query, in order. Stages
-    without times are left out. Waits a few milliseconds until Spark has recorded the times.
+    """Yield start and end (milliseconds since 1970) of each stage of the last job of this thread's query, in order.
+
+    Waits a few milliseconds until Spark has recorded the times. Stages without times are left out.
     """
     context = session.sparkContext
     spark = context._jsc.sc()

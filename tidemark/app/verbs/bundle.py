@@ -43,7 +43,13 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the archive. `make` returns its text; `server` is the server that `make` queries, or ''."""
+    """A file of the archive.
+
+    Attributes:
+        name: the path of the file in the archive.
+        server: the server that `make` queries; empty if `make` queries none.
+        make: returns the text of the file.
+    """
 
     name: str
     server: str
@@ -52,7 +58,13 @@ class _Part:
 
 @dataclass(slots=True)
 class Bundle:
-    """The result of writing a bundle. `problems`: by name of a missing part, why the part is missing."""
+    """The result of writing a bundle.
+
+    Attributes:
+        file: the path of the archive.
+        parts: the names of the files in the archive.
+        problems: the reason why a file is missing, by the name of the file.
+    """
 
     file: Path
     parts: list[str] = field(default_factory=list)
@@ -60,12 +72,12 @@ class Bundle:
 
 
 def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
-    """Create a bundle. If a server does not answer, the bundle names the server and the missing parts.
+    """Write a bundle to a new file. If a server does not answer, the bundle lists the missing parts and the reason.
 
     Args:
         settings: name the servers to query.
-        file: must not exist yet.
-        metrics: URLs whose answers are included.
+        file: the path of the archive, which must not exist yet.
+        metrics: URLs to read. The bundle contains their answers.
 
     Raises:
         OSError: the file cannot be written, or exists (`FileExistsError`).

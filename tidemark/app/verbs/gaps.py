@@ -21,7 +21,7 @@ def to_json(open_gaps: Sequence[OpenRange]) -> str:
 
 
 def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
-    """Text for people: a line for each open range, and after the last range of a writer the remedy."""
+    """Text for people: for each writer, one line for each open range, and then the remedy."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
     for gap in open_gaps:

@@ -35,7 +35,13 @@ DELIVERY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """The result of `produce_lines`. `last`: partition and offset of the record that was acknowledged last."""
+    """The result of `produce_lines`.
+
+    Attributes:
+        sent: number of records that Kafka acknowledged.
+        refused: number of invalid lines, which were not sent.
+        last: partition and offset of the record that was acknowledged last; None if no record was sent.
+    """
 
     sent: int
     refused: int
@@ -51,14 +57,14 @@ class Produced:
 def produce_lines(
     connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
 ) -> Produced:
-    """Send the valid lines to a topic. Skips blank lines.
+    """Send the valid lines to a topic, and wait until Kafka has acknowledged them. Skips blank lines.
 
     Args:
         connection: how to connect to Kafka.
         topic: the topic's name.
-        role: whether the records are facts or operator overrides.
+        role: `FACTS`, or `CONTROL` for operator overrides.
         lines: one JSON record in each line.
-        refuse: called for each invalid line with the error text, which has the line number.
+        refuse: called once for each invalid line, with an error text that contains the line number.
 
     Raises:
         TopicMissing: the topic does not exist.
@@ -88,7 +94,13 @@ MAX_SHOWN_CHARS: Final = 200  # of a record's value
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
-    """A line of `tidemark tail --json`. `time` is in milliseconds since 1970, -1 if unknown."""
+    """A record as one line of `tidemark tail --json`.
+
+    Attributes:
+        time: milliseconds since 1970; -1 if unknown.
+        key: the key as text; None if there is no key, or if `key_base64` has the key.
+        value: the value as text; None if there is no value, or if `value_base64` has the value.
+    """
 
     topic: str
     partition: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -121,8 +133,12 @@ def to_line(message: RecordedMessage) -> str:
 
 
 def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
-    """Parse lines of `tidemark tail --json`. Skips blank lines. For an invalid line, raises the exception that `refuse`
-    returns for an error text."""
+    """Parse lines of `tidemark tail --json`. Skips blank lines.
+
+    Args:
+        lines: the lines.
+        refuse: makes the exception to raise for an invalid line, from the error text.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -223,7 +239,11 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
 
 
 def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
-    """By (topic, partition) of the facts and control topics: the first offset, and the offset after the last record."""
+    """Read the bounds of all partitions of the facts topic and the control topic from Kafka.
+
+    Returns:
+        (topic, partition) -> (first offset, offset after the last record).
+    """
     topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
     return {
         (topic, partition): kafka.bounds(topic, partition)
@@ -233,7 +253,10 @@ def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int
 
 
 def read_file(name: str) -> Iterator[RecordedMessage]:
-    """Read a file of `tidemark tail --json`; `-` is standard input. Raises `CommandFailed` for an invalid line."""
+    """Yield the records of a file that `tidemark tail --json` wrote; `-` is standard input.
+
+    Shows the progress on a terminal. Raises `CommandFailed` for an invalid line.
+    """
     size = 0 if name == "-" else Path(name).stat().st_size
     with click.open_file(name, "rb") as lines, progress("reading the file", size, "byte") as advance:
 
@@ -246,8 +269,10 @@ def read_file(name: str) -> Iterator[RecordedMessage]:
 
 
 def read_topics(settings: Settings, facts: str, max_records: int) -> Iterator[RecordedMessage]:
-    """Read all records of the topic `facts` and of the control topic. Raises `CommandFailed` if there are more than
-    `max_records`."""
+    """Yield all records of the topic `facts` and of the control topic, and show the progress on a terminal.
+
+    Raises `CommandFailed` if Kafka has more than `max_records` records in these topics.
+    """
     with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})
         partitions = topic_bounds(changed, kafka)

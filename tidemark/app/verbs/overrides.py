@@ -68,12 +68,12 @@ class Trial:
     """The effects that an override would have on the stored state of its stream.
 
     Attributes:
-        record: the override.
-        before: the state of the stream without it.
-        after: the state of the stream with it.
-        effects: what a batch of this record would do.
+        record: the override, with its epoch.
+        before: the state of the stream without the override.
+        after: the state of the stream with the override.
+        effects: the effects of a batch that has only this record.
         open_ranges: the open ranges of the writer of the override; for `*`, of all writers that never joined.
-        now: seconds since 1970.
+        now: the time of the trial, in seconds since 1970.
         silent_seconds: a writer is silent after this many seconds without a record.
     """
 
@@ -87,7 +87,7 @@ class Trial:
 
     @property
     def override(self) -> OperatorOverride:
-        """The override with its epoch, as the audit table will have it."""
+        """The override as `send` notes it in the audit table."""
         (override,) = self.effects.overrides
         return override
 
@@ -124,9 +124,9 @@ class Trial:
             yield self.record.writer, verdict, last_seen(known.last_seen)
 
     def dangers(self) -> Iterator[str]:
-        """The reasons why the epoch must not be ended by an operator, even with --force."""
+        """The reasons why an override that ends an epoch is not sent, even with --force. Empty for other overrides."""
         name, known = self.record.writer, self.before.writers.get(self.record.writer)
-        if not self.fences or known is None:
+        if not self.ends_epoch or known is None:
             return
         if self.effects.timelines:
             yield f"{name} has completed IDs beyond that ID: a new timeline would begin for all writers of the stream"
@@ -141,7 +141,7 @@ class Trial:
             )
 
     @property
-    def fences(self) -> bool:
+    def ends_epoch(self) -> bool:
         """Whether the override ends the current epoch of a writer that has joined."""
         known = self.before.writers.get(self.record.writer)
         return isinstance(self.record, records.Join) and known is not None and known.epoch < self.record.epoch
@@ -156,7 +156,7 @@ class Trial:
         return isinstance(self.record, records.Join) and known is not None and known.epoch == self.override.epoch
 
     def _blockers(self) -> list[OpenRange]:
-        """The lowest open range of each writer and epoch."""
+        """The lowest of `open_ranges` for each writer and epoch."""
         return [*{(blocker.writer, blocker.epoch): blocker for blocker in reversed(self.open_ranges)}.values()][::-1]
 
     def settled(self) -> list[tuple[int, int]]:
@@ -171,7 +171,7 @@ class Trial:
         return [(signed(max(low, 0)), signed(high)) for low, high in ranges if high > 0]
 
     def warnings(self) -> Iterator[str]:
-        """What is blocked, and what is lost if the override is a mistake. Shown before the confirmation."""
+        """The lines to show before the confirmation: the blockers, and the damage if the override is a mistake."""
         for blocker in self._blockers():
             waits = (
                 f"; {count(blocker.waiting, 'complete ID')} pending, {blocker.facts} with facts"
@@ -184,9 +184,9 @@ class Trial:
             ranges = ", ".join(id_range(low, high) for low, high in settled[:MAX_SHOWN])
             more = f" and {count(len(settled) - MAX_SHOWN, 'more range')}" if len(settled) > MAX_SHOWN else ""
             yield f"Tidemark cannot verify that IDs {ranges}{more} of {self.record.writer} are empty."
-        if settled and not self.fences:
+        if settled and not self.ends_epoch:
             yield "If such a row is committed later, readers have already passed it: you must repair them by hand."
-        if self.fences:
+        if self.ends_epoch:
             yield f"Records of {self.record.writer} in an epoch below {self.record.epoch} are rejected from now on."
             yield (
                 f"The writer's next start needs an epoch above {self.record.epoch}; the linear position waits for that"
@@ -195,8 +195,8 @@ class Trial:
         if isinstance(self.record, records.Retire):
             yield f"The linear position no longer waits for {self.record.writer}, so it may also pass higher open IDs."
 
-    def moves(self) -> Iterator[str]:
-        """The effects as text, one line each."""
+    def lines(self) -> Iterator[str]:
+        """The override and its effects as text: one line for the override, then one line for each effect."""
         before, after, effects = self.before, self.after, self.effects
         override, reopened = self.override, False
         yield f"{override.kind} of {override.writer} (epoch {override.epoch}), by {override.by}: {override.why}"
@@ -213,7 +213,7 @@ class Trial:
 
 
 def effect_lines(effects: StreamEffects) -> Iterator[str]:
-    """The effects of a batch of one record on a stream as text, one line each; empty if it has no effect."""
+    """The effects of a batch on a stream as text, one line for each effect; empty if the batch has no effect."""
     for move in effects.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
         evidence = ", ".join(f"{name} {number}" for name, number in counts if number) or "no new evidence"
@@ -232,11 +232,11 @@ def attempt(stored: bytes, record: records.Marker, now: float, policies: Policie
     Args:
         stored: the stream's encoded state.
         record: the override.
-        now: seconds since 1970.
-        policies: give the time after which a writer is silent.
+        now: the current time, in seconds since 1970.
+        policies: the policies of the streams: bounds, and the time after which a writer is silent.
 
     Raises:
-        BadRecord: the pipeline would refuse the override.
+        BadRecord: the pipeline would refuse the override, or a SKIP would settle no ID.
     """
     records.read(records.encode(record), record.stream.encode(), Topic.CONTROL)
     milliseconds = int(now * 1000)
@@ -271,8 +271,11 @@ def attempt(stored: bytes, record: records.Marker, now: float, policies: Policie
 
 
 def _retire_conflict(record: records.Marker, before: StreamState, now: float, silent_seconds: float) -> str | None:
-    """Why this writer cannot retire at that ID, and what to do; None if the override is not a RETIRE of a known
-    writer."""
+    """Explain why the pipeline refuses a RETIRE, and what to do instead.
+
+    Returns:
+        The explanation; None if `record` is not a RETIRE, or if the writer is unknown.
+    """
     known = before.writers.get(record.writer)
     if not isinstance(record, records.Retire):
         return None
@@ -292,7 +295,12 @@ def _retire_conflict(record: records.Marker, before: StreamState, now: float, si
 
 
 def bridge_objections(record: records.Marker, bridged: Collection[str]) -> Iterator[str]:
-    """The reason why a worker of Synapse needs another command to retire. `bridged`: streams that a bridge sends."""
+    """The objection to a RETIRE in a stream that a bridge sends: another command retires a worker of Synapse.
+
+    Args:
+        record: the override.
+        bridged: the streams that a bridge sends.
+    """
     if isinstance(record, records.Retire) and record.stream in bridged:
         yield (
             f"a bridge sends {record.stream} and would still wait for {record.writer}: use `tidemark synapse retire`,"
@@ -301,8 +309,14 @@ def bridge_objections(record: records.Marker, bridged: Collection[str]) -> Itera
 
 
 def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the JOIN that ends the writer's epoch. Defaults: the next epoch, and the last ID that the writer
-    completed.
+    """Return `fields` with the epoch and the ID of the JOIN that ends the writer's current epoch.
+
+    The default epoch is the next one. The default ID is the last ID that the writer completed.
+
+    Args:
+        stored: the stream's encoded state.
+        writer: the name of the writer.
+        fields: the options of the command; None for an option that was not given.
 
     Raises:
         BadRecord: the writer has no open epoch, or the given epoch is not higher.
@@ -320,14 +334,20 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
 
 
 def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
-    """The record of an override. `fields`: the options of the command; None for an option that was not given."""
+    """Make the record of an override. Raises `BadRecord` if a FENCE does not fit the stored state.
+
+    Args:
+        kind: `SKIP`, `RETIRE`, `JOIN` or `FENCE`.
+        stored: the stream's encoded state.
+        fields: the options of the command; None for an option that was not given.
+    """
     if kind == "FENCE":
         kind, fields = "JOIN", fence_fields(stored, fields["writer"], fields)
     return KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
 def positions_line(stored: bytes, writer: str) -> str:
-    """The position of the writer and the linear position, in one line."""
+    """The position of the writer, if the stream has the writer, and the linear position, in one line."""
     stream = codec.decode(stored)
     signed, known = stream.direction.signed, stream.writers.get(writer)
     where = f"linear position {signed(stream.linear.position)}"
@@ -344,7 +364,7 @@ POLL_SECONDS: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SentOverride:
-    """Where the record of an override is in Kafka, and its entry in the audit table."""
+    """An override that was sent: its entry in the audit table (`noted`), and where its record is in Kafka."""
 
     noted: LoggedOverride
     topic: str
@@ -362,7 +382,7 @@ class SentOverride:
 
 
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
-    """Note the override of a trial in the audit table, and send its record."""
+    """Note the override of a trial in the audit table, and send its record to `topic`. Raises `CommandFailed`."""
     require_topic(connection, topic)
     noted = override_log.log(trial.record.stream, trial.override)
     return send_noted(override_log, noted, connection, topic, Topic.CONTROL, records.encode(trial.record))
@@ -379,7 +399,10 @@ def require_topic(connection: KafkaConnection, topic: str) -> None:
 def send_noted(
     override_log: OverrideLog, noted: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
 ) -> SentOverride:
-    """Send the record of an override that is noted already. Raises `CommandFailed`."""
+    """Send the record of an override that the audit table already has, and note the record's offset in the table.
+
+    `value` is the encoded record. Raises `CommandFailed` if Kafka may not have the record.
+    """
     refused: list[str] = []
     try:
         produced = produce_lines(connection, topic, role, [value], refused.append)
@@ -393,14 +416,16 @@ def send_noted(
     return SentOverride(noted, topic, *produced.last)
 
 
-def outcome(override_log: OverrideLog, sent: SentOverride, seconds: float, find: Callable[[], Outcome]) -> Outcome:
-    """Wait until the pipeline has read the record, and note its outcome in the audit table.
+def await_outcome(
+    override_log: OverrideLog, sent: SentOverride, seconds: float, find: Callable[[], Outcome]
+) -> Outcome:
+    """Wait until the pipeline has read the record of the override, and note the outcome in the audit table.
 
     Args:
         override_log: the audit table.
         sent: the override.
         seconds: the longest wait.
-        find: returns the outcome. Called after a batch has read the record.
+        find: returns the outcome. It is called once, after a batch has read the record.
 
     Returns:
         The outcome; `not seen` if no batch has read the record after `seconds`.
@@ -416,7 +441,7 @@ def outcome(override_log: OverrideLog, sent: SentOverride, seconds: float, find:
 
 
 def result(final: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
-    """The outcome of an override as a sentence."""
+    """The outcome of an override as a sentence, with the current positions, which are read from `postgres`."""
     if final == "not seen":
         return (
             f"no batch has read the override after {seconds:g} s. The pipeline applies it when it reads it: do not send"
@@ -435,7 +460,7 @@ def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, now:
     effects = trial.effects
     fields: dict[str, Any] = {
         "act": msgspec.to_builtins(trial.record),
-        "would": [*trial.moves()],
+        "would": [*trial.lines()],
         "advances": [
             dict(zip(advance.__struct_fields__, msgspec.to_builtins(advance), strict=True))
             for advance in effects.advances
@@ -540,7 +565,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
             raise CommandFailed(no_stream(fields["stream"], postgres.streams()))
         record = override_record(kind, stored, fields)
         trial = attempt(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
-        for line in [*trial.moves(), *trial.warnings()]:
+        for line in [*trial.lines(), *trial.warnings()]:
             click.echo(line, err=as_json)
         objections = [*bridge_objections(record, postgres.conditions.bridges()), *trial.objections()]
         for line in [*trial.dangers(), *(() if force else objections)]:
@@ -554,7 +579,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:
             echo_result(sent.line(), err=as_json)
-            final = outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.noted))
+            final = await_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.noted))
         except KeyboardInterrupt:
             echo_result(
                 f"the override was sent and cannot be undone: see `tidemark overrides show {sent.noted.number}`",

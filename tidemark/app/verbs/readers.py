@@ -52,7 +52,7 @@ _dsn = click.option(
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The readers' database (`store`) and Tidemark's database (the other fields)."""
+    """Access to the stored data about readers: `store` is in the readers' database, the rest in Tidemark's database."""
 
     store: ReaderPlaces
     history: LagHistory
@@ -63,7 +63,7 @@ class Readers:
         return ReaderLag(self.history).statuses(self.store.places(reader, stream))
 
     def existing(self, reader: str, stream: str) -> list[ReaderStatus]:
-        """The status of a reader, one for each partition. Raises `CommandFailed` if there is none."""
+        """The status of each partition of a reader. Raises `CommandFailed` if the reader does not exist."""
         return self.statuses(reader, stream) or self._missing(reader, stream)
 
     def _missing(self, reader: str, stream: str) -> Never:
@@ -72,7 +72,10 @@ class Readers:
         )
 
     def place(self, reader: str, stream: str) -> StoredPlace:
-        """The place of a reader without partitions, or of one partition. Raises `CommandFailed`."""
+        """The place of a reader without partitions, or of one partition of a reader.
+
+        Raises `CommandFailed` if the reader does not exist, or if `reader` names a reader with several partitions.
+        """
         listed = self.store.places(reader, stream)
         if not listed:
             self._missing(reader, stream)
@@ -83,7 +86,10 @@ class Readers:
         return listed[0]
 
     def apply(self, stored: StoredPlace, action: "Action") -> int:
-        """Note a change in the audit table, apply it, and note its outcome. Returns the number of the override."""
+        """Note a change in the audit table, apply the change, and note the outcome.
+
+        Returns the number of the entry in the audit table. If the change fails, its error is raised.
+        """
         span = (stored.linear, action.goal) if action.goal else (0, 0)
         kind = f"READER {action.kind}"
         override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
@@ -102,11 +108,12 @@ class Action:
     """A change of a reader's place or its parked facts.
 
     Attributes:
-        kind: the kind of the override, without `READER`.
+        kind: the kind of the entry in the audit table, without the prefix `READER`.
         by: the author.
         why: the reason.
         run: applies the change.
-        goal: the linear position to which the place moves; 0 if it does not move.
+        goal: the linear position to which the place moves, signed; 0 if the place does not move or moves to the
+            beginning.
     """
 
     kind: str
@@ -256,7 +263,7 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
 
 
 def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the arguments and options that all commands that change parked facts have."""
+    """Add the common arguments and options of the commands that change parked facts."""
     ids = click.argument("ids", type=click.IntRange(-MAX_ID, MAX_ID), nargs=-1, required=True, metavar="ID...")
     return click.argument("reader")(click.argument("stream")(ids(_dsn(change_options(command)))))
 
@@ -265,8 +272,13 @@ def _change_parked(
     kind: str, outcome: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
     stream: str, ids: Sequence[int], dsn: str | None, by: str, why: str, dry_run: bool, yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Apply `change` to parked facts. `kind`: the kind of the override. `outcome`: what happens to the facts, as a
-    message with `{}` for their number."""
+    """Run a command that changes parked facts: show the change, ask for confirmation, and apply it.
+
+    Args:
+        kind: the kind of the entry in the audit table, without the prefix `READER`.
+        outcome: the change as text, with `{}` for the number of parked facts.
+        change: applies the change to the parked facts.
+    """
     with open_databases(dsn) as databases:
         stored, facts = databases.place(reader, stream), _parked_facts(databases.store, reader, stream, ids)
         would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"
@@ -294,7 +306,10 @@ def readers_parked_drop(**options: Any) -> None:
 
 @contextmanager
 def open_databases(dsn: str | None) -> Iterator[Readers]:
-    """Connect to the readers' database (`dsn`, or that of the settings) and to Tidemark's while the block runs."""
+    """Connect to the readers' database and to Tidemark's database while the block runs.
+
+    `dsn` is the readers' database; None means the database in the settings.
+    """
     settings = loaded(other_database=dsn is not None)
     with (
         ReaderPlaces(dsn or settings.readers) as store,
@@ -309,7 +324,12 @@ def _address(dsn: str | None) -> Dsn:
 
 
 def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
-    """The token to which a place moves. `text`: the argument of the command. `linear`: the stream's linear position.
+    """Parse the token to which a place moves.
+
+    Args:
+        text: a token, `now` or `beginning`.
+        stored: the place.
+        linear: the stream's linear position.
 
     Raises:
         UsageError: the text is not a token.
@@ -356,7 +376,15 @@ def _change(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Show what would happen, ask for confirmation, and apply the change."""
+    """Show the change, ask for confirmation, apply the change, and show the result. With `dry_run`, only show it.
+
+    Args:
+        databases: the databases.
+        stored: the place to change.
+        action: the change.
+        would: the change as text.
+        facts: the parked facts to change, for the JSON output.
+    """
     click.echo(sanitize([would]), err=as_json)
     number = None
     if not dry_run:

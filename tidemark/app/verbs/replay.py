@@ -37,14 +37,14 @@ class Divergence:
     """The first difference between a stream's history and its replay.
 
     Attributes:
-        stream: its name.
-        record: the record after which they differ; None if after the last record.
+        stream: the name of the stream.
+        record: the record after which history and replay differ; None if they differ after the last record.
         writer: the writer whose position differs; None for the linear position.
-        history: the position in the history.
-        replayed: the position in the replay.
+        history: the position in the history, signed; None if the history has no position of the writer.
+        replayed: the position in the replay, signed.
         batch: the number of the batch of the history; None at the end of the history.
-        time: the time of that batch.
-        evidence: if the positions are equal, the evidence in the history and in the replay.
+        time: the time of the batch; None at the end of the history.
+        evidence: the evidence in the history and in the replay, if only the evidence differs; otherwise None.
     """
 
     stream: str
@@ -62,11 +62,12 @@ class ComparedPart:
     """The part of a stream that was compared.
 
     Attributes:
-        after: the comparison starts after this batch, because records or history are missing; None: at the beginning.
-        offset: records before this offset are missing.
-        line_from: linear positions are compared beyond this ID; None: not at all, or all if `after` is None.
-        upto: the batch at which the records end; None: at the end of the history.
-        behind: number of batches after `upto`, which were not compared.
+        after: the last batch before the comparison starts; None if it starts at the beginning of the history.
+        offset: the first recorded offset of the stream's partition; 0 if no record is missing.
+        line_from: linear positions are compared beyond this ID, a magnitude. None: if `after` is None, all linear
+            positions are compared, otherwise none.
+        upto: the last compared batch, if the records end before the history; otherwise None.
+        behind: number of batches after the last compared batch.
     """
 
     after: StoredBatch | None = None
@@ -81,13 +82,13 @@ class ReplayReport:
     """The result of a replay.
 
     Attributes:
-        records: number of records that were applied.
+        records: number of records in the recording that batches have read.
         batches: number of batches that were compared.
-        equal: streams that are equal, at least in the part that was compared.
+        equal: streams without a difference in the compared part.
         parted: the first difference of each stream that differs.
-        parts: by stream of which only a part was compared, that part.
-        unknown: by stream that could not be compared, the reason.
-        absent: streams without a record.
+        parts: the compared part of each stream of which only a part was compared, by name.
+        unknown: the reason for each stream that could not be compared, by name.
+        absent: streams in the history of which the recording has no record.
     """
 
     records: int = 0
@@ -104,8 +105,8 @@ class _Comparison:
     """The result for one stream.
 
     Attributes:
-        batches: number of batches that are equal.
-        last: the last of these batches.
+        batches: number of batches without a difference.
+        last: the last batch without a difference; None if there is none.
         divergence: the first difference; None if all batches are equal, or if the records end.
         has_linear: whether the linear positions were compared.
     """
@@ -118,11 +119,11 @@ class _Comparison:
 
 @dataclass(slots=True)
 class _StreamProgress:
-    """Counts the applied records of a stream, each once: a second comparison may apply them again.
+    """The progress bar of one stream. Records that a second comparison applies again do not move the bar.
 
     Attributes:
-        advance: adds to the progress bar.
-        left: number of records that were not applied yet.
+        advance: moves the progress bar by a number of records.
+        left: number of records by which the bar has not moved yet.
     """
 
     advance: Callable[[int], None]
@@ -138,21 +139,21 @@ class _StreamProgress:
         self.applied(self.left)
 
 
-def report(
+def compare_history(
     past: BatchHistory,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
     only: str | None = None,
 ) -> ReplayReport:
-    """Compare all streams, or `only` one. Uses only records that batches have read.
+    """Replay the records that batches have read, and compare each stream with its history. Shows the progress.
 
     Args:
         past: the stored history.
         messages: the recorded records, sorted by topic, partition and offset.
-        roles: the role of each topic.
-        bounds: the limits with which the pipeline ran.
-        only: a stream; None: all streams.
+        roles: topic name -> role of the topic.
+        bounds: the bounds with which the pipeline ran.
+        only: the stream of `messages`, if `messages` has only one; None: `messages` has the records of all streams.
     """
     upto = past.next_offsets()
     read = [
@@ -240,17 +241,17 @@ def compare_stream(
     start: ReplayStart | None,
     show: _StreamProgress,
 ) -> _Comparison:
-    """Compare a stream up to its first difference.
+    """Replay a stream, and compare it with its history up to the first difference.
 
     Args:
-        past: its stored history.
-        stream: its name.
+        past: the stored history of the stream.
+        stream: the name of the stream.
         messages: the records of the stream that batches have read.
-        roles: the role of each topic.
-        bounds: the limits with which the pipeline ran.
-        ends: if given, records after this time (milliseconds since 1970) may be missing.
-        start: where the comparison starts; None: at the beginning.
-        show: shows the applied records.
+        roles: topic name -> role of the topic.
+        bounds: the bounds with which the pipeline ran.
+        ends: records after this time (milliseconds since 1970) may be missing; None if no later record is missing.
+        start: the state and the batch at which the comparison starts; None: the beginning of the history.
+        show: the progress bar of the stream.
     """
     facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
     overrides = _applied_overrides(
@@ -284,7 +285,7 @@ def compare_stream(
 
 
 def _beyond(now: Replayed, past: StreamBatches) -> bool:
-    """Whether a position of the replay is beyond the newest position of the history."""
+    """Whether the replay has moved any writer beyond its newest position in the history."""
     return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
@@ -297,11 +298,13 @@ def _advance_to(
     time: int,
     show: _StreamProgress,
 ) -> tuple[int, Replayed]:
-    """Apply the fewest records of `facts` with which the replay reaches the batch, and then all `overrides`. If the
-    replay does not reach the batch, apply all `facts`.
+    """Apply records until the replay reaches a batch: the fewest of `facts`, and then all `overrides`.
+
+    If the replay does not reach the batch, all `facts` are applied. `time` is the time of the batch in milliseconds
+    since 1970.
 
     Returns:
-        The number of applied records of `facts`, and the replay after them.
+        The number of applied `facts`, and the replay after the `overrides`.
     """
 
     def try_records(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
@@ -334,7 +337,10 @@ def _advance_to(
 def _find_divergence(
     stream: str, now: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]
 ) -> Divergence | None:
-    """Compare the replay with a batch that it has reached. `stored`: by writer, the evidence up to the batch."""
+    """Compare the replay with the positions and the evidence after a batch. Returns None if they are equal.
+
+    `stored` is the evidence of each writer in the history up to the batch, by writer.
+    """
     for move in batch.advances:
         replayed = now.positions.get(move.writer, 0)
         counts = stored[move.writer], now.counts.get(move.writer, NO_EVIDENCE)
@@ -354,7 +360,7 @@ def _check_rest(
     overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
 ) -> Divergence | None:
-    """Apply the remaining records, and compare the positions with the end of the history."""
+    """Apply the remaining records, and compare the positions with the end of the history. None if they are equal."""
     time = max([message.time for message in (*facts, *overrides)], default=0)
     end = now.apply(facts, roles, time).apply(overrides, roles, time)
     moved = next((writer for writer in end.positions if end.positions[writer] != past.positions.get(writer)), None)
@@ -373,7 +379,7 @@ def _check_rest(
 def _applied_overrides(
     messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
-    """The records of overrides that were applied, each with the time of its batch. Refused ones are left out."""
+    """The override records that `audit` lists as applied, each with the time of its batch, in order of time."""
     unmatched, applied = [*audit], []
     for message in messages:
         try:
@@ -499,7 +505,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
                     message  # a file may contain two recordings
                 )
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        result = report(past, [messages[offset] for offset in sorted(messages)], roles, bounds, stream)
+        result = compare_history(past, [messages[offset] for offset in sorted(messages)], roles, bounds, stream)
     if as_json:
         click.echo(to_json(result))
     else:

@@ -29,7 +29,7 @@ class Reseed:
         streams: number of streams with a stored state.
         before: the former number of shards; None if no pipeline has run yet.
         shards: the new number of shards.
-        act: the number of the override in `tidemark overrides`; None for a dry run.
+        act: the number of the entry in the audit table (`tidemark overrides`); None for a dry run.
     """
 
     streams: int
@@ -47,18 +47,19 @@ class Reseed:
 
 
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
-    """Set the number of shards to that of `settings`. Holds the pipeline's lease, and notes an override first.
+    """Store the number of shards of `settings` in Postgres, so that the next start of the pipeline uses it.
 
-    If the connection to Postgres is lost during the change, the number may be set already. It is safe to run it again.
+    First acquires the pipeline's lease, and notes the change in the audit table. If no pipeline has run yet, no number
+    is stored. If the connection to Postgres is lost, the number may be stored already: call this function again.
 
     Args:
-        settings: of the pipeline.
+        settings: the settings of the pipeline.
         by: the author, for the audit table.
         why: the reason, for the audit table.
-        dry_run: change nothing, and need no lease.
+        dry_run: only return the result; change nothing, and do not acquire the lease.
 
     Raises:
-        PrerequisitePending: a pipeline runs.
+        PrerequisitePending: another process has the lease.
         VersionSkew: the pipeline's version does not fit this version.
         Unavailable: Postgres does not answer.
         Refused: Postgres refuses a statement.
@@ -68,7 +69,7 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         require_successor(postgres.pipeline_version())
         if dry_run:
             return _preview(settings, postgres)
-        with _lease_held(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
+        with _exclusive_lease(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
             reseed = _preview(settings, postgres)
             override_log = OverrideLog(session)
             noted = override_log.log(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
@@ -79,8 +80,11 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
 
 
 @contextmanager
-def _lease_held(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
-    """Hold the pipeline's lease while the block runs. Raises `PrerequisitePending`."""
+def _exclusive_lease(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
+    """Acquire the pipeline's lease, and release it at the end of the block.
+
+    Raises `PrerequisitePending` if another process still has the lease after `LEASE_TIMEOUT_SECONDS`.
+    """
     timed_out = threading.Event()
     timer = threading.Timer(LEASE_TIMEOUT_SECONDS, timed_out.set)
     timer.start()

@@ -125,11 +125,12 @@ def simulate(
     named: str | None,
     verify: bool,
 ) -> None:
-    """Run processes that write and read, and inject faults: they roll back, hang, die, pause, join late and leave.
+    """Run writing and reading processes on real servers, and inject faults into the processes and the servers.
 
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
     postgres-crash, failover, restore, restore-in-place, row-security, sequence-back, sequence-jump, sequence-cache,
-    oversized, control-nul. With postgres-crash or a later one, the services use their own Postgres server.
+    oversized, control-nul. For postgres-crash and all faults after it in this list, the services use a second Postgres
+    server.
     """
     settings = loaded()
     from tidemark.app.simulation import simulate

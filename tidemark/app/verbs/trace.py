@@ -46,12 +46,12 @@ class TracedRecord:
 
     Attributes:
         time: when Kafka stored the record.
-        kind: the kind of the record; None if it is unreadable.
-        writer: its writer; None if it is unreadable.
-        epoch: its epoch; None if it is unreadable.
+        kind: the kind of the record; None if the record is unreadable.
+        writer: the writer of the record; None if the record is unreadable.
+        epoch: the epoch of the record; None if the record is unreadable.
         says: what the record states about the ID.
-        text: its value.
-        cut: `text` has only the beginning of the value.
+        text: the value of the record, at most 16,384 characters.
+        cut: whether `text` has only the beginning of the value.
     """
 
     topic: str
@@ -68,16 +68,17 @@ class TracedRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriterAtId:
-    """The state of the ID for a writer that has not passed the ID.
+    """A writer whose position is below the ID, and the state of the ID for the writer. IDs are signed.
 
     Attributes:
-        writer: its name.
-        epoch: its epoch.
+        writer: the name of the writer.
+        epoch: the epoch of the writer.
         state: `complete` (the ID is above the open gap), `open` (the ID is in the gap), `silent` (the writer sent
             nothing beyond `low`), or `unknown` (the writer has not joined).
-        low: lower end of the gap `(low, top]`; if `silent`, the highest ID that the writer has settled.
-        top: upper end of the gap.
-        since: when the gap opened, or when the first buffered record came.
+        low: lower end of the gap `(low, top]`; if `silent`, the highest ID that the writer has settled; if `unknown`,
+            None.
+        top: upper end of the gap; None if `silent` or `unknown`.
+        since: when the gap opened; if `unknown`, when the first buffered record came; if `silent`, None.
     """
 
     writer: str
@@ -90,15 +91,15 @@ class WriterAtId:
 
 @dataclass(frozen=True, slots=True)
 class SearchedRange:
-    """The offsets of a partition that were searched.
+    """The offsets of a partition that were searched for records about the ID.
 
     Attributes:
         topic: the facts topic.
         partition: the partition of the stream.
         first: the first offset that was read.
         end: the offset after the last one that was read.
-        wanted: the first offset at which the record can be.
-        retained: the first offset that retention has kept.
+        wanted: the first offset that the record of the ID can have; 0 if unknown.
+        retained: the first offset that Kafka still has.
     """
 
     topic: str
@@ -111,27 +112,27 @@ class SearchedRange:
 
 @dataclass(slots=True)
 class IdTrace:
-    """Everything that is known about one ID.
+    """Everything that is known about one ID. IDs are signed.
 
     Attributes:
         linear: the current linear position.
-        highest: the allocated ID of the stream.
+        highest: the highest allocated ID of the stream.
         known: whether the ID is allocated.
         passed: whether the linear position has passed the ID.
-        writer: the writer of the ID, if a record names it.
-        unread: the first offset that no batch has read.
+        writer: the writer of the ID; None if no record names the writer.
+        unread: the first offset of the stream's partition that no batch has read; 0 if unknown.
         records: the records that are about the ID.
-        searched: the offsets that were searched.
+        searched: the offsets that were searched; None if Kafka was not read.
         settled: the advances that passed the ID, oldest first.
-        offsets: the offsets that the batch of the first advance read.
+        offsets: the offsets that the batch of the first of these advances has read.
         writers: the writers that have not passed the ID.
-        gaps: the gaps that contain the ID, or delayed it.
-        line: when the linear position passed the ID.
+        gaps: the gaps that contain the ID, and lower gaps that delayed the ID.
+        line: the batch after which the linear position had passed the ID; None if unknown.
         late: late completions that contain the ID.
         acts: operator overrides that contain the ID.
         dead_letters: rejected records that are about the ID.
-        published: when the position of a writer passed the ID in Redis, by Redis's clock.
-        unknown: for each server that did not answer, a sentence.
+        published: when the writer's position in Redis passed the ID, by Redis's clock; None if unknown.
+        unknown: a line of text for each server that did not answer.
     """
 
     stream: str
@@ -157,7 +158,7 @@ class IdTrace:
 
 
 def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
-    """Start a trace with what Postgres has. `encoded`: the current state of the stream."""
+    """Make a trace from the data in Postgres. `encoded` is the current encoded state of the stream."""
     now = codec.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
@@ -192,15 +193,18 @@ def _writers_below(now: StreamState, id: int) -> Iterator[WriterAtId]:
 
 
 def home_partition(encoded: bytes) -> int | None:
-    """The Kafka partition of the stream's records; None if it is not known yet."""
+    """The number of the Kafka partition with the stream's records; None if no record has been read yet."""
     return codec.decode(encoded).home
 
 
 def add_records(
     trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, max_records: int
 ) -> None:
-    """Read at most `max_records` records of the partition, and add those about the ID. If a record names the writer of
-    the ID, remove the results for other writers."""
+    """Read at most `max_records` records of the partition, and add the records about the ID to the trace.
+
+    If a record names the writer of the ID, the trace loses the advances and states of other writers that have joined.
+    Also adds the gaps and the offsets of the batch, from Postgres.
+    """
     retained, end = kafka.bounds(topic, partition)
     trace.unread = past.next_offset(topic, partition) or 0
     first, last = _record_range(trace, past, topic, partition)
@@ -239,8 +243,10 @@ def _with_progress(messages: Iterable[RecordedMessage], number: int) -> Iterator
 
 
 def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
-    """The range of offsets `(first, end)` that contains the record, from the stored batches. `first` is None if it is
-    not known. `end` is None if the record may still be sent."""
+    """The offsets from `first` to before `end` that contain the record of the ID, from the stored batches.
+
+    `first` is None if unknown. `end` is None if the record may still be sent.
+    """
     if not trace.known:
         return trace.unread, None
     times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
@@ -257,8 +263,10 @@ def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int
 
 
 def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
-    """The gaps that contain the ID, and the gaps below the ID that were open when the ID completed. `arrived`: the time
-    of the record with the ID, if known."""
+    """The gaps that contain the ID, and the gaps below the ID that were open when the ID completed.
+
+    `arrived` is the time of the record with the ID; None if unknown.
+    """
     settled = min((move.time for move in trace.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
@@ -268,7 +276,7 @@ def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[
 
 
 def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
-    """The record of a message, if it is about the ID; otherwise None."""
+    """Decode a message. Returns None if the record is not about the ID."""
     value = message.value or b""
     kind = writer = epoch = None
     try:
@@ -287,7 +295,7 @@ def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
 
 
 def _has_number(value: bytes, id: int) -> bool:
-    """Whether the text contains the ID as a whole number."""
+    """Whether `value` contains the ID as a whole number, not as a part of a longer number."""
     text = str(id).encode()
     at = value.find(text)
     while at >= 0:
@@ -329,7 +337,7 @@ def _contains(prev: int, top: int, id: int) -> bool:
 
 
 def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
-    """Add the dead letters of the stream that are about the ID."""
+    """Add the dead letters of the stream that are about the ID, at most `MAX_RECORDS`."""
     for letter in letters:
         if letter.stream != trace.stream or len(trace.dead_letters) == MAX_RECORDS:
             continue
@@ -340,15 +348,21 @@ def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
 
 
 def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
-    """Add when the position of the ID's writer passed the ID in Redis. If the writer is unknown, the last writer that
-    passed the ID is used. `published`: returns the time, in ms since 1970, for stream, writer and ID."""
+    """Add the time at which the position of the ID's writer in Redis passed the ID.
+
+    If the writer of the ID is unknown, the last writer that passed the ID is used.
+
+    Args:
+        trace: the trace.
+        published: returns the time in milliseconds since 1970, for stream, writer and ID; None if unknown.
+    """
     writer = trace.settled[-1].writer if trace.settled and (trace.passed or trace.writer is not None) else None
     if writer is not None and (time := published(trace.stream, writer, trace.id)) is not None:
         trace.published = moment(time)
 
 
 def try_to_add(trace: IdTrace, server: str, add: Callable[[], None]) -> None:
-    """Call `add`. If the server does not answer, note the error in the trace: the other results are still useful."""
+    """Call `add`. If it raises a `TidemarkError`, note the error in the trace, so that the other results are shown."""
     try:
         add()
     except TidemarkError as problem:

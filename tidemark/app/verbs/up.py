@@ -45,7 +45,7 @@ FIRST_POSITION_SECONDS = 30.0
 
 
 def run(settings: Settings, *, demo: bool) -> None:
-    """Run the stack until Ctrl-C, SIGTERM or SIGHUP, and return when all processes have ended.
+    """Start the stack, supervise it until Ctrl-C, SIGTERM or SIGHUP, and return when all its processes have ended.
 
     Raises:
         Stop: the stack cannot start. No process was started.
@@ -93,7 +93,10 @@ def _require_writable(home: Home) -> None:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first signal. Ignore later signals, so that the stack can end in order."""
+    """While the block runs, raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
+
+    A later signal must not interrupt the end of the stack.
+    """
 
     def interrupt(*_: object) -> None:
         for number in numbers:
@@ -123,7 +126,10 @@ def _end_leftovers(stack: LocalStack) -> None:
 
 @contextmanager
 def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
-    """Start all processes in order while the block runs. Always end them in reverse order."""
+    """Start all processes in order, run the block, and end the processes in reverse order, also after an error.
+
+    Also migrates the database, and writes the file `stack_env`, which exists while the block runs.
+    """
     running: list[ServerProcess] = [*stack.servers]
     try:
         with ThreadPoolExecutor() as pool, progress("starting servers", len(stack.servers), "server") as advance:
@@ -154,8 +160,10 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
 
 
 def _await_first_position(stack: LocalStack) -> None:
-    """Wait until the demo's first position is stored, so that `tidemark status` shows its streams. If there is none
-    after `FIRST_POSITION_SECONDS`, go on: the pipeline may be slow on a busy machine."""
+    """Wait until a position is stored, so that `tidemark status` shows the demo's streams.
+
+    Returns after `FIRST_POSITION_SECONDS` without an error: the pipeline may be slow on a busy machine.
+    """
     if _stored_streams(stack):
         return
     _say("waiting for the first position of the demo")
@@ -177,7 +185,7 @@ def _chat_streams(stack: LocalStack) -> list[str]:
 
 
 def _earlier_demo(stack: LocalStack) -> str | None:
-    """A notice about streams of an earlier demo; None without such streams."""
+    """A notice if the database has streams of an earlier demo; otherwise None."""
     streams = _chat_streams(stack)
     if not streams:
         return None
@@ -188,9 +196,9 @@ def _earlier_demo(stack: LocalStack) -> str | None:
 
 
 def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T:
-    """Repeat a migration until the server answers in time: on a busy machine, connections may time out.
+    """Run a migration, and repeat it while the server is unavailable. Returns the result of the migration.
 
-    `wait_out` logs what the migration waits for. Raises `StartFailed` if the server has ended.
+    Connections may time out on a busy machine. Raises `StartFailed` if the server has ended.
     """
 
     def require_running(_: Unavailable) -> None:
@@ -202,8 +210,11 @@ def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T
 
 @contextmanager
 def _create_class_archive(java: str) -> Iterator[None]:
-    """Create the Java class archive in a child process while the block runs. The archive makes later starts of the
-    pipeline faster. Failures are ignored."""
+    """Create the Java class archive, if it is missing, in a child process while the block runs.
+
+    The child process is killed at the end of the block. Its failure is ignored. The archive makes later starts of the
+    pipeline faster.
+    """
     if class_archive.is_complete(class_archive.spark_archive(java)):
         yield
         return
@@ -256,7 +267,10 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
 
 
 def _command_name(name: str, path: Path) -> str:
-    """How to type a command in this directory: its name if it is on PATH, otherwise its shortest path."""
+    """The text that runs a command in this directory: `name` if it is on PATH, otherwise `path`, if possible relative.
+
+    A path is quoted for the shell.
+    """
     if shutil.which(name):
         return name
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -1,8 +1,8 @@
-"""`tidemark verify`: compare every replica of the positions with Postgres, and the rows of Postgres with its states.
+"""`tidemark verify`: compare every replica of the positions with Postgres, and the tables of Postgres with each other.
 
 A replica is Redis or a sidecar. Streams move during the comparison, so Postgres is read before and after each replica.
-Within `patience` seconds, the replica must reach the positions that Postgres had before. It must never be beyond the
-positions that Postgres has afterwards (docs/design.md, rule 4).
+Within `patience` seconds, the replica must reach the positions that Postgres had before. The replica must never be
+beyond the positions that Postgres has afterwards (docs/design.md, rule 4).
 """
 
 import json
@@ -34,43 +34,45 @@ SIDECAR_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPositions:
+class ReplicaPositions:
     """The positions of a stream in a replica. None: the replica has no such value.
 
     Attributes:
         linear: the linear position.
-        positions: by writer, the position.
+        positions: writer -> position.
         allocated: the highest allocated ID.
-        late: number of the newest late completion.
-        whole: if false, a writer without a position is at the linear position.
+        late: the number of the newest late completion.
+        has_all_writers: whether `positions` has all writers. If False, a writer that is not in `positions` is at or
+            below the linear position.
         listed: whether the stream is in the replica's list of all streams.
-        problem: why the replica's data cannot be read.
+        problem: why the replica's data of the stream cannot be read.
     """
 
     linear: int | None
     positions: Mapping[str, int] = field(default_factory=dict)
     allocated: int | None = None
     late: int | None = None
-    whole: bool = True
+    has_all_writers: bool = True
     listed: bool = True
     problem: str | None = None
 
 
-class Copy(Protocol):
-    """A replica of the positions. Its methods raise `TidemarkError` if it does not answer."""
+class Replica(Protocol):
+    """A replica of the positions. All methods query it, and raise `TidemarkError` if it does not answer."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the replica in the output."""
 
     def names(self) -> set[str]:
-        """The names of its streams."""
+        """Read the names of all streams in the replica; empty if another replica has the same names."""
 
-    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        """The positions of each of `streams`, which must be sorted by name."""
+    def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
+        """Read the positions of these streams, by stream. `streams` must be sorted, and must not be empty."""
 
 
 class RedisKeys:
-    """The positions that Redis has in single keys."""
+    """The positions in Redis that are not tokens: one value for each writer and stream."""
 
     name = "redis"
 
@@ -80,16 +82,16 @@ class RedisKeys:
     def names(self) -> set[str]:
         return self._redis.names()
 
-    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
+    def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
         return _read(
             self._redis,
             streams,
-            lambda row: CopyPositions(row.linear, row.positions, row.allocated, row.late, listed=row.is_listed),
+            lambda row: ReplicaPositions(row.linear, row.positions, row.allocated, row.late, listed=row.is_listed),
         )
 
 
 class RedisTokens:
-    """The token of each stream in Redis: all its positions in one text."""
+    """The tokens in Redis: one text with all positions of a stream. `names` is empty: `RedisKeys` has the names."""
 
     name = "redis's token"
 
@@ -99,32 +101,40 @@ class RedisTokens:
     def names(self) -> set[str]:
         return set()
 
-    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
+    def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
         return _read(self._redis, streams, lambda row: _parse_token(row.token))
 
 
 def _read(
-    redis: Redis, streams: Sequence[str], convert: Callable[[RedisPositions], CopyPositions]
-) -> dict[str, CopyPositions]:
+    redis: Redis, streams: Sequence[str], convert: Callable[[RedisPositions], ReplicaPositions]
+) -> dict[str, ReplicaPositions]:
     positions = {stream: convert(row) for stream, row in redis.snapshots(streams).items()}
     return positions | {
-        stream: CopyPositions(None, problem=redis.faults[stream]) for stream in streams if stream not in positions
+        stream: ReplicaPositions(None, problem=redis.faults[stream]) for stream in streams if stream not in positions
     }
 
 
-def _parse_token(text: str | None) -> CopyPositions:
+def _parse_token(text: str | None) -> ReplicaPositions:
     if text is None:
-        return CopyPositions(None)
+        return ReplicaPositions(None)
     try:
         token = Token.parse(text)
     except BadToken as problem:
-        return CopyPositions(None, problem=str(problem))
-    return CopyPositions(token.linear, dict(token.positions), whole=False)
+        return ReplicaPositions(None, problem=str(problem))
+    return ReplicaPositions(token.linear, dict(token.positions), has_all_writers=False)
 
 
 class Sidecar:
-    """The sidecar at `url`. The first line of the file `tokens` is the bearer token. `trust`: checks the certificate of
-    the sidecar. Raises `BadSetting`."""
+    """The replica in a sidecar.
+
+    Args:
+        url: the URL of the sidecar, such as `http://host:9480`.
+        tokens: a file whose first non-empty line is the bearer token; None: send no token.
+        trust: checks the certificate of the sidecar.
+
+    Raises:
+        BadSetting: `url` is not such a URL, or the file cannot be read.
+    """
 
     def __init__(self, url: str, tokens: Path | None, trust: ssl.SSLContext | None) -> None:
         parts = urlsplit(url)
@@ -138,12 +148,12 @@ class Sidecar:
     def names(self) -> set[str]:
         return {row["stream"] for row in self._pages("", None)}
 
-    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        positions = dict.fromkeys(streams, CopyPositions(None))
+    def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
+        positions = dict.fromkeys(streams, ReplicaPositions(None))
         # A page begins after a name. The first stream's name without its last character sorts before that stream.
         for row in self._pages(streams[0][:-1], streams[-1]):
             if row["stream"] in positions:
-                positions[row["stream"]] = CopyPositions(row["linear"], row["vector"])
+                positions[row["stream"]] = ReplicaPositions(row["linear"], row["vector"])
         return positions
 
     def _pages(self, after: str | None, last: str | None) -> list[dict[str, Any]]:
@@ -185,16 +195,17 @@ Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between a replica and Postgres.
+    """A difference between a replica, or the encoded state of a stream, and the tables of Postgres.
 
     Attributes:
-        copy: the name of the replica.
-        stream: the stream; empty if the whole replica is meant.
-        writer: the writer; None if the stream is meant.
-        what: the name of the compared value: `linear`, `position`, ...
-        found: the value in the replica.
-        postgres: the value in Postgres.
-        verdict: `behind` means for longer than `patience`; `away` means that the replica does not answer.
+        copy: the name of the replica; `the query's state` for the encoded state.
+        stream: the name of the stream; empty if the replica does not answer.
+        writer: the name of the writer; None if the value belongs to the stream.
+        what: the name of the compared value, such as `linear` or `position`; empty if no value was compared.
+        found: the value in the replica, or the error text; None if the replica has no value.
+        postgres: the value in Postgres; None if Postgres has no value.
+        verdict: `behind`: for longer than `patience`; `fault`: the data cannot be read; `away`: the replica does not
+            answer; `differs`: rows and encoded state differ.
     """
 
     copy: str
@@ -214,8 +225,8 @@ class VerifyReport:
         streams: number of streams.
         copies: the names of the replicas.
         advances: number of advances that were checked; None if the history was not checked.
-        differences: the differences of replicas.
-        history: the faults of the history.
+        differences: the differences of the replicas and of the encoded states.
+        history: the faults of the history; empty if the history was not checked.
     """
 
     streams: int = 0
@@ -229,62 +240,65 @@ class VerifyReport:
         return not self.differences and not self.history
 
 
-def compare_copies(
-    audit: Audit, copies: Sequence[Copy], patience: float, clock: Callable[[], float] = time.monotonic
+def compare_replicas(
+    audit: Audit, replicas: Sequence[Replica], patience: float, clock: Callable[[], float] = time.monotonic
 ) -> VerifyReport:
-    """Compare all replicas with Postgres. A replica that does not answer is a difference.
+    """Compare all streams of all replicas, and the encoded states, with the tables of Postgres. Shows the progress.
+
+    A replica that does not answer is reported as a difference, and not queried again.
 
     Args:
-        audit: reads Postgres. Its errors are raised.
-        copies: the replicas.
-        patience: seconds in which a replica must reach what Postgres has.
+        audit: reads Postgres. Errors of Postgres are raised.
+        replicas: the replicas.
+        patience: seconds in which a replica must reach the positions in Postgres.
         clock: monotonic time in seconds.
     """
-    report = VerifyReport(copies=[copy.name for copy in copies])
+    report = VerifyReport(copies=[replica.name for replica in replicas])
     names = audit.names()
     report.streams = len(names)
-    change_options = [*copies]
+    reachable = [*replicas]
     with progress("comparing", len(names), "stream") as advance:
         for start in range(0, len(names), CHUNK_SIZE):
             part = names[start : start + CHUNK_SIZE]
             before = audit.streams(part)
             for stream, rows in before.items():
                 report.differences += state_differences(audit, stream, rows)
-            for copy in [*change_options]:
+            for replica in [*reachable]:
                 try:
-                    report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
+                    report.differences += _replica_differences(audit, replica, before, clock() + patience, clock)
                 except TidemarkError as problem:
-                    change_options.remove(copy)
-                    report.differences.append(_no_answer(copy, problem))
+                    reachable.remove(replica)
+                    report.differences.append(_no_answer(replica, problem))
             advance(len(part))
-    for copy in change_options:
+    for replica in reachable:
         try:
-            shown = copy.names()
+            shown = replica.names()
         except TidemarkError as problem:
-            report.differences.append(_no_answer(copy, problem))
+            report.differences.append(_no_answer(replica, problem))
             continue
         if unknown := shown.difference(names):
             unknown = unknown.difference(audit.names())
         report.differences += [
-            Difference(copy.name, stream, None, "", None, None, "unknown stream") for stream in sorted(unknown)
+            Difference(replica.name, stream, None, "", None, None, "unknown stream") for stream in sorted(unknown)
         ]
     return report
 
 
-def _no_answer(copy: Copy, problem: TidemarkError) -> Difference:
-    return Difference(copy.name, "", None, "", one_line(problem), None, "away")
+def _no_answer(replica: Replica, problem: TidemarkError) -> Difference:
+    return Difference(replica.name, "", None, "", one_line(problem), None, "away")
 
 
-def _copy_differences(
-    audit: Audit, copy: Copy, before: Mapping[str, AuditedStream], deadline: float, clock: Callable[[], float]
+def _replica_differences(
+    audit: Audit, replica: Replica, before: Mapping[str, AuditedStream], deadline: float, clock: Callable[[], float]
 ) -> list[Difference]:
+    """Compare the streams `before` with the replica. Streams that are behind are read again until the deadline."""
     pending, differences = sorted(before), []
     while pending:
-        shown = copy.read(pending)
-        ahead = [stream for stream in pending if any(_ahead(copy.name, stream, before[stream], shown[stream]))]
+        shown = replica.read(pending)
+        ahead = [stream for stream in pending if any(_ahead(replica.name, stream, before[stream], shown[stream]))]
         after = audit.streams(ahead) if ahead else {}
-        wrong = {stream: [*_ahead(copy.name, stream, after[stream], shown[stream])] for stream in after}
-        behind = {stream: [*_behind(copy.name, stream, before[stream], shown[stream])] for stream in pending}
+        wrong = {stream: [*_ahead(replica.name, stream, after[stream], shown[stream])] for stream in after}
+        behind = {stream: [*_behind(replica.name, stream, before[stream], shown[stream])] for stream in pending}
         timed_out = clock() >= deadline
         differences += [
             difference
@@ -298,8 +312,8 @@ def _copy_differences(
     return differences
 
 
-def _ahead(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
-    for name, copied, stored in _figures(rows, shown):
+def _ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
+    for name, copied, stored in _compared_values(rows, shown):
         if copied is not None and beyond(copied, stored):
             yield Difference(copy, stream, None, name, copied, stored, "ahead")
     for writer, copied in shown.positions.items():
@@ -310,22 +324,23 @@ def _ahead(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) ->
             )
 
 
-def _behind(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
+def _behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
     if shown.problem is not None:
         yield Difference(copy, stream, None, "", shown.problem, None, "fault")
         return
     if not shown.listed:
         yield Difference(copy, stream, None, "name", None, stream, "behind")
-    for name, copied, stored in _figures(rows, shown):
+    for name, copied, stored in _compared_values(rows, shown):
         if (copied is None and name == "linear") or (copied is not None and beyond(stored, copied)):
             yield Difference(copy, stream, None, name, copied, stored, "behind")
     for writer, stored in rows.positions.items():
-        at = shown.positions.get(writer, None if shown.whole else shown.linear)
+        at = shown.positions.get(writer, None if shown.has_all_writers else shown.linear)
         if at is None or beyond(stored, at):
             yield Difference(copy, stream, writer, "position", at, stored, "behind")
 
 
-def _figures(rows: AuditedStream, shown: CopyPositions) -> list[tuple[str, int | None, int]]:
+def _compared_values(rows: AuditedStream, shown: ReplicaPositions) -> list[tuple[str, int | None, int]]:
+    """The compared values of a stream itself, each as (name, value in the replica, value in Postgres)."""
     return [
         ("linear", shown.linear, rows.linear),
         ("allocated", shown.allocated, rows.allocated),
@@ -333,15 +348,15 @@ def _figures(rows: AuditedStream, shown: CopyPositions) -> list[tuple[str, int |
     ]
 
 
-STATE = "the query's state"
+STATE = "the query's state"  # in the output, the name of the encoded states
 GAP = "open gap"
 
 
 def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
-    """Compare a stream's rows with its encoded state. One transaction writes both, so they must be equal.
+    """Compare a stream's rows in Postgres with its encoded state in Postgres. One transaction writes rows and state.
 
-    There are two exceptions, in which the rows may be beyond the state: the position of a writer that returns after its
-    state was removed, and the allocated ID after a restore.
+    Two values of the rows may be beyond the state: the position of a writer that returns after its state was removed,
+    and the allocated ID after a restore. All other values must be equal.
     """
 
     def differs(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
@@ -381,10 +396,10 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
 
 
 def add_history(audit: Audit, report: VerifyReport) -> None:
-    """Check the whole history, and add the result to the report.
+    """Check the whole history, and set `advances` and `history` of the report.
 
-    On a terminal, the history is checked in parts, for the progress bar. That takes longer, because the server reads
-    the history once for each part.
+    On a terminal, the history is checked in parts, so that a progress bar can move. The check then takes longer,
+    because Postgres reads the history once for each part.
     """
     report.advances = audit.count_advances()
     parts = min(MAX_HISTORY_PARTS, report.advances // ADVANCES_PER_PART + 1) if shows_progress() else 1
@@ -533,7 +548,7 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
     asked_sidecars = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
         audit.check()
-        report = compare_copies(audit, [RedisKeys(redis), RedisTokens(redis), *asked_sidecars], patience)
+        report = compare_replicas(audit, [RedisKeys(redis), RedisTokens(redis), *asked_sidecars], patience)
         if history:
             add_history(audit, report)
     if as_json:
