@@ -160,7 +160,7 @@ class StreamEntries:
         self._preferred, self._first = names, None
 
     def first(self) -> list[str]:
-        """The names of at most `max_first` streams: preferred streams first, then other streams, each sorted by name."""
+        """The names of at most `max_first` streams: preferred streams first, then others, each group sorted by name."""
         if self._first is None:
             first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
             last = None

@@ -1,7 +1,8 @@
 """One process of a simulation: `python -m tidemark.app.simulation`.
 
-The first line of its standard input is its role, as JSON. The process ends at SIGTERM, and when its standard input
-closes, because then its parent is dead. It ignores SIGINT: Ctrl-C in a terminal is for the parent process."""
+The first line of standard input is the role of the process, as JSON. The process ends at SIGTERM, or when standard
+input closes, which means that the parent process is dead. It ignores SIGINT: Ctrl-C is for the parent process.
+"""
 
 import os
 import signal
@@ -19,6 +20,7 @@ from tidemark.common.errors import TidemarkError
 
 
 def main() -> None:
+    """Read the role from standard input, and run it until SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopping = shutdown_event(numbers=[signal.SIGTERM])
     role = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessRole)
@@ -42,6 +44,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
+    """Wait until standard input closes, and then send SIGTERM to this process."""
     os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffered read holds a lock that the interpreter needs when it exits
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,7 +1,7 @@
 """The expected extremities, states and stays of a room, computed slowly from their definitions. Pure.
 
-The verification compares a store with them. The results depend on all events of the room, including events that the
-store lacks. The order of arrival matters only for stays and for events of `MAX_DEPTH`.
+The verification compares the tables of the services with these results. The results depend on all events of the room,
+including events that the tables lack. The order of arrival matters only for stays and for events of `MAX_DEPTH`.
 """
 
 from collections import defaultdict
@@ -12,14 +12,14 @@ from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent
 
 
 class ExpectedRoom:
-    """One room.
+    """Computes the expected results for one room.
 
-    If an event names a prev event that is at least as deep, its depth is wrong, and that edge is ignored.
+    An edge to a prev event that is as deep as the event, or deeper, is ignored: the depth of the event is wrong.
 
     Args:
         all_events: all events of the room on all servers, with their true kinds.
-        stored_kinds: by event ID, the kind as which the store has the event.
-        turns: by event ID, its number in the order in which the store got the events. It orders events of `MAX_DEPTH`.
+        stored_kinds: event ID -> kind of the event in the tables, for all events in the tables.
+        turns: event ID -> number of the event in order of arrival. Needed only if several events have `MAX_DEPTH`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ExpectedRoom:
         self._states: dict[str, dict[StateKey, StateEntry]] = {}
 
     def restricted_to(self, stored: Collection[str]) -> "ExpectedRoom":
-        """The same room, as if the store had only these events."""
+        """Return the same room, as if the tables had only the events with these IDs."""
         room = ExpectedRoom((), {id: kind for id, kind in self._stored_kinds.items() if id in stored}, self._turns)
         room.all_events, room._states = self.all_events, self._states
         return room
@@ -46,7 +46,10 @@ class ExpectedRoom:
 
     @property
     def forward_extremities(self) -> set[str]:
-        """The regular events that no regular event follows, directly or through soft-failed and rejected events."""
+        """The IDs of the regular events that no regular event follows, directly or through other events.
+
+        Only soft-failed and rejected events may be between the two regular events.
+        """
         regular = {id for id, kind in self._stored_kinds.items() if kind is EventKind.REGULAR}
         followed: set[str] = set()
         frontier = [*regular]
@@ -60,7 +63,7 @@ class ExpectedRoom:
         return regular - followed
 
     def _follows(self, event: RoomEvent, prev: str) -> bool:
-        """Whether the edge from `event` to `prev` is valid: `event` is deeper, or later if both have `MAX_DEPTH`."""
+        """Whether the edge from `event` to `prev` is valid: `event` is deeper, or it arrived later at `MAX_DEPTH`."""
         depth = self.all_events[prev].depth
         if event.depth == MAX_DEPTH == depth:
             return self._turns[prev] < self._turns[event.id]
@@ -68,12 +71,11 @@ class ExpectedRoom:
 
     @property
     def backward_extremities(self) -> set[str]:
-        """The prev events of non-outliers that are not stored, or are stored as outliers."""
+        """The IDs of the prev events of non-outliers that the tables lack, or have only as outliers."""
         return {prev for id in self.non_outliers for prev in self.all_events[id].prevs} - self.non_outliers
 
     def state_at(self, id: str) -> dict[StateKey, StateEntry]:
-        """The state after an event: by state key, the deepest event among this event and its ancestors, without
-        rejected events."""
+        """The state after an event: state key -> deepest event that is this event or an ancestor, and not rejected."""
         to_visit = [id]
         while to_visit:
             event = self.all_events[to_visit[-1]]
@@ -95,7 +97,7 @@ class ExpectedRoom:
         return state
 
     def _known_prevs(self, event: RoomEvent) -> list[str]:
-        """The prev events that some server has, and whose edge from `event` is valid."""
+        """The IDs of the prev events that some server has, without those whose edge from `event` is ignored."""
         known = [prev for prev in event.prevs if prev in self.all_events]
         return [prev for prev in known if self.all_events[prev].depth < event.depth or event.depth == MAX_DEPTH]
 
@@ -107,8 +109,8 @@ class ExpectedRoom:
         return state
 
     def stays(self, arrivals: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
-        """The stays, each as (member, turn of the first event, turn of the last event, ID of the event that ended it).
-        The last two are None while the stay lasts.
+        """The stays, each as (member, turn of the first event, turn of the last event, ID of the event that ended the
+        stay). The last two fields are None while the stay lasts.
 
         Args:
             arrivals: the IDs of the non-outliers with their turns, in ascending order of turn.
@@ -129,7 +131,7 @@ class ExpectedRoom:
         return [*stays, *((member, turn, None, None) for member, turn in since.items())]
 
     def _forward_after_each(self, arrivals: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
-        """Yield the forward extremities after each of these events was stored."""
+        """Yield the IDs of the forward extremities once for each arrival: those after its event was stored."""
         forward: set[str] = set()
         present: set[str] = set()
         ending: set[str] = set()  # events whose edges end forward extremities
@@ -156,6 +158,6 @@ class ExpectedRoom:
 
 
 def _merge_deepest(result: dict[StateKey, StateEntry], state: Mapping[StateKey, StateEntry]) -> None:
-    """Merge `state` into `result`. For each key the deeper event wins."""
+    """Merge `state` into `result`: for each key, `result` gets the deeper event."""
     for key, entry in state.items():
         result[key] = max(entry, result.get(key, entry))

@@ -48,7 +48,7 @@ RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answe
 
 
 class PostgresFailover:
-    """Replaces Postgres servers. Only the thread of the fault injector calls it; long work runs on another thread.
+    """Replaces Postgres servers, one at a time. Only the thread of the fault injector may call the methods.
 
     Args:
         servers: the Postgres servers, and the thread for long work.
@@ -78,12 +78,12 @@ class PostgresFailover:
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
-        """Start to prepare a new server. It replaces the old server `planned.duration` seconds after it is ready."""
+        """Start a replacement, and return at once. The new server takes over `planned.duration` s after it is ready."""
         self.pending += 1
         self._prepare(planned)
 
     def _prepare(self, planned: PlannedFault) -> None:
-        """Prepare a new server. If another replacement has not finished, try again later."""
+        """Start the preparation of a new server. If another replacement has not finished, try again later."""
         if self._replacement is not None:
             self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
             return
@@ -97,7 +97,7 @@ class PostgresFailover:
         )
 
     def end(self) -> None:
-        """Wait for the running work, and cancel all replacements that have not happened yet."""
+        """Wait for the running work, cancel all events of the scheduler, and give up the current replacement."""
         while self._servers.is_busy:
             time.sleep(0.1)
             self._servers.tick()
@@ -107,7 +107,7 @@ class PostgresFailover:
             self._replacement.give_up()
 
     def _switch(self, planned: PlannedFault) -> None:
-        """Let the new server take over. At every other restore, kill the services and their relay first."""
+        """Start the takeover of the new server. At every second restore, kill the services and their relay first."""
         assert self._replacement is not None
         if planned.fault is Fault.RESTORE:
             self._restores += 1
@@ -122,7 +122,7 @@ class PostgresFailover:
         self._finish()
 
     def _start_work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
-        """Run `work` on the other thread, and then `on_success`. If `work` fails, try the fault again later."""
+        """Run `work` on the other thread, and then `on_success` on this thread. If `work` fails, try again later."""
         assert self._replacement is not None
         replacement = self._replacement
 
@@ -145,7 +145,7 @@ class PostgresFailover:
         self._servers.start_work(work, on_done)
 
     def _finish(self) -> None:
-        """Start the processes that were killed, and allow the next replacement."""
+        """Start the processes that `_switch` killed, and allow the next replacement."""
         stopped, self._stopped, self._replacement = self._stopped, (), None
         for process in stopped:
             process.start()
@@ -206,8 +206,11 @@ class FaultInjector:
             process.start()
 
     def inject(self, planned: PlannedFault) -> None:
-        """Inject a fault. If its target is down, a fault of a server or of the relay is tried again later; other faults
-        are skipped."""
+        """Inject a fault, or begin a fault that takes longer.
+
+        If the target is down, a fault of the relay or of a server of the local stack is tried again later. Other faults
+        are then skipped.
+        """
         match planned.fault:
             case Fault.CRASH:
                 target = self._crash(self._running(), planned)
@@ -244,7 +247,7 @@ class FaultInjector:
 
     @property
     def has_pending(self) -> bool:
-        """Whether some faults have begun and are not finished."""
+        """Whether a replacement of a server or a fault of a source has begun and is not finished."""
         return (self._failover is not None and self._failover.pending > 0) or (
             self._source_faults is not None and self._source_faults.pending > 0
         )
@@ -272,8 +275,11 @@ class FaultInjector:
                 self._scheduler.enter(RESTART_SECONDS, 0, process.start)
 
     def stop_services(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop the services, so that their open transactions end. Kill those that have not ended after `seconds`. The
-        relay and the readers go on; readers that also write are restarted without their writing part."""
+        """Stop all faults and all services, so that no transaction stays open. Kill services that have not ended after
+        `seconds`.
+
+        The relay and the readers go on. Readers that also write are restarted without their writing part.
+        """
         for event in self._scheduler.queue:
             self._scheduler.cancel(event)
         if self._failover:
@@ -289,7 +295,7 @@ class FaultInjector:
                 process.start()
 
     def kill_all(self) -> None:
-        """Stop every process. Kills the processes that do not end within `QUICK_STOP_SECONDS`."""
+        """Stop every process, and kill the processes that do not end within `QUICK_STOP_SECONDS`."""
         self._stop_all(
             [*self._leaving, *(process.child for process in self._processes() if process.child)], QUICK_STOP_SECONDS
         )
@@ -361,7 +367,7 @@ class FaultInjector:
             process.stop()
         deadline = time.monotonic() + seconds
         for process in processes:
-            if not process.ends_within(deadline - time.monotonic()):
+            if not process.wait_for_exit(deadline - time.monotonic()):
                 process.kill()
 
 
@@ -379,7 +385,10 @@ class PostgresOwner(StrEnum):
 
 
 class ServicesPostgres:
-    """A context manager that runs the services' Postgres, and restarts it when it ends. Raises `AlreadyRunning`."""
+    """A context manager that runs the services' Postgres, and restarts the server when it ends.
+
+    Raises `AlreadyRunning` if another simulation runs the server.
+    """
 
     def __init__(self, home: Home) -> None:
         self.server = PostgresServer(Home(home.root / "services"), free_port())
@@ -403,7 +412,7 @@ class ServicesPostgres:
         self._open.close()
 
     def with_stack(self, settings: Settings, verification: Verification) -> "Servers":
-        """The services' Postgres, and Tidemark's if `tidemark up` runs it."""
+        """Make the `Servers` of the services' Postgres, and of Tidemark's Postgres if `tidemark up` runs it."""
         postgres = {PostgresOwner.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
         if process_of(home, PostgresServer.name) is not None:
@@ -411,20 +420,22 @@ class ServicesPostgres:
         return Servers(postgres, verification)
 
     def _restart(self) -> None:
+        """Start the server whenever it has ended, until the context ends."""
         while not self._ending.wait(0.2):
             self.server.spawn()
 
 
 @dataclass
 class Replacement:
-    """Replaces a Postgres server: call `prepare`, and later `switch` or `give_up`. Each call takes seconds and raises
-    the errors of `Replica`.
+    """One replacement of a Postgres server. Call `prepare`, and later `switch` or `give_up`.
+
+    Each of these calls takes seconds, and raises the errors of `Replica`.
 
     Attributes:
-        owner: which server is replaced.
-        origin: the server that is replaced.
-        successor: what kind of server replaces it.
-        verification: is informed before clients see the new server.
+        owner: whether the services' server or Tidemark's server is replaced.
+        origin: the old server.
+        successor: the kind of the new server.
+        verification: the verification. `switch` calls its method `prepare_*` before clients use the new server.
     """
 
     owner: PostgresOwner
@@ -439,6 +450,7 @@ class Replacement:
         return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
+        """Copy the old server. A standby is also started."""
         self._replica.copy(as_standby=self.successor is not Successor.BASE_BACKUP)
         if self.successor is not Successor.BASE_BACKUP:
             self._replica.start()
@@ -447,7 +459,7 @@ class Replacement:
             self._replica.fall_behind()
 
     def switch(self) -> None:
-        """End the origin, and start the replica at the address of the origin."""
+        """End the old server, and start the new server at the address of the old one."""
         if self.successor is Successor.BASE_BACKUP:
             self._replica.start()
         with self.verification.paused():  # a comparison would block on a frozen server
@@ -464,11 +476,15 @@ class Replacement:
             self._replica.replace_origin()
 
     def give_up(self) -> None:
+        """Kill the new server, and let the old server go on without it."""
         self._replica.discard()
 
 
 class Servers:
-    """Injects faults into the Postgres servers in turn. One thread may call it; a second thread runs the long work."""
+    """The Postgres servers of a simulation. Chooses the target of each fault in turn.
+
+    Only one thread may call the methods. A second thread runs the functions given to `start_work`.
+    """
 
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
@@ -487,7 +503,10 @@ class Servers:
         self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
-        """Kill the next server, or stop it by an immediate shutdown. Returns its description, or '' if it is down."""
+        """Kill the next server, or shut it down in the mode `immediate`.
+
+        Returns the server and the signal as text; '' if the server is down.
+        """
         owner, number = next(self._crashes)
         process = process_of(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None
         if process is None:
@@ -496,12 +515,12 @@ class Servers:
         return f"{owner}, {number.name}"
 
     def new_failover(self) -> Replacement:
-        """A replacement of the next server by the next kind of standby. The caller must run it."""
+        """Make a replacement of the next server by the next kind of standby. The caller must call its methods."""
         owner, successor = next(self._failovers)
         return Replacement(owner, self._postgres[owner], successor, self._verification)
 
     def new_restore(self) -> Replacement:
-        """A replacement of the services' server by a backup. The caller must run it."""
+        """Make a replacement of the services' server by a base backup. The caller must call its methods."""
         return Replacement(
             PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.BASE_BACKUP, self._verification
         )
@@ -511,13 +530,15 @@ class Servers:
         return self._running is not None
 
     def start_work(self, work: Callable[[], None], on_done: Callable[[Exception | None], None]) -> None:
-        """Run a function on another thread. When it has ended, `tick` calls `on_done` with its exception, or None. Only
-        one function may run at a time."""
+        """Start `work` on the second thread, and return at once. Allowed only if `is_busy` is False.
+
+        After the end of `work`, `tick` calls `on_done` with the exception of `work`, or with None.
+        """
         assert not self.is_busy
         self._running, self._on_done = self._worker.submit(work), on_done
 
     def tick(self) -> None:
-        """Call `on_done` if the work has ended. Raises errors of the work that are not errors of a server."""
+        """Call `on_done` if the work has ended. An exception that is no error of a server is raised instead."""
         if self._running is not None and self._running.done():
             error = self._running.exception()
             self._running = None
@@ -526,5 +547,5 @@ class Servers:
             self._on_done(error if isinstance(error, Exception) else None)
 
     def close(self) -> None:
-        """Wait until the function on the other thread has ended."""
+        """Wait until the work on the second thread has ended, and end the thread."""
         self._worker.shutdown()

@@ -2,8 +2,8 @@
 
 The services write their own events and events of other servers: forks, outliers, invites, and history.
 
-The table `play.remote` has the events of other servers, each with the state before it. The services fetch events from
-this table as outliers and by backfill. The verification also reads the table.
+The table `play.remote` has the events of other servers, each with the state before the event. The services fetch events
+from this table as outliers and by backfill. The verification also reads the table.
 """
 
 import threading
@@ -88,10 +88,11 @@ class RoomServiceRole:
     """Configuration of one service process.
 
     Attributes:
-        writer: the name of its writer; None to write with `tidemark.append`, whose writer is the database.
+        writer: the name of the service's writer; None: the service calls `tidemark.append`, and the writer is the
+            database.
         streams: the streams of the rooms.
-        faults: the faults that happen inside transactions.
-        rate: transactions per second.
+        faults: the faults of the simulation. The service injects those that happen inside transactions.
+        rate: transactions with live events per second, without backfill.
         seed: seed of the random choices.
     """
 
@@ -132,8 +133,10 @@ class _RoomThread:
         self._stopping = stopping
 
     def _run_transactions(self, mean_pause_seconds: float, write: Callable[[Connection, str], None]) -> None:
-        """Call `write(connection, room)` for random rooms, each call in a transaction. Some transactions are rolled
-        back."""
+        """Call `write(connection, room)` for random rooms until `stopping` is set, each call in a transaction.
+
+        Some transactions are rolled back. Raises `ConnectionLost` if the connection to Postgres is lost.
+        """
         with (
             connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
@@ -149,7 +152,7 @@ class _RoomThread:
                         raise RolledBack
 
     def _store_outliers(self, connection: Connection, event_ids: Iterable[str]) -> None:
-        """Fetch the events that are not stored, and store them as outliers."""
+        """Fetch those events that the tables lack from `play.remote`, and store them as outliers."""
         ids = [*event_ids]
         missing = {*ids} - tables.load_events(connection, ids).keys()
         for event, _ in fetch_remote_events(connection, missing):
@@ -194,7 +197,7 @@ class _LiveThread(_RoomThread):
             self._store.persist(connection, event)
 
     def _new_event(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
-        """Make a message, a topic, or a membership change. `prevs` are IDs."""
+        """Make a random event: a message, a topic, or a membership change. `prevs` are the IDs of the prev events."""
         chance, sender = self._random.random(), f"@m{self._random.randrange(OTHER_MEMBERS)}"
         prev_ids = tuple(prevs)
         if chance < 0.7:
@@ -206,8 +209,7 @@ class _LiveThread(_RoomThread):
         return RoomEvent(_new_id(), room, MEMBER, sender, prev_ids, depth, member, content)
 
     def _new_fork_event(self, connection: Connection, room: str) -> RoomEvent:
-        """Make an event that follows some of the newest events, even if other events follow them already. The event
-        forks the room."""
+        """Make an event that follows random ones of the newest events. The event may fork the room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
@@ -217,8 +219,11 @@ class _LiveThread(_RoomThread):
         return self._new_event(room, [event for event, _ in prevs], 1 + max(depth for _, depth in prevs))
 
     def _receive_remote_event(self, connection: Connection, room: str, reserved_id: int | None) -> None:
-        """Write a chain of events as another server does, and store only the last event, as a live event or as an
-        invite. Backfill must fetch the other events."""
+        """Write a chain of events into `play.remote`, and store only the last event, as a live event or as an invite.
+
+        The other events of the chain reach the tables by backfill. `reserved_id` is a reserved stream ID for the event;
+        None: reserve one.
+        """
         event = self._new_fork_event(connection, room)
         groups = [group for _, group in tables.load_events(connection, event.prevs).values() if group is not None]
         state: State = resolve_states([tables.load_state(connection, group) for group in groups])
@@ -243,7 +248,7 @@ class _LiveThread(_RoomThread):
         self._store.persist(connection, event, state_ids_before=before, reserved_id=reserved_id)
 
     def _de_outlier(self, connection: Connection, room: str, reserved_id: int | None) -> None:
-        """Store an outlier again, with its edges and state."""
+        """Store a random outlier again, now with its edges and state. Does nothing if the room has no outlier."""
         rows = connection.execute(
             "select event from rooms.events where room = %s and held_as in ('outlier', 'out-of-band')", [room]
         ).fetchall()
@@ -272,7 +277,10 @@ class _BackfillThread(_RoomThread):
 
 
 def fetch_remote_events(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """Read events from `play.remote` by their IDs, each with the IDs of the events of the state before it."""
+    """Read events from `play.remote` by their IDs. Each event comes with the IDs of the events of the state before it.
+
+    Events that the table lacks are left out.
+    """
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
 
@@ -325,12 +333,12 @@ class RoomClientRole:
     """Configuration of one process of clients.
 
     Attributes:
-        kinds: what the clients request.
+        kinds: the kinds of the clients in this process.
         streams: the streams of the rooms.
-        writer: the name of the writer of the client that waits for its own events.
+        writer: the name of the writer of the client of kind `OWN_EVENT`.
         seed: seed of the random choices.
-        store_all: store all answers, for the verification. If false, only the last answer of each syncing client is
-            stored, so that a simulation can run forever.
+        store_all: whether to store all answers, for the verification. If False, only the last answer of each syncing
+            client is stored, so that a simulation can run forever.
     """
 
     kinds: Sequence[ClientKind]
@@ -348,8 +356,11 @@ def run_room_clients(role: RoomClientRole, servers: ReaderServers, stopping: thr
 
 
 class _ClientThread:
-    """A client of one kind. Each function of `loops` runs on its own thread until `stopping` is set or the connection
-    is lost."""
+    """The clients of one kind.
+
+    The caller runs each function of `loops` on its own thread. A function returns when `stopping` is set, and raises
+    `ConnectionLost` if a connection is lost.
+    """
 
     def __init__(
         self,
@@ -454,8 +465,10 @@ class _ClientThread:
         return cache, key, version
 
     def _write_and_sync(self) -> None:
-        """Write an event and wait until the position of the client's own writer reaches its ID, repeatedly. The next
-        sync must contain the event, even if other writers are slow."""
+        """Write an event, wait until the position of the client's own writer reaches the event, and sync, repeatedly.
+
+        The sync must contain the event, even if other writers are slow.
+        """
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
@@ -495,7 +508,10 @@ class _ClientThread:
         return facts, _Answers(effects, self._kind, self._role.store_all, incarnation(facts))
 
     def _published_position(self, stream: str) -> VectorPosition | None:
-        """The published position of the stream, a vector unless the client is `LINEAR`; None if it is not known yet."""
+        """Read the published position of the stream: a linear position if the client is `LINEAR`, otherwise a vector.
+
+        If no position is published yet, sleeps for `PAUSE_SECONDS`, and returns None.
+        """
         try:
             snapshot = self._positions.get(stream)
         except Retry as problem:
@@ -514,7 +530,7 @@ class _Answers:
         effects: a connection to the readers' database.
         client: the kind of the client.
         store_all: see `RoomClientRole`.
-        incarnation: the incarnation of the services' database that gives the answers.
+        incarnation: the number of the services' database from which the answers come. A restore begins another one.
     """
 
     effects: Connection
@@ -523,8 +539,7 @@ class _Answers:
     incarnation: int
 
     def last_position(self, member: str) -> VectorPosition:
-        """The position from which the member's client continues: the position of its last answer of this incarnation,
-        or 0."""
+        """Read the position of the client's last sync for this member and this incarnation; 0 if there is none."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
@@ -535,7 +550,7 @@ class _Answers:
     def add(
         self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]
     ) -> None:
-        """Store one answer.
+        """Store one answer. If `store_all` is False, store only answers of kind `sync`, in place of the last one.
 
         Args:
             kind: `sync`, `history`, `served` or `own`.

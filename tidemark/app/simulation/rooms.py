@@ -40,7 +40,7 @@ from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, Ro
 
 @dataclass(frozen=True, slots=True)
 class RoomCount(ReadCount):
-    """Counts of one kind of client. `written` and `read` count what the client requests: events, values or rooms.
+    """Counts of one kind of client. `written` and `read` count the requested items: events, cached values or rooms.
 
     Attributes:
         stale: cached values that were served after their invalidation.
@@ -65,13 +65,13 @@ class StoredRooms:
     """The content of the services' database.
 
     Attributes:
-        timeline: by stream ID, the rows of `rooms.timeline`.
-        turns: by stream ID, the room's turn when the event was persisted.
-        recipients: by stream ID of an event that only one member receives, the member.
-        stays: by member and room.
-        invalidations: by cache and room, the invalidations in ascending order, each with the room's version.
-        joined_rooms_invalidations: by member (None: all members), the invalidations of the list of joined rooms. The
-            version of a cached list is the number of invalidations that it includes.
+        timeline: stream ID -> row of `rooms.timeline`.
+        turns: stream ID -> turn of the room when the event was persisted.
+        recipients: stream ID -> member, for events that only one member receives.
+        stays: (member, room) -> stays of the member in the room.
+        invalidations: (cache, room) -> invalidations in ascending order of ID, each with the version of the room.
+        joined_rooms_invalidations: member -> invalidations of the member's list of joined rooms; None -> invalidations
+            of the lists of all members. The version of a cached list is the number of invalidations that it includes.
     """
 
     timeline: dict[int, TimelineRow]
@@ -82,7 +82,7 @@ class StoredRooms:
     joined_rooms_invalidations: Mapping[str | None, Sequence[TimelineRow]]
 
     def min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
-        """The lowest correct version of a value that was read from the cache at position `upto`."""
+        """The lowest version that a value of the cache may have at the position `upto`. `key` is a room or a member."""
         if cache == tables.JOINED_ROOMS_CACHE:
             return sum(
                 upto.covers(row) for member in (key, None) for row in self.joined_rooms_invalidations.get(member, ())
@@ -119,7 +119,7 @@ def compare_syncs(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iter
     """Compare the answers of syncing clients with the tables.
 
     Args:
-        answers: rows of (client, member, since, upto, answer), in the order in which they were stored.
+        answers: rows (client, member, since, upto, answer) of `play.answers`, in the order in which they were stored.
         stored: the content of the services' database.
 
     Returns:
@@ -162,7 +162,7 @@ def compare_answer(
         client: the kind of client.
         about: the room of a history; otherwise not used.
         upto: the position of the answer.
-        answer: as it is in `play.answers`.
+        answer: the column `answer` of `play.answers`.
         stored: the content of the services' database.
     """
     match client:
@@ -177,8 +177,11 @@ def compare_answer(
 
 
 def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
-    """Compare a paged history: it must have all live events up to the position, and all history that existed when the
-    client began. It may have history that arrived meanwhile."""
+    """Compare the pages of one room with the tables.
+
+    The pages must have all live events up to `upto`, and all history that existed when the client began. They may have
+    history that arrived later.
+    """
     received = [id for _, id in answer["events"]]
     timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     expected = {id for id, row in timeline.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
@@ -220,8 +223,10 @@ class RoomsDiffer(TidemarkError):
 
 
 class RoomsVerification(Verification):
-    """Compares each answer with the tables of the incarnation of the database that gave it, as long as that incarnation
-    exists. The counts of earlier incarnations are kept.
+    """Compares the answers of clients with the tables of the services' database.
+
+    A restore begins another incarnation of the database. Answers are compared only while their incarnation exists. The
+    counts of earlier incarnations are kept.
     """
 
     columns = ("STALE", "DIFFERENT")
@@ -234,8 +239,8 @@ class RoomsVerification(Verification):
         Args:
             facts: DSN of the services' database.
             effects: DSN of the readers' database.
-            heads: returns by stream the highest ID that Tidemark knows.
-            answers_stored: whether the clients store all of their answers.
+            heads: returns stream -> highest ID that Tidemark knows.
+            answers_stored: whether the clients store all their answers (`RoomClientRole.store_all`).
         """
         self._answers_stored = answers_stored
         self._heads = heads
@@ -278,7 +283,7 @@ class RoomsVerification(Verification):
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
 
     def prepare_readers_server(self, server: str) -> None:
-        """Forget the comparisons of answers that the new server of the readers' database does not have.
+        """Forget the comparisons of answers that the new server lacks, because clients will store these numbers again.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
@@ -288,7 +293,10 @@ class RoomsVerification(Verification):
         self._compared = {number for number in self._compared if number <= newest}
 
     def has_begun(self) -> bool:
-        """Whether each kind of client has answers. If answers are not stored, only syncing clients count."""
+        """Whether each kind of client has answers; if answers are not stored, each kind of syncing client.
+
+        False if the readers' database does not answer.
+        """
         expected = {*ClientKind} if self._answers_stored else {*CLIENTS_BY_PROCESS["rooms-sync"]}
         with suppress(Unavailable), self._effects.use() as connection:
             rows = connection.execute("select distinct client from play.answers").fetchall()
@@ -299,7 +307,7 @@ class RoomsVerification(Verification):
         return [*self.counts(), self.compare_rooms()]
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        """Whether each kind of client, and each syncing client, got all its answers, and all are correct."""
+        """Whether each kind of client and each syncing client has an answer, and all `counts` are complete."""
         kinds = {count.reader for count in counts}
         return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.unanswered
 
@@ -307,7 +315,10 @@ class RoomsVerification(Verification):
         return RoomsDiffer(counts, self.unanswered)
 
     def counts(self) -> list[RoomCount]:
-        """The counts of each kind of client since the readers' database was created. Empty without stored answers."""
+        """Compare the new answers, and return the counts of each kind of client since the database was created.
+
+        Empty if answers are not stored.
+        """
         if not self._answers_stored:
             return []
         with self._lock:
@@ -328,7 +339,7 @@ class RoomsVerification(Verification):
         } - self._answered_clients
 
     def _compare(self) -> int:
-        """Compare the answers of the newest incarnation. Returns its number."""
+        """Compare all syncs, and the new other answers, of the newest incarnation. Returns its number."""
         with self._facts.use() as connection:
             newest = incarnation(connection)
         with self._effects.use() as connection:
@@ -414,8 +425,10 @@ def _load_stored_rooms(connection: Connection) -> StoredRooms:
 def _compare_initial_state(
     expected_room: ExpectedRoom, room: str, upto: VectorPosition, state: State, stored: StoredRooms
 ) -> RoomCount:
-    """Compare the state that an initial sync returned. For each key, the entry must be at or after the entry that the
-    live events up to `upto` give, and at or before the entry that these events and all history give.
+    """Compare the state that an initial sync returned with an expected lower and upper limit for each state key.
+
+    The lower limit is the entry in the state of the live events up to `upto`. The upper limit is the entry in the state
+    of these events and all history.
     """
     timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in timeline.items() if id > 0 and upto.covers(row)}
@@ -428,8 +441,11 @@ def _compare_initial_state(
 
 
 def _load_all_events(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, EventKind]]:
-    """All events of a room on all servers with their true kinds; and by ID, the kind as which the services store each
-    event."""
+    """Read the events of a room.
+
+    Returns:
+        All events on all servers, with their true kinds; and event ID -> kind of the event in the services' tables.
+    """
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
     stored = {id: event for id, (event, _) in tables.load_events(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
@@ -528,7 +544,7 @@ class RoomsWorkload(Workload):
 
 
 def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
-    """By stream, the highest ID that Tidemark knows, or 0. `dsn` is that of Tidemark's Postgres."""
+    """Read stream -> highest ID that Tidemark knows (0 if none). `dsn` is the DSN of Tidemark's own database."""
     with closing(session_of(dsn, simulation_tables.APPLICATION_NAME)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

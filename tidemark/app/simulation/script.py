@@ -99,8 +99,10 @@ PROCESS_FAULTS = ALL_FAULTS - SERVER_FAULTS
 
 
 def parse_faults(text: str | None) -> Set[Fault]:
-    """Parse the value of `--faults`: names separated by commas, `all` or `none`. None means `PROCESS_FAULTS`. Raises
-    `BadSetting`."""
+    """Parse the value of `--faults`: names separated by commas, `all` or `none`.
+
+    Returns `PROCESS_FAULTS` if `text` is None. Raises `BadSetting` for an unknown name.
+    """
     match text:
         case None:
             return PROCESS_FAULTS
@@ -116,7 +118,7 @@ def parse_faults(text: str | None) -> Set[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStream:
-    """A stream. The rows of its facts are in the table of the same name."""
+    """A stream of a simulation. The services' table with the same name has the rows of the stream's facts."""
 
     name: str
     direction: DirectionName = "forward"
@@ -165,10 +167,10 @@ class PlannedFault:
     """A fault of the schedule.
 
     Attributes:
-        at: seconds since the beginning.
-        fault: the kind.
-        choice: in [0, 1); chooses the target among the possible ones.
-        duration: seconds.
+        at: when the fault is due, in seconds since the beginning of the simulation.
+        fault: the kind of the fault.
+        choice: a random number in [0, 1), which chooses one of the possible targets.
+        duration: the duration of the fault in seconds.
     """
 
     at: float
@@ -207,8 +209,14 @@ restarts processes all the time reads few facts."""
 
 
 def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:
-    """Yield faults in order of time, without end. The first fault of each kind is due within half of `seconds`, which
-    may be infinite."""
+    """Yield faults in order of time, without end; nothing if `faults` has only faults inside transactions.
+
+    Args:
+        seed: the seed of the schedule.
+        faults: the kinds of faults.
+        seconds: the duration of the simulation, which may be infinite. The first fault of each kind is due within half
+            of this time.
+    """
     random = Random(f"script {seed}")
     slowdown = min(max(1.0, seconds / _FULL_RATE_SECONDS), _MAX_SLOWDOWN) if math.isfinite(seconds) else 1.0
     due: list[tuple[float, Fault]] = []

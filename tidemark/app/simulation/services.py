@@ -39,10 +39,16 @@ class RolledBack(Exception):
 
 
 class ServiceConnection(Protocol):
-    """One connection of a service that appends as one writer. Methods raise the errors of the driver."""
+    """One connection of a service that appends as one writer. Methods raise the errors of the driver.
+
+    `append`, `append_many`, `reserve` and `complete` do the same as the methods of `tidemark.Writer`.
+    """
 
     def transaction(self) -> AbstractContextManager[object]:
-        """Begin a transaction, or a savepoint inside a transaction. An exception rolls it back and is raised again."""
+        """Run the block in a transaction, or in a savepoint inside a transaction.
+
+        An exception in the block causes a rollback, and is raised again.
+        """
 
     def append(self, stream: str, *rows: Row) -> int: ...
 
@@ -53,7 +59,7 @@ class ServiceConnection(Protocol):
     def complete(self, stream: str, id: int, *rows: Row) -> None: ...
 
     def insert(self, stream: str, id: int, part: int) -> None:
-        """Insert a row into the service's own table, which has the name of the stream."""
+        """Insert a row into the service's table of the stream. `part` is the number of the row in its fact, from 1."""
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
@@ -98,7 +104,7 @@ class _WriterConnection:
 
 @contextmanager
 def connection_errors(*errors: type[Exception]) -> Iterator[None]:
-    """Raise `ConnectionLost` in place of these errors of a driver."""
+    """Raise `ConnectionLost` if the block raises one of these errors of a driver."""
     try:
         yield
     except errors as problem:
@@ -209,10 +215,10 @@ class ServiceRole:
     """Configuration of one writing process.
 
     Attributes:
-        writer: the name of its writer.
-        streams: the streams that it writes.
-        faults: the faults that happen inside transactions.
-        rate: transactions per second.
+        writer: the name of the writer.
+        streams: the streams in which the process appends facts.
+        faults: the faults of the simulation. The process injects those that happen inside transactions.
+        rate: transactions per second of the whole process.
         seed: seed of the random choices.
     """
 
@@ -224,7 +230,10 @@ class ServiceRole:
 
 
 def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Write until `stopping` is set. Raises the errors of the database."""
+    """Write on `CONNECTIONS` connections until `stopping` is set. Raises errors of the database.
+
+    A lost connection is opened again.
+    """
     drivers = installed_drivers()
     threads = [
         _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)]) for number in range(CONNECTIONS)
@@ -233,8 +242,11 @@ def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
 
 
 def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
-    """Run each function on its own thread until `stopping` is set, or until one function fails. Raises its exception.
-    If a function raises `ConnectionLost`, its thread calls it again."""
+    """Run each function on its own thread, and wait until all have ended.
+
+    A function that returns or raises `ConnectionLost` is called again, until `stopping` is set. If a function raises
+    another exception, this sets `stopping`, and the exception is raised at the end.
+    """
 
     def run_repeatedly(thread: Callable[[], None]) -> None:
         while not stopping.is_set():
@@ -253,7 +265,10 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
 
 
 def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """Sleep for the duration of a transaction. A transaction that hangs ends early when `stopping` is set."""
+    """Sleep for the random duration of a transaction. With the fault HANG, some durations are `HANG_SECONDS` long.
+
+    A long sleep ends early when `stopping` is set.
+    """
     if Fault.HANG in faults and random.random() < HANG_PROBABILITY:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:
@@ -276,8 +291,10 @@ class _ServiceThread:
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
-        """Write in one transaction. Some transactions are rolled back. Others have two savepoints, of which the first
-        is rolled back."""
+        """Write in one transaction. Some transactions are rolled back.
+
+        Other transactions have two savepoints, of which the first is rolled back.
+        """
         chance = self._random.random()
         rolls_back = Fault.ROLLBACK in self._role.faults and chance < ROLLBACK_PROBABILITY
         savepoints = rolls_back and chance < ROLLBACK_PROBABILITY / 4
@@ -312,7 +329,7 @@ class _ServiceThread:
 
 @dataclass(frozen=True, slots=True)
 class ReaderRole:
-    """Configuration of one reading process. Its reader is named after its mode."""
+    """Configuration of one reading process. The name of the reader is the mode."""
 
     mode: Mode
     streams: Sequence[str]

@@ -104,7 +104,10 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
 
 
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
-    """Create the missing databases, streams and tables. `services` is the DSN of the services' Postgres server."""
+    """Create the missing databases, streams, tables and logins. Raises `TopicMissing` and `StreamTaken`.
+
+    `services` is the DSN of the services' Postgres server.
+    """
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
     facts = make_database(services, workload.database_suffix)
     effects = make_database(settings.postgres(), workload.database_suffix)
@@ -117,7 +120,7 @@ def _prepare_databases(settings: Settings, workload: Workload, services: str) ->
 
 
 def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
-    """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
+    """Raise `StreamTaken` if the database `facts` (a DSN) lacks one of the streams, but Tidemark knows the stream."""
     with Positions(settings.redis) as positions:
         for stream in missing_streams(facts, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
@@ -129,7 +132,7 @@ def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[S
 def _run_processes(
     databases: SimulationDatabases, workload: Workload, servers: "Servers | None", source_faults: SourceFaults | None
 ) -> Iterator[FaultInjector]:
-    """Run the processes while the block runs, and end all of them afterwards."""
+    """Start all processes, run the block, and end all processes."""
     injector = FaultInjector(databases, workload, servers, source_faults)
     try:
         injector.start()
@@ -139,7 +142,7 @@ def _run_processes(
 
 
 def _start_services_postgres(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
-    """Start a Postgres that only the services use, if faults are injected into their database."""
+    """Start a Postgres that only the services use, if the plan has `DATABASE_FAULTS`; otherwise return None."""
     if not plan.faults & DATABASE_FAULTS:
         return None
     from tidemark.app.simulation.fault_injector import ServicesPostgres  # noqa: PLC0415 - needs the extra of the local stack
@@ -162,7 +165,10 @@ def _make_source_faults(
 
 
 def _require_rejected(tidemark: str, overrides: int) -> None:
-    """Raise `OverridesAccepted` if not all of the operator overrides with a NUL character are dead letters."""
+    """Print the number of rejected operator overrides. Raises `OverridesAccepted` if Tidemark rejected too few.
+
+    `overrides` is the number of overrides with a NUL character that were sent.
+    """
     with psycopg.connect(tidemark) as connection:
         ((rejected,),) = connection.execute(
             "select coalesce(sum(records), 0) from tidemark.dead_letters where reason = 'bad_text'"
@@ -173,8 +179,10 @@ def _require_rejected(tidemark: str, overrides: int) -> None:
 
 
 def _wait_for_first_reads(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
-    """Wait until every reader has read something, because processes start slowly on a busy machine. Return without
-    that after `NO_PROGRESS_SECONDS`, or when `stopping` is set."""
+    """Wait until every reader has read something, because processes start slowly on a busy machine.
+
+    Returns without an error after `NO_PROGRESS_SECONDS`, or when `stopping` is set.
+    """
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     while not verification.has_begun() and time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
         injector.tick()
@@ -183,8 +191,10 @@ def _wait_for_first_reads(injector: FaultInjector, verification: Verification, s
 def _run_faults(
     injector: FaultInjector, plan: SimulationPlan, stopping: Event, verification: Verification, *, verify: bool
 ) -> None:
-    """Inject the faults of the schedule and print the counts of each reader. Then print which faults were injected, and
-    stop the services. With `verify`, raises the verification's error as soon as a count is wrong.
+    """Inject the faults of the schedule, and print the counts of each reader from time to time.
+
+    At the end, print the injected faults, and stop the services. With `verify`, raises the error of the verification as
+    soon as a count is wrong.
     """
     for now in _inject_faults(injector, plan, stopping):
         try:
@@ -202,7 +212,7 @@ def _run_faults(
 
 
 def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
-    """Inject the faults until the end. Yields the seconds since the start whenever a report is due."""
+    """Inject the faults until the simulation ends. Whenever a report is due, yield the seconds since the start."""
     began, report_at = time.monotonic(), REPORT_INTERVAL_SECONDS
     planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
     planned = next(planned_faults, None)
@@ -222,8 +232,10 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
 
 
 def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:
-    """Wait until the readers have read everything, and print their counts. Raises the verification's error if they
-    stop making progress or a count is wrong."""
+    """Wait until the readers have read everything, and print the counts of the readers.
+
+    Raises the error of the verification if a count is wrong, or has not changed for `NO_PROGRESS_SECONDS`.
+    """
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts: Sequence[ReadCount] = []
     comparison_seconds = 0.0

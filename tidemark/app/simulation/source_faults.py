@@ -1,7 +1,7 @@
 """Faults of the sources of facts: tables and sequences of the services' database, the facts topic, the control topic.
 
 Most of these faults do not end by themselves. A thread acts as the operator: it reads the logs of the relay and the
-readers, and runs the remedies that log messages name. If no message names the remedy of a fault, the stream stays
+readers, and runs the remedies that the log messages name. If no message names the remedy of a fault, the stream stays
 blocked until the end of the simulation, and the verification fails.
 """
 
@@ -69,10 +69,10 @@ class _Job:
     """Work for a fault.
 
     Attributes:
-        due: the time of the work, by `time.monotonic`.
+        due: when the work is due, in seconds of `time.monotonic`.
         number: orders jobs with the same `due`.
-        fault: the fault that is injected.
-        work: returns the target of the injected fault, or a second job that finishes the fault.
+        fault: the kind of the fault.
+        work: does the work. Returns the target of the fault as text, or a second job that finishes the fault.
     """
 
     due: float
@@ -82,8 +82,10 @@ class _Job:
 
 
 class SourceFaults:
-    """Injects faults of sources. A context manager. The thread of the fault injector calls the public methods; another
-    thread does the work."""
+    """Injects faults of sources, and runs their remedies, on a second thread while the context is open.
+
+    Only the thread of the fault injector may call the methods.
+    """
 
     def __init__(
         self,
@@ -98,8 +100,8 @@ class SourceFaults:
             settings: the settings of the local stack.
             databases: DSNs, and the folder of the logs.
             streams: the streams that get faults.
-            writer: the writer of oversized facts, which the operator overrides name.
-            verification: is informed before sequences are set back and tables are restored.
+            writer: the writer of the oversized facts. The operator overrides with a NUL character name this writer.
+            verification: the verification, which must know of sequences and tables that are set back.
         """
         self._settings = settings
         self._dsn = databases.facts
@@ -137,17 +139,19 @@ class SourceFaults:
 
     @property
     def overrides(self) -> int:
-        """Number of operator overrides with a NUL character that Kafka has acknowledged."""
+        """The number of sent operator overrides with a NUL character that Kafka has acknowledged."""
         return self._overrides
 
     def begin(self, planned: PlannedFault) -> None:
-        """Queue a fault for the other thread."""
+        """Queue a fault for the second thread, and return at once."""
         self.pending += 1
         self._planned.put(planned)
 
     def injected(self) -> Iterator[tuple[Fault, str]]:
-        """Yield the faults that were injected since the last call, each with its target. Raises the error that ended
-        the thread."""
+        """Yield the faults that were injected since the last call, each with its target as text.
+
+        If an error has ended the second thread, raises this error.
+        """
         if self._failure is not None:
             raise self._failure
         while True:
@@ -157,7 +161,7 @@ class SourceFaults:
                 return
 
     def end(self) -> None:
-        """Inject no more faults. Each fault now ends as soon as a message names its remedy."""
+        """Inject no more faults. From now on, a remedy runs as soon as a log message names it."""
         self._end_requested.set()
 
     def _run(self) -> None:
@@ -169,7 +173,7 @@ class SourceFaults:
             raise
 
     def _step(self) -> None:
-        """Run the jobs that are due, and once in `REMEDY_SECONDS` the remedies."""
+        """Run the jobs that are due. Every `REMEDY_SECONDS`, also run the remedies."""
         now = time.monotonic()
         if self._end_requested.is_set():
             self._jobs.clear()
@@ -238,8 +242,10 @@ class SourceFaults:
             yield connection
 
     def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
-        """Enable row level security for the outbox (with probability 1/2) or for another table. Returns the name of the
-        table."""
+        """Enable row level security for the outbox (with probability 1/2) or for another table.
+
+        Returns the name of the table.
+        """
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
         scaled_choice = planned.choice * 2
         table = "tidemark.append_outbox" if scaled_choice < 1 else others[int((scaled_choice - 1) * len(others))]
@@ -251,7 +257,10 @@ class SourceFaults:
         return table
 
     def _set_sequence_back(self, stream: str, by: int) -> str:
-        """Set a sequence `by` IDs below its head: with RESTART if `by` is odd, otherwise with `setval`."""
+        """Set the stream's sequence back, so that the last `by` IDs are given out again. Returns the target as text.
+
+        Uses RESTART if `by` is odd, otherwise `setval`.
+        """
         with self._verification.paused(), self._connect() as connection:
             name, head = _sequence_and_head(connection, stream)
             to = max(1, head - by)
@@ -263,7 +272,7 @@ class SourceFaults:
         return f"{stream}, {'RESTART' if by % 2 else 'setval'} at {to} below {head}"
 
     def _advance_sequence(self, stream: str, by: int) -> str:
-        """Set a sequence `by` IDs beyond its head."""
+        """Set the stream's sequence forward, so that the next `by` IDs are skipped. Returns the target as text."""
         with self._connect() as connection:
             name, head = _sequence_and_head(connection, stream)
             connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + by)])
@@ -277,7 +286,7 @@ class SourceFaults:
         return stream
 
     def _back_up_tables(self, planned: PlannedFault) -> _Job:
-        """Copy the tables to the schema `simulate_backup`. Returns the job that restores them."""
+        """Copy the tables to the schema `simulate_backup`. Returns the job that restores the tables."""
         with self._connect() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read")
             connection.execute("drop schema if exists simulate_backup cascade")
@@ -289,8 +298,11 @@ class SourceFaults:
         return self._job(time.monotonic() + planned.duration, planned.fault, restore)
 
     def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
-        """Restore the backup in one transaction, while services, relay and readers are connected. `heads`: by stream,
-        the name of its sequence and the head at the time of the backup."""
+        """Restore the backup in one transaction, while services, relay and readers are connected.
+
+        `heads` is stream -> (name of the sequence, last ID at the time of the backup). Returns the target as text; or,
+        if the backup is missing, a job for a new backup.
+        """
         saved = [*self._tables_and_copies()]
         with self._verification.paused(), self._connect() as connection:
             backup = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
@@ -318,7 +330,10 @@ class SourceFaults:
             yield sql.Identifier(schema, name), sql.Identifier("simulate_backup", f"{schema}_{name}")
 
     def _append_oversized(self, planned: PlannedFault, stream: str, fraction: float) -> str:
-        """Lower the facts topic's size limit, and append a fact whose size is 1.1 to 2 times the limit."""
+        """Lower the size limit of the facts topic, and append a fact that is too large. Returns the target as text.
+
+        `fraction`, in [0, 1), chooses the size: 1.1 to 2 times the limit.
+        """
         self._set_topic_limit(TOPIC_LIMIT_BYTES)
         size = int(TOPIC_LIMIT_BYTES * (1.1 + 0.9 * fraction))
         with self._connect() as connection, connection.transaction():
@@ -333,7 +348,7 @@ class SourceFaults:
         return f"{stream}, ID {id}, {size} bytes"
 
     def _set_topic_limit(self, limit: int) -> None:
-        """Set `max.message.bytes` of the facts topic."""
+        """Set `max.message.bytes` of the facts topic, and wait for Kafka's answer."""
         entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
         topic = ConfigResource(ResourceType.TOPIC, self._settings.kafka_facts_topic, incremental_configs=[entry])
         admin = AdminClient(self._settings.kafka.client_settings())
@@ -341,7 +356,10 @@ class SourceFaults:
             answer.result(2 * KAFKA_SECONDS)
 
     def _send_override(self, stream: str, fraction: float) -> str:
-        """Send an operator override with a NUL character. `fraction`, in [0, 1), chooses its kind."""
+        """Send an operator override with a NUL character to the control topic. Returns the target as text.
+
+        `fraction`, in [0, 1), chooses the kind of the override.
+        """
         errors: list[object] = []
         producer = Producer(self._settings.kafka.producer_settings())
         kind, value = [*_NUL_OVERRIDES.items()][int(fraction * len(_NUL_OVERRIDES))]
@@ -358,7 +376,7 @@ class SourceFaults:
         return f"{stream}, {kind}"
 
     def _run_remedies(self, now: float) -> None:
-        """Run the remedies that log messages named, if the duration of the fault is over."""
+        """Read the new log messages, and run the named remedies of all faults whose duration is over."""
         for log_file in self._logs:
             for line in log_file.new_lines():
                 self._find_remedy(line)
@@ -379,7 +397,7 @@ class SourceFaults:
             log.warning("Could not run a remedy; trying again", problem=" ".join(str(problem).split())[:300])
 
     def _find_remedy(self, line: str) -> None:
-        """Note the remedy that a line of a log names, if any."""
+        """Store the remedy for `_run_remedies`, if this line of a log names one."""
         if match := _HIDDEN_ROWS_MESSAGE.search(line):
             table = match[2].rpartition(".")[2].strip('"')
             self._remedies[f"table {table}"] = (table, match[1])
@@ -417,7 +435,7 @@ class SourceFaults:
 
 
 def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
-    """The name of the stream's sequence, and the last ID that it gave out (a magnitude)."""
+    """Read the name of the stream's sequence, and the last ID that the sequence gave out (a magnitude)."""
     ((name,),) = connection.execute(
         "select ids::text from tidemark.append_streams where stream = %s", [stream]
     ).fetchall()
@@ -426,7 +444,7 @@ def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str
 
 
 def _floor(connection: psycopg.Connection, stream: str) -> int:
-    """The ID (a magnitude) up to which the stream's IDs are settled."""
+    """Read the floor of the stream, as a magnitude."""
     return workload.floors_and_heads(connection)[stream][0]
 
 
@@ -439,6 +457,7 @@ class _LogFile:
         self._partial_line = b""
 
     def new_lines(self) -> list[str]:
+        """Return the complete lines that were appended since the last call, without escapes of quotation marks."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

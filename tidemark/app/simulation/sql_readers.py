@@ -1,8 +1,9 @@
-"""Readers in SQL of the streams workload. They call `tidemark_reader.take`, as programs in any language can do.
+"""The two readers in SQL of the streams workload. They call `tidemark_reader.take`, as any other language can.
 
-Facts, checkpoints and effects are in the services' database, so a restore affects all of them together. A place is a
-row of `tidemark_reader.places`: the checkpoint of a reader. One reader has one place. The other reader has partitions
-by writer, each with a place of its own. Each process runs both readers, and tries one place after the other.
+Facts, places and effects are in the services' database, so a restore affects all of them together. A place is a row of
+`tidemark_reader.places`: the checkpoint of a reader or of one of its partitions. The reader `sql` has one place. The
+reader `parts` has partitions by writer, each with its own place. Each process runs both readers, and reads for one
+place after the other.
 """
 
 import threading
@@ -23,7 +24,7 @@ from tidemark.common.log import get_logger
 log = get_logger(__name__)
 
 READERS: Mapping[str, int | None] = {"sql": None, "parts": 3}
-"""By reader, the number of its partitions; None without partitions."""
+"""Reader -> number of partitions; None for a reader without partitions."""
 MAX_FACTS_PER_TAKE = 200
 IDLE_SECONDS = 0.5
 ERROR_RETRY_SECONDS = 1.0
@@ -58,14 +59,14 @@ class OperatorNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SqlReaderRole:
-    """Configuration of one process of readers in SQL."""
+    """Configuration of one process that runs the readers in SQL."""
 
     streams: Sequence[SimulatedStream]
 
 
 @dataclass(frozen=True, slots=True)
 class SqlPlace:
-    """The place of a reader, or of one partition of a reader."""
+    """The name of a place: of a reader, or of one partition of a reader (`partition`, from 0)."""
 
     reader: str
     partition: int | None = None
@@ -76,7 +77,7 @@ class SqlPlace:
 
     @property
     def name(self) -> str:
-        """The name in `tidemark_reader.places`."""
+        """The name of the place in `tidemark_reader.places`, such as `sql` or `parts[0/3]`."""
         return self.reader if self.partition is None else f"{self.reader}[{self.partition}/{self.partitions}]"
 
     def has_writer(self, writer: str) -> bool:
@@ -85,12 +86,12 @@ class SqlPlace:
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """The same as `tidemark_reader.partition_of`, computed independently for the verification."""
+    """The number of the partition of a writer. Must give the same result as `tidemark_reader.partition_of`."""
     return int(md5(key.encode(), usedforsecurity=False).hexdigest()[:8], 16) % partitions
 
 
 def find_place(name: str) -> SqlPlace | None:
-    """The place with this name in `tidemark_reader.places`; None if no reader in SQL of the simulation has it."""
+    """The place with this name in `tidemark_reader.places`; None if the name is not that of a reader in SQL."""
     return next((sql_place for reader in READERS for sql_place in places_of(reader) if sql_place.name == name), None)
 
 
@@ -100,7 +101,7 @@ def places_of(reader: str) -> list[SqlPlace]:
 
 
 def run_sql_reader(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    """Read until `stopping` is set. Raises the psycopg errors that neither a retry nor an operator's remedy can end."""
+    """Read until `stopping` is set. Raises errors of psycopg that are neither temporary nor need an operator."""
     run_threads([partial(_read, role, dsn, stopping)], stopping)
 
 
@@ -131,10 +132,10 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
 
 
 def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
-    """Read the next range of a place, and write its effects.
+    """Read the next facts for a place, and write their effects, in one transaction.
 
     Returns:
-        False if there is nothing new, or another process has locked the place.
+        False if there are no new facts, or another process has locked the place.
 
     Raises:
         OperatorNeeded: an operator must run a remedy first.
@@ -166,8 +167,11 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
 
 
 def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to: int) -> bool:
-    """Run the operator's remedy after a restore of a stream's database: undo the effects beyond `back_to`, and move the
-    place back to this ID. Returns False if the place is not beyond `back_to`."""
+    """Move a place back after a restore of the stream's database, as an operator does.
+
+    Deletes the effects beyond the ID `back_to`, and moves the place to this ID. Returns False if the place is not
+    beyond `back_to`.
+    """
     with connection.transaction():
         if abs(_lock_place(connection, stream, sql_place)[0]) <= abs(back_to):
             return False
@@ -189,8 +193,11 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
 
 
 def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
-    """Run the operator's remedy after a writer's facts in (`prev`, `id`] completed late between facts of other writers:
-    write their effects, and mark the late completion as handled. Returns False if it has been handled already."""
+    """Handle a late completion as an operator does: write the effects of the late facts, and let the place pass them.
+
+    The late facts are those of `writer` in (`prev`, `id`]. Returns False if the next late completion of the place is
+    another one, because the place has passed this one already.
+    """
     with connection.transaction():
         linear, late, late_part = _lock_place(connection, stream, sql_place)
         following = connection.execute(
@@ -217,6 +224,7 @@ def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer
 
 
 def _lock_place(connection: Connection, stream: str, sql_place: SqlPlace) -> tuple[int, int, list[int] | None]:
+    """Lock the row of a place. Returns its columns `linear`, `late` and `late_part`; (0, 0, None) without a row."""
     rows = connection.execute(
         "select linear, late, late_part from tidemark_reader.places where stream = %s and reader = %s for update",
         [stream, sql_place.name],

@@ -1,8 +1,8 @@
 """The streams workload. Its verification compares the facts that were committed with the effects of each reader.
 
-The verification uses only the positions that readers report. It deletes verified rows, so that a simulation can run
-forever. Facts and effects are in two databases, and each may be restored from a backup. After a restore, verified rows
-are deleted again before another process sees them (`prepare_services_server`, `prepare_readers_server`).
+The verification deletes verified rows, so that a simulation can run forever. Facts and effects are in two databases,
+and each may be restored from a backup. After a restore, verified rows are deleted again before another process can read
+the database (`prepare_services_server`, `prepare_readers_server`).
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class FactRow(NamedTuple):
     Attributes:
         id: the stream ID, a magnitude.
         writer: the name of the writer.
-        mark: distinguishes the row from a row that had the same ID before a restore.
+        mark: a unique value, which also distinguishes the row from a row that had the same ID before a restore.
     """
 
     id: int
@@ -44,7 +44,7 @@ class FactRow(NamedTuple):
 
 
 class DeliveredRow(NamedTuple):
-    """A row that a reader received: the fields of `FactRow`. `late`: it came with a late completion."""
+    """A row that a reader received: the fields of `FactRow`, and whether it came with a late completion (`late`)."""
 
     id: int
     writer: str
@@ -53,7 +53,12 @@ class DeliveredRow(NamedTuple):
 
 
 class ReaderPosition(NamedTuple):
-    """The position that a reader reports, in magnitudes. `positions`: by writer, its positions beyond `linear`."""
+    """The stored place of a reader, in magnitudes.
+
+    Attributes:
+        linear: the linear position.
+        positions: writer -> position, for writers beyond `linear`.
+    """
 
     linear: int
     positions: Mapping[str, int]
@@ -63,7 +68,7 @@ class ReaderPosition(NamedTuple):
 
 
 class PlacesPosition(NamedTuple):
-    """The positions of the places of a reader in SQL, in magnitudes."""
+    """The stored places of a reader in SQL: place -> linear position, a magnitude."""
 
     sql_places: Mapping[SqlPlace, int]
 
@@ -79,14 +84,15 @@ class PlacesPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Counts of one reader, over all streams. `late`, `again` and `lost` count effects of restores.
+    """Counts of one reader, over all streams. `late`, `again` and `lost` are no errors: restores cause them.
 
     Attributes:
-        duplicated: facts of which the reader received a row twice, or a row that does not exist.
-        disordered: rows that came after a row with a higher ID; in vector mode, of the same writer.
+        duplicated: facts of which the reader received a row twice. Before the first restore, also facts of which the
+            reader received a row that does not exist.
+        disordered: rows that came after a row with a higher ID. In vector mode, only rows of the same writer count.
         late: facts that came with a late completion.
         again: facts that the reader received again because of a restore.
-        lost: facts that the reader received, and that no longer exist.
+        lost: facts that the reader received, and that no longer exist after a restore.
     """
 
     late: int = 0
@@ -107,14 +113,14 @@ class Comparison:
     """Compares the rows that one reader received from one stream with the facts of the stream.
 
     Attributes:
-        reader: its name.
-        facts: the rows that exist.
+        reader: the name of the reader.
+        facts: the rows in the services' table.
         delivered: the rows that the reader received, in order.
-        position: the position that the reader reports.
-        resent_above: the ID (a magnitude) beyond which a restored database sends facts again; None if it was never
-            restored.
+        position: the place of the reader.
+        resent_above: the ID (a magnitude) beyond which facts may be sent again, because the database was restored or
+            the sequence was set back; None if neither has happened.
         final: whether all late completions have arrived. If False, facts beyond `resent_above` do not count as missed.
-        restores: how often the database was restored.
+        restores: how often the database was restored or the sequence was set back.
     """
 
     reader: str
@@ -140,7 +146,7 @@ class Comparison:
         )
 
     def up_to(self, id: int) -> "Comparison":
-        """The comparison of the facts with IDs up to `id`."""
+        """Return the same comparison with only the facts and received rows up to the ID `id`, a magnitude."""
         facts = [row for row in self.facts if row.id <= id]
         return replace(self, facts=facts, delivered=[row for row in self.delivered if row.id <= id])
 
@@ -151,13 +157,13 @@ class Comparison:
 
     @cached_property
     def nonexistent(self) -> set[int]:
-        """IDs of which the reader received a row that does not exist."""
+        """The IDs of received rows that are not in the services' table."""
         marks = {row.mark for row in self.facts}
         return {row.id for row in self.delivered if row.mark not in marks}
 
     @cached_property
     def _unread(self) -> set[int]:
-        """The IDs of the facts of which a row was not received."""
+        """The IDs of the facts of which at least one row was not received."""
         delivered = self.marks
         return {row.id for row in self.facts if row.mark not in delivered}
 
@@ -171,8 +177,10 @@ class Comparison:
 
     @cached_property
     def _received_again(self) -> set[int]:
-        """The IDs of the facts that a reader received twice because of restores, which is no error: once in order, and
-        at most once for each restore with a late completion."""
+        """The IDs of the facts that the reader received several times because of restores, which is no error.
+
+        A fact may come once in order, and once with a late completion for each restore.
+        """
         if self.resent_above is None:
             return set()
         wrong = _received_more_than(1, (row for row in self.delivered if not row.late))
@@ -190,7 +198,7 @@ class Comparison:
         return disordered
 
     def _order_scope(self, writer: str) -> str:
-        """The name of the set of facts that the reader receives in order: a writer, a place, or '' for all facts."""
+        """The name of the set in which the facts of `writer` must be in order: a writer, a place, or '' (all facts)."""
         if self.reader == "vector":
             return writer
         sql_places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
@@ -198,7 +206,7 @@ class Comparison:
 
 
 def _received_more_than(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
-    """The IDs of the facts of which a row occurs more than `times` times in `rows`."""
+    """The IDs of the rows that occur more than `times` times in `rows`."""
     counted = Counter((row.id, row.mark) for row in rows)
     return {id for (id, _), count in counted.items() if count > times}
 
@@ -230,13 +238,13 @@ class LossUnreported(TidemarkError):
 
 
 class StreamsVerification(Verification):
-    """Compares facts with effects.
+    """Compares the facts in the services' tables with the effects of each reader.
 
     Args:
         facts: DSN of the services' database.
         effects: DSN of the readers' database.
         streams: the streams to compare.
-        timelines: returns by stream the number of its timeline in Tidemark.
+        timelines: returns stream -> number of the stream's timeline in Tidemark.
     """
 
     columns = ("LATE", "AGAIN", "LOST")
@@ -282,7 +290,7 @@ class StreamsVerification(Verification):
             yield
 
     def prepare_services_server(self, server: str, successor: Successor) -> None:
-        """Delete verified rows on a new server of the services, and note the IDs from which facts may come again.
+        """Delete verified rows on a new server of the services, and note the IDs beyond which facts may come again.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
@@ -297,11 +305,12 @@ class StreamsVerification(Verification):
     def prepare_restored_tables(
         self, connection: psycopg.Connection, floors_and_heads: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Delete verified rows from restored tables, and note the IDs from which facts may come again.
+        """Delete verified rows from restored tables, and note the IDs beyond which facts may come again.
 
         Args:
-            connection: to the services' database, whose tables are restored already. No other process sees them yet.
-            floors_and_heads: by stream, its floor and the head of its sequence, as magnitudes.
+            connection: a connection to the services' database, which has restored the tables. No other transaction can
+                read the restored rows yet.
+            floors_and_heads: stream -> (floor, last ID that the sequence gave out), as magnitudes.
         """
         for stream, marks in self._verified_marks.items():
             _delete_marks(connection, _facts_table(stream), [*marks])
@@ -310,12 +319,12 @@ class StreamsVerification(Verification):
             self._restored_heads[stream] = min(head, self._restored_heads.get(stream, head))
 
     def note_sequence_set_back(self, stream: str, id: int) -> None:
-        """Note that facts beyond `id` (a magnitude) may be sent again, and IDs beyond it may be given out again."""
+        """Note that IDs beyond `id` (a magnitude) may be given out again, and their facts may be sent again."""
         self._restores[stream] += 1
         self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
     def prepare_readers_server(self, server: str) -> None:
-        """Delete effects of verified rows on a new server of the readers' database, which also has their checkpoints.
+        """Delete the effects of verified rows on a new server of the readers' database.
 
         Args:
             server: DSN of the new server. No other process uses it yet.
@@ -337,18 +346,22 @@ class StreamsVerification(Verification):
         return EffectsDiffer(counts)
 
     def require_loss_reported(self) -> None:
-        """Raise `LossUnreported` for the first stream of which readers read facts that were lost without a report."""
+        """Raise `LossUnreported` for the first stream that lost facts without a report after readers had read them.
+
+        A late completion and a new timeline are reports.
+        """
         now = self._timelines()
         for stream in sorted(self.lost_streams - self.late_streams):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
                 raise LossUnreported(stream)
 
     def counts(self, *, final: bool = False) -> list[StreamsCount]:
-        """The counts of each reader over all streams since the database was created; zeros before the first reader has
-        begun. With `final`, facts that may still come late count as missed.
+        """Compare all streams, and return the counts of each reader since the databases were created.
 
-        Deletes the rows that all readers have read, up to the lowest linear position. If a reader receives such a row
-        again, the row counts as duplicated."""
+        All counts are 0 before the first reader has begun. With `final`, facts that may still come late count as
+        missed. If all counts are correct, deletes the rows that all readers have read. If a reader receives a deleted
+        row again, the row counts as duplicated.
+        """
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
@@ -425,7 +438,7 @@ class StreamsVerification(Verification):
         self._marks_to_delete[stream] = marks
 
     def _load_verified(self, connection: Connection) -> None:
-        """Load the counts of earlier simulations, once; a restored database may lack the newest of them."""
+        """Load the counts of earlier simulations at the first call. A restored database may lack the newest counts."""
         if not self._verified_counts:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}
@@ -445,7 +458,7 @@ def _delete_marks(connection: Connection, table: sql.Identifier, marks: Sequence
 
 
 def _has_begun(connection: Connection) -> bool:
-    """Whether any reader has created the table of its checkpoints."""
+    """Whether a reader has created the table of the readers' places."""
     row = connection.execute("select to_regclass('tidemark_reader.places') is not null").fetchone()
     return row is not None and bool(row[0])
 
@@ -513,6 +526,6 @@ class StreamsWorkload(Workload):
 
 
 def _timelines(dsn: str) -> dict[str, int]:
-    """The number of each stream's timeline, read from Tidemark's Postgres."""
+    """Read stream -> number of the stream's timeline from Tidemark's Postgres."""
     with Postgres(PostgresConfig(lambda: dsn)) as postgres:
         return {stream: decode(data).timeline for stream, data in postgres.states().items()}

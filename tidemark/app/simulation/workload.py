@@ -31,9 +31,10 @@ from tidemark.sources.relay.queries import session_of
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """The configuration of a process. The process reads it from standard input, because other users can see arguments.
+    """The configuration of a process. Passed by standard input, because other users can see command-line arguments.
 
-    At most one field besides the DSNs is set. If none is set, the process is the relay of the services' database.
+    At most one field besides the DSNs is set. If no other field is set, the process is the relay of the services'
+    database.
 
     Attributes:
         facts: DSN of the services' database.
@@ -50,7 +51,10 @@ class ProcessRole:
 
 
 class ChildProcess:
-    """A running process. Its output is appended to the file `log`. It ends by itself when its parent dies."""
+    """A process of the simulation, started at once. It ends by itself when this process dies.
+
+    Its output is appended to the file `log`.
+    """
 
     def __init__(self, role: ProcessRole, log: Path) -> None:
         with log.open("ab") as output:
@@ -68,25 +72,28 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None while the process runs."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
+        """Send SIGKILL, and wait for the end of the process."""
         self._process.kill()
         self._process.wait()
 
     def freeze(self) -> None:
+        """Send SIGSTOP."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
+        """Send SIGTERM, and return without a wait."""
         self._process.terminate()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for the end of the process; False if it still runs after `seconds`."""
+    def wait_for_exit(self, seconds: float) -> bool:
+        """Wait until the process has ended. Returns False if the process still runs after `seconds`."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -96,7 +103,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationDatabases:
-    """The databases of a simulation, as DSNs.
+    """The databases of a simulation. Each field except `home` is a DSN.
 
     Attributes:
         home: the folder of logs and servers.
@@ -115,14 +122,14 @@ class SimulationDatabases:
 
 @dataclass
 class SimulatedProcess:
-    """A service, a reader, or the relay. It may be started several times.
+    """A service, a reader, or the relay, which may be started several times.
 
     Attributes:
         name: the name of the process and of its log file.
         home: the folder of the log file.
-        role: returns the role for the `incarnation`-th start.
-        child: None while it is down.
-        incarnation: the number of starts.
+        role: returns the role for a start. The argument is the number of the start, from 1.
+        child: the running process; None while it is down.
+        incarnation: the number of starts until now.
     """
 
     name: str
@@ -136,7 +143,7 @@ class SimulatedProcess:
         self.child = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
     def detach(self) -> ChildProcess:
-        """Return the running child process, which the caller must end. From now on the process counts as down."""
+        """Return the running child process, which the caller must end, and set `child` to None."""
         assert self.child is not None
         child, self.child = self.child, None
         return child
@@ -144,7 +151,14 @@ class SimulatedProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What is simulated, and for how many seconds. `math.inf` means until a signal."""
+    """What is simulated.
+
+    Attributes:
+        writer_plan: the streams and the writers.
+        faults: the kinds of faults.
+        seed: the seed of the fault schedule and of random choices.
+        seconds: the duration of the simulation; `math.inf`: until a signal.
+    """
 
     writer_plan: WriterPlan
     faults: Set[Fault]
@@ -157,7 +171,7 @@ class ReadCount:
     """Counts of one reader.
 
     Attributes:
-        reader: its name.
+        reader: the name of the reader.
         written: facts that were written.
         read: facts that were written and read.
         missed: facts that the reader's position covers, and that the reader did not receive.
@@ -189,7 +203,10 @@ class ReadCount:
 
 
 def format_table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
-    """A text table with one line for each reader. `extra_columns` are the names of the figures of a workload."""
+    """Make a text table with one line for each reader.
+
+    `extra_columns` are the names of the figures that `counts` have in addition to the figures of `ReadCount`.
+    """
     columns = ("WRITTEN", "READ", "MISSED", "DUPLICATED", "OUT OF ORDER", *extra_columns)
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
     lines += [" ".join([f"{row.reader:8}", *(f"{figure:12}" for figure in row.figures)]) for row in counts]
@@ -214,25 +231,27 @@ class Verification(ABC):
     def __exit__(self, *error: object) -> None: ...
 
     def has_begun(self) -> bool:
-        """Whether every reader has read something. True if the verification does not check it."""
+        """Whether every reader has read something. A verification that cannot check this returns True."""
         return True
 
     @abstractmethod
     def counts(self) -> Sequence[ReadCount]:
-        """The counts of each reader since the databases were created; empty or zeros before the first reader has
-        begun."""
+        """Compare, and return the counts of each reader since the databases were created.
+
+        Empty, or all counts are 0, before the first reader has begun.
+        """
 
     @abstractmethod
     def final_counts(self) -> Sequence[ReadCount]:
-        """The counts at the end, when no more facts are written."""
+        """Compare for the last time, when no more facts are written, and return the counts of each reader."""
 
     @abstractmethod
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        """Whether each reader has correctly read everything that was written."""
+        """Whether each reader has correctly read everything that was written, according to `counts`."""
 
     @abstractmethod
     def error_for(self, counts: Sequence[ReadCount]) -> TidemarkError:
-        """The error for counts that are wrong or incomplete."""
+        """Make the error to raise for counts that are wrong or incomplete."""
 
     def require_loss_reported(self) -> None:  # noqa: B027 - a workload may override it
         """Raise an error if facts were lost and Tidemark did not report the loss."""
@@ -243,7 +262,7 @@ class Verification(ABC):
 
     @abstractmethod
     def prepare_services_server(self, server: str, successor: Successor, /) -> None:
-        """Prepare for a new server of the services, before other processes use it.
+        """Adapt the verification and the tables to a new server of the services. No other process uses the server yet.
 
         Args:
             server: DSN of the new server.
@@ -252,7 +271,7 @@ class Verification(ABC):
 
     @abstractmethod
     def prepare_readers_server(self, server: str, /) -> None:
-        """Prepare for a new server of the readers' database and their checkpoints, before other processes use it.
+        """Adapt the verification and the tables to a new server of the readers. No other process uses the server yet.
 
         Args:
             server: DSN of the new server.
@@ -277,34 +296,38 @@ class Workload(ABC):
     @property
     @abstractmethod
     def database_suffix(self) -> str:
-        """The last part of the names of its databases."""
+        """The last part of the names of the workload's databases."""
 
     @property
     @abstractmethod
     def streams(self) -> Sequence[SimulatedStream]:
-        """The streams that its services write."""
+        """The streams in which the services append facts."""
 
     @property
     @abstractmethod
     def readers(self) -> Sequence[str]:
-        """The names of its readers."""
+        """The names of the processes that read."""
 
     @abstractmethod
     def make_tables(self, facts: str, effects: str) -> None:
-        """Create the missing streams and tables. `facts` and `effects` are the DSNs of the services' and the readers'
-        databases."""
+        """Create the missing streams and tables.
+
+        Args:
+            facts: DSN of the services' database.
+            effects: DSN of the readers' database.
+        """
 
     @abstractmethod
     def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        """The role of the service whose writer is `name`, at its `incarnation`-th start."""
+        """Make the role of the service whose writer is `name`. `incarnation` is the number of the start, from 1."""
 
     @abstractmethod
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        """The role of a reader, at its `incarnation`-th start."""
+        """Make the role of the reading process `name`. `incarnation` is the number of the start, from 1."""
 
     @abstractmethod
     def verification(self, databases: SimulationDatabases, tidemark: str) -> Verification:
-        """The verification; `tidemark` is the DSN of Tidemark's own database."""
+        """Make the verification. `tidemark` is the DSN of Tidemark's own database."""
 
 
 APPLICATION_NAME = "tidemark simulate"
@@ -349,7 +372,7 @@ restored';
 
 
 def simulation_database(dsn: str, suffix: str = "demo") -> str:
-    """The DSN of the simulation's database on the server of `dsn`. `suffix` is the suffix of its name."""
+    """The DSN of the simulation's database on the server of `dsn`. Its name is the database of `dsn` and `suffix`."""
     return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{suffix}")
 
 
@@ -376,7 +399,7 @@ def missing_streams(dsn: str, streams: Iterable[SimulatedStream]) -> list[Simula
 
 
 def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
-    """Create the streams and the services' tables if they are missing."""
+    """Create the missing streams, and the missing tables of the services, in the database `dsn`."""
     with _connect(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
         for stream in streams:
@@ -389,7 +412,7 @@ def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
 
 
 def make_effects(dsn: str) -> None:
-    """Create the readers' tables if they are missing."""
+    """Create the missing tables of the readers in the database `dsn`."""
     make_tables(dsn, _EFFECTS)
 
 
@@ -400,15 +423,20 @@ def make_tables(dsn: str, script: str) -> None:
 
 
 def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
-    """Create the streams if they are missing, without tables for their rows."""
+    """Create the missing streams in the database `dsn`, without tables for the rows of facts."""
     with _connect(dsn) as connection, connection.transaction():
         for stream in streams:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
 def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]:
-    """Create logins for the relay and for the readers, with only the rights that they need; return their DSNs. The
-    faults need such logins, because row level security does not apply to a superuser."""
+    """Create the missing logins of the relay and of the readers, with only the necessary rights.
+
+    Some faults need such logins, because row level security does not apply to a superuser.
+
+    Returns:
+        The DSN of the relay and the DSN of the readers.
+    """
     password = str(conninfo_to_dict(dsn).get("password") or "")
     with _connect(dsn) as connection:
         for login in LOGINS:
@@ -429,7 +457,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
 
 
 def floors_and_heads(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
-    """By stream, the floor (all IDs up to it are settled) and the last ID that was given out, as magnitudes."""
+    """Read stream -> (floor, last ID that the sequence gave out), as magnitudes."""
     rows = connection.execute(
         "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
         " from tidemark.append_progress join tidemark.append_streams s using (number)"
