@@ -87,6 +87,7 @@ class _NoTrace:
 
 
 def no_trace(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
+    """Open a trace that records nothing."""
     return nullcontext(_NoTrace())
 
 
@@ -208,6 +209,10 @@ class BatchHandler:
         return time.monotonic() - self._large_at
 
     def _handle(self, batch: DataFrame, number: int) -> None:
+        """Wait for Spark's result and for the previous batch. Then start a thread that publishes the batch.
+
+        If the query must end after this batch, publishes the batch on this thread, and raises the reason.
+        """
         began = time.monotonic()
         with ExitStack() as traced:
             trace = traced.enter_context(self._trace(self._seed.lineage, number))
@@ -240,6 +245,7 @@ class BatchHandler:
             raise self.failure
 
     def _publish_on_thread(self, collected: _ComputedBatch, traced: ExitStack) -> None:
+        """Publish the batch. Stores an exception in `failure` instead of raising it."""
         try:
             with traced:
                 self._publish(collected)
@@ -250,6 +256,7 @@ class BatchHandler:
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
     def _publish(self, batch: _ComputedBatch) -> None:
+        """Publish the batch, and update the metrics. If Postgres refuses the batch, raises the error of `find_refused`."""
         lineage, before = self._seed.lineage, self._seed.before(batch.number)
         try:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)
@@ -348,6 +355,7 @@ class RefusedRecordFinder:
         return RecordsRefused(len(refused_records), next(iter(refused_records.values())), offsets)
 
     def _by_partition(self, origins: Iterable[_RecordOrigin]) -> dict[str, dict[int, list[int]]]:
+        """Group offsets: name of the topic -> partition -> offsets."""
         offsets: dict[str, dict[int, list[int]]] = {}
         for topic, partition, offset in origins:
             offsets.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)

@@ -77,6 +77,7 @@ class Engine:
             self._session.result().stop()
 
     def _exit_message(self) -> str | None:
+        """The reason why the JVM has exited; None if the JVM runs or was not started."""
         return self._jvm.exit_cause() if self._jvm is not None else None
 
     def _start(self) -> None:
@@ -174,7 +175,7 @@ def open_engine(settings: Settings) -> Iterator[Engine]:
         tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
         options=class_archive.options(class_archive.spark_archive(java)),
-        extra=_extra(settings, cluster),
+        extra=_extra_properties(settings, cluster),
     )
     engine = Engine(spark_settings)
     try:
@@ -184,6 +185,7 @@ def open_engine(settings: Settings) -> Iterator[Engine]:
 
 
 def _cluster(settings: Settings) -> Cluster:
+    """The settings of a cluster. Raises `BadSetting` if the master cannot be reached."""
     return Cluster(
         driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
         executors=settings.spark_executors,
@@ -204,6 +206,7 @@ def _cluster(settings: Settings) -> Cluster:
 
 
 def _jars(directory: Path | None) -> list[Path]:
+    """The jar files in the folder, sorted. Raises `BadSetting` if the folder has none."""
     jars = [] if directory is None else sorted(directory.glob("*.jar"))
     if directory is not None and not jars:
         raise BadSetting("TIDEMARK_SPARK_JARS", f"{directory} contains no jar file")
@@ -211,13 +214,15 @@ def _jars(directory: Path | None) -> list[Path]:
 
 
 def _own_address(master: str) -> str:
+    """The address of this machine from which the master can be reached. Raises `BadSetting`."""
     try:
         return local_address_for(master)
     except (OSError, ValueError) as error:
         raise BadSetting("TIDEMARK_SPARK_MASTER", f"{master} cannot be reached: {error}") from None
 
 
-def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
+def _extra_properties(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
+    """The Spark properties that only some installations need. The user's file overrides the others."""
     extra = {} if cluster is None else cluster.settings()
     if settings.checkpoint_store is not None:
         extra |= checkpoint.STORE_SETTINGS

@@ -45,6 +45,8 @@ class PartitionLag:
 
 @dataclass(slots=True)
 class _PartitionHistory:
+    """The stored observations of one partition."""
+
     ends: list[tuple[int, float]] = field(default_factory=list)
     """End offsets beyond the read offset, each with the time of its first observation."""
     stable: int = -1
@@ -133,6 +135,7 @@ class LagMonitor:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
+        """Run the thread while the block runs."""
         thread = threading.Thread(target=self._run, name="end-offsets", daemon=True)
         thread.start()
         try:
@@ -190,6 +193,7 @@ class LagMonitor:
     def _update(
         self, read: Mapping[Partition, int], stable: Mapping[Partition, int], ends: Mapping[Partition, int]
     ) -> None:
+        """Update the metrics of all partitions, log blocked partitions, and note lagging partitions."""
         now, lags = time.monotonic(), dict[Partition, PartitionLag]()
         for key, end in ends.items():
             lags[key] = lag = self._lag.observe(key, now, read=read[key], stable=stable[key], end=end)
@@ -199,6 +203,7 @@ class LagMonitor:
         self._note_lagging([_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])
 
     def _note_lagging(self, notes: Sequence[Note]) -> None:
+        """Call `note`, unless it was called for the same partitions less than `NOTE_INTERVAL_SECONDS` ago."""
         now = time.monotonic()
         if self._noted is not None and (notes or not self._noted[1]):
             is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]

@@ -137,6 +137,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 
 def _record_acceptance(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
+    """Change the stored states and offsets, so that the next start finds no difference."""
     if accept & {"partitions", "loss"}:
         deferred = [
             (name, item) for name, stored in postgres.states().items() for item in codec.deferred_ranges(stored)

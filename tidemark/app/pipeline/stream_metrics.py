@@ -412,6 +412,7 @@ class StreamCollector(Collector):
             family.add_metric([OTHER_STREAMS, bound], used)
 
     def _used(self, stream: str, summary: Summary) -> dict[str, float]:
+        """The used share of each bound of the stream, without shares below `NEAR_BOUND`."""
         bounds = self._bounds.for_stream(stream)
         used = {
             "pending": summary.spans / bounds.pending,
@@ -443,6 +444,7 @@ class StreamCollector(Collector):
         return minima[setting]
 
     def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
+        """Add the linear positions in Postgres and in each sink."""
         for number, sink in enumerate(self._sinks):
             compared = sink.compared_positions()
             sums = self._sums(number, compared)
@@ -522,6 +524,7 @@ class StreamCollector(Collector):
         return values
 
     def _values(self, entry: StreamEntry, now: float) -> dict[str, float]:
+        """The values of one stream: key of `STREAM_GAUGES` -> value."""
         oldest, lag = entry.summary.oldest, entry.summary.linear_lag
         return {
             "linear": entry.linear,

@@ -88,6 +88,7 @@ class PolicyWatch(LeasedThread):
         self._is_failing = False
 
     def work(self) -> float:
+        """Read the policies once. Returns the seconds until the next read."""
         try:
             given = self._table.read()
         except Unavailable as problem:
@@ -429,6 +430,7 @@ def is_light(streams: int, lag: int) -> bool:
 
 
 def _add_refused(refused: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:
+    """Add the offsets in `refused` to `known`."""
     for topic, partitions in refused.items():
         for partition, offsets in partitions.items():
             known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)

@@ -61,7 +61,7 @@ def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_SECONDS)
     provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked_url(endpoint))))
     try:
-        yield partial(_batch, provider.get_tracer("tidemark", OURS), ids, token)
+        yield partial(_open_trace, provider.get_tracer("tidemark", OURS), ids, token)
     finally:
         provider.shutdown()
 
@@ -98,7 +98,8 @@ class _Exporter(SpanExporter):
 
 
 @contextmanager
-def _batch(tracer: Tracer, ids: _BatchIds, token: int, query: str, number: int) -> "Iterator[BatchTrace]":
+def _open_trace(tracer: Tracer, ids: _BatchIds, token: int, query: str, number: int) -> "Iterator[BatchTrace]":
+    """Trace one attempt at a batch while the block runs. An exception is recorded and raised again."""
     ids.trace = trace_id(query, number)
     attributes: dict[str, str | int] = {
         "tidemark.query": query,

@@ -91,6 +91,7 @@ class ExpectedRoom:
         return self._states[id]
 
     def state_before(self, event: RoomEvent) -> dict[StateKey, StateEntry]:
+        """The state before an event: for each state key, the deepest entry in the states after its prev events."""
         state: dict[StateKey, StateEntry] = {}
         for prev in self._known_prevs(event):
             _merge_deepest(state, self.state_at(prev) if prev not in self._states else self._states[prev])
@@ -103,6 +104,7 @@ class ExpectedRoom:
 
     @property
     def current_state(self) -> dict[StateKey, StateEntry]:
+        """The current state of the room: for each state key, the deepest entry at any forward extremity."""
         state: dict[StateKey, StateEntry] = {}
         for id in self.forward_extremities:
             _merge_deepest(state, self.state_at(id))

@@ -75,6 +75,7 @@ class PostgresFailover:
         self._replacement: Replacement | None = None
 
     def tick(self) -> None:
+        """Continue replacements whose work on the other thread has ended."""
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
@@ -198,6 +199,7 @@ class FaultInjector:
         self._leaving: list[ChildProcess] = []
 
     def start(self) -> None:
+        """Start the relay, the readers and the services."""
         writer_plan = self._writer_plan
         self._services = [
             self._service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writers + 1)
@@ -311,9 +313,11 @@ class FaultInjector:
         return [process for process in (self._relay, *self._services) if process.child]
 
     def _running(self) -> list[SimulatedProcess]:
+        """The services that run now."""
         return [service for service in self._services if service.child]
 
     def _crash(self, candidates: Sequence[SimulatedProcess], planned: PlannedFault) -> str:
+        """Kill one of the processes, and start it again later. Returns its name; '' without candidates."""
         if not candidates:
             return ""
         process = _choose(candidates, planned.choice)
@@ -322,6 +326,7 @@ class FaultInjector:
         return process.name
 
     def _pause(self, planned: PlannedFault) -> str:
+        """Freeze one of the services for a time. Returns its name; '' if no service runs."""
         running = self._running()
         if not running:
             return ""
@@ -332,6 +337,7 @@ class FaultInjector:
         return process.name
 
     def _join(self, planned: PlannedFault) -> str:
+        """Start another service. Returns its name; '' if the maximum number of services runs."""
         writer_plan = self._writer_plan
         numbers = range(1, writer_plan.writers + MAX_EXTRA_SERVICES + 1)
         free = {writer_plan.writer_name(number) for number in numbers} - {service.name for service in self._services}
@@ -343,6 +349,7 @@ class FaultInjector:
         return process.name
 
     def _leave(self, planned: PlannedFault) -> str:
+        """Stop one of the services for good. Returns its name; '' if fewer than two run."""
         running = self._running()
         if len(running) < 2:
             return ""
@@ -353,6 +360,7 @@ class FaultInjector:
         return process.name
 
     def _kill_server(self, name: str) -> str:
+        """Kill a server of the local stack. Returns its name; '' if it is down."""
         from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
         process = process_of(self._databases.home, name)
@@ -362,6 +370,7 @@ class FaultInjector:
         return name
 
     def _stop_all(self, processes: Sequence[ChildProcess], seconds: float) -> None:
+        """Stop the processes, and kill those that still run after `seconds`."""
         for process in processes:
             process.thaw()
             process.stop()

@@ -166,6 +166,7 @@ class _LiveThread(_RoomThread):
         self._run_transactions(LIVE_THREADS / self._role.rate, self._write_live)
 
     def _write_live(self, connection: Connection, room: str) -> None:
+        """Write one random live event; the first call for a room creates the room."""
         reserved_id = None
         if self._random.random() < 0.3:  # before the room is locked, so that IDs complete out of order
             reserved_id = self._appender.reserve(connection, self._role.streams.events)
@@ -265,6 +266,7 @@ class _BackfillThread(_RoomThread):
         self._run_transactions(BACKFILL_SECONDS, self._backfill)
 
     def _backfill(self, connection: Connection, room: str) -> None:
+        """Store up to five missing events as history. Sometimes compact the room's states first."""
         if self._random.random() < COMPACTION_PROBABILITY:
             tables.compact_states(connection, room)
         tables.lock_room(connection, room)

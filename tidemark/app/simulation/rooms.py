@@ -136,6 +136,7 @@ def compare_syncs(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iter
 
 
 def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
+    """Compare all answers to one member's client of a kind, in order, with the tables."""
     disordered = 0
     received: list[int] = []
     ended: set[int] = set()
@@ -398,6 +399,7 @@ def _connect(server: str, name: str) -> Iterator[Connection]:
 
 
 def _load_stored_rooms(connection: Connection) -> StoredRooms:
+    """Read the content of the services' database."""
     timeline, turns, recipients = {}, {}, {}
     for *row, turn, recipient in connection.execute(
         "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
@@ -454,6 +456,7 @@ def _load_all_events(connection: Connection, room: str) -> tuple[Collection[Room
 
 
 def _matches_definitions(connection: Connection, room: str) -> bool:
+    """Whether extremities, states, members, timeline and stays of a room in the tables match `ExpectedRoom`."""
     all_events, stored = _load_all_events(connection, room)
     expected_room = ExpectedRoom(all_events, stored)
     groups = {id: group for id, (_, group) in tables.load_events(connection, [*stored]).items() if group is not None}

@@ -67,6 +67,7 @@ Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
 
 
 def installed_drivers() -> list[Driver]:
+    """The drivers that are installed; psycopg always is."""
     others = {"sqlalchemy": open_sqlalchemy, "asyncpg": open_asyncpg}
     return [open_psycopg, *(driver for name, driver in others.items() if find_spec(name))]
 

@@ -188,17 +188,19 @@ class SourceFaults:
             self._run_remedies(now)
 
     def _take_planned(self, now: float) -> None:
+        """Make jobs of the faults that `begin` has queued."""
         while True:
             try:
                 planned = self._planned.get_nowait()
             except Empty:
                 return
-            heapq.heappush(self._jobs, self._job(now, planned.fault, partial(self._inject, planned)))
+            heapq.heappush(self._jobs, self._new_job(now, planned.fault, partial(self._inject, planned)))
 
-    def _job(self, due: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
+    def _new_job(self, due: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
         return _Job(due, next(self._job_numbers), fault, work)
 
     def _run_job(self, job: _Job) -> None:
+        """Run a job. If a server does not answer, run the job again later."""
         try:
             target = job.work()
         except _RETRYABLE_ERRORS as problem:
@@ -214,6 +216,7 @@ class SourceFaults:
             self._injected.put((job.fault, target))
 
     def _inject(self, planned: PlannedFault) -> "str | _Job":
+        """Inject a fault. Returns its target as text, or a job that finishes the fault."""
         names = [*self._streams]
         stream, fraction = names[int(planned.choice * len(names))], planned.choice * len(names) % 1
         match planned.fault:
@@ -279,6 +282,7 @@ class SourceFaults:
         return f"{stream}, {by} IDs"
 
     def _set_sequence_cache(self, planned: PlannedFault, stream: str) -> str:
+        """Set a cache of 20 IDs for the stream's sequence. Returns the name of the stream."""
         with self._connect() as connection:
             name, _ = _sequence_and_head(connection, stream)
             connection.execute(f"alter sequence {name} cache 20".encode())
@@ -295,7 +299,7 @@ class SourceFaults:
                 connection.execute(sql.SQL("create table {} as table {}").format(copy, table))
             heads = {stream: _sequence_and_head(connection, stream) for stream in self._streams}
         restore = partial(self._restore_tables, planned, heads)
-        return self._job(time.monotonic() + planned.duration, planned.fault, restore)
+        return self._new_job(time.monotonic() + planned.duration, planned.fault, restore)
 
     def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
         """Restore the backup in one transaction, while services, relay and readers are connected.
@@ -415,6 +419,7 @@ class SourceFaults:
             self._needed_topic_bytes = max(self._needed_topic_bytes, int(match[1]))
 
     def _run_remedy(self, subject: str, statement: str) -> None:
+        """Run the SQL statement of a remedy. If it sets a sequence back, note this in the verification first."""
         with self._verification.paused(), self._connect() as connection:
             if match := _SETVAL_STATEMENT.match(statement):  # the floor may be below the ID in the message
                 back = min(abs(int(match[1])), _floor(connection, subject))
@@ -423,6 +428,7 @@ class SourceFaults:
         log.info("The simulated operator ran a remedy", statement=statement)
 
     def _run_place_remedy(self, stream: str, name: str) -> None:
+        """Run the remedy of a place of a reader in SQL, and forget the remedy."""
         remedy, sql_place = self._place_remedies[stream, name], sql_readers.find_place(name)
         if sql_place is not None:
             with self._verification.paused(), self._connect() as connection:

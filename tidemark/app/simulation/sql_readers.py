@@ -96,6 +96,7 @@ def find_place(name: str) -> SqlPlace | None:
 
 
 def places_of(reader: str) -> list[SqlPlace]:
+    """All places of a reader: one, or one for each partition."""
     partitions = READERS[reader]
     return [SqlPlace(reader)] if partitions is None else [SqlPlace(reader, number) for number in range(partitions)]
 
@@ -106,6 +107,7 @@ def run_sql_reader(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> 
 
 
 def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
+    """Read for all places, one after the other, until `stopping` is set."""
     # row_security=off: to read a table whose rows are hidden then raises an error instead of returning no rows.
     with (
         connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InternalError),

@@ -64,6 +64,7 @@ class ReaderPosition(NamedTuple):
     positions: Mapping[str, int]
 
     def covers(self, row: FactRow) -> bool:
+        """Whether the reader has read all facts up to this one, according to its position."""
         return row.id <= self.positions.get(row.writer, self.linear)
 
 
@@ -74,9 +75,11 @@ class PlacesPosition(NamedTuple):
 
     @property
     def linear(self) -> int:
+        """The lowest position of all places."""
         return min(self.sql_places.values())
 
     def covers(self, row: FactRow) -> bool:
+        """Whether the place with the row's writer has passed the row."""
         return all(
             row.id <= position for sql_place, position in self.sql_places.items() if sql_place.has_writer(row.writer)
         )
@@ -132,6 +135,7 @@ class Comparison:
     restores: int = 1
 
     def count(self) -> StreamsCount:
+        """Compare, and return the counts."""
         return StreamsCount(
             self.reader,
             len({row.id for row in self.facts}),
@@ -168,6 +172,7 @@ class Comparison:
         return {row.id for row in self.facts if row.mark not in delivered}
 
     def _is_missed(self, row: FactRow) -> bool:
+        """Whether an unread row counts as missed."""
         may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.final
         return self.position.covers(row) and not may_come_late
 
@@ -407,6 +412,7 @@ class StreamsVerification(Verification):
         return [(reader, stream.name) for reader in readers for stream in self._streams]
 
     def _update_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+        """Update `lost_streams` and `late_streams`, if the database was restored."""
         head = self._restored_heads.get(stream)
         if head is not None:
             if any(id > head for comparison in comparisons for id in comparison.nonexistent):
@@ -415,6 +421,7 @@ class StreamsVerification(Verification):
                 self.late_streams.add(stream)
 
     def _delete_verified(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+        """Delete the rows that all readers have read, and keep their counts."""
         lowest = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
         verified = [comparison.up_to(lowest) for comparison in comparisons]
         counts = {

@@ -139,6 +139,7 @@ class SimulatedProcess:
     incarnation: int = 0
 
     def start(self) -> None:
+        """Start the process once more."""
         self.incarnation += 1
         self.child = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
@@ -188,14 +189,17 @@ class ReadCount:
 
     @property
     def is_correct(self) -> bool:
+        """Whether no fact was missed, duplicated or out of order."""
         return not (self.missed or self.duplicated or self.disordered)
 
     @property
     def is_complete(self) -> bool:
+        """Whether the count is correct, and every written fact was read."""
         return self.is_correct and self.read == self.written
 
     @property
     def figures(self) -> tuple[int, ...]:
+        """All counts, in the order of the fields."""
         return astuple(self)[1:]
 
     def __add__(self, other: Self) -> Self:

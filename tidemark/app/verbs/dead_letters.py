@@ -128,7 +128,7 @@ def replay(
         raise BadRecord("not_replayed", "a fact whose ID is `batch` moves no position")
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (codec.decode(stored).home or 0)
-    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
+    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, int(now * 1000))]), [], [], [])
     effects = advance(0, States(states), [packet], int(now * 1000), bounds)
     for bad in effects.rejected:
         raise BadRecord(
@@ -150,7 +150,8 @@ def _edges(
     return record.prev, [record.id], [records.kind_of(record)]
 
 
-def _packed(record: records.Rdata | records.Void | records.Position | FactRun, now: int) -> PackedRun:
+def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, now: int) -> PackedRun:
+    """Convert a record to a run of its edges. `now` is the time of the record, in milliseconds since 1970."""
     prev, ids, kinds = _edges(record)
     return PackedRun(
         record.stream,
@@ -281,7 +282,7 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
     to_read = limit if stream is None and reason is None else MAX_FILTERED
-    with _servers(settings) as (kafka, override_log):
+    with _open_servers(settings) as (kafka, override_log):
         replayed = override_log.replays()
         matching = [
             letter
@@ -300,8 +301,8 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
 def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show the dead letter at OFFSET: the reason, the offset of the record, its key, value and headers."""
     settings = loaded()
-    with _servers(settings) as (kafka, override_log):
-        letter, replayed = _letter(kafka, place), override_log.replays()
+    with _open_servers(settings) as (kafka, override_log):
+        letter, replayed = _read_letter(kafka, place), override_log.replays()
     click.echo(as_object(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
 
 
@@ -319,9 +320,9 @@ def dead_letters_replay(
     """
     settings = loaded()
     topic = settings.kafka_facts_topic
-    with Postgres(PostgresConfig(settings.postgres)) as postgres, _servers(settings) as (kafka, override_log):
+    with Postgres(PostgresConfig(settings.postgres)) as postgres, _open_servers(settings) as (kafka, override_log):
         postgres.check_readable()
-        letter = _letter(kafka, place)
+        letter = _read_letter(kafka, place)
 
         def try_again() -> Replay:
             bounds = Policies(postgres.policies.read(), settings.policy_defaults).bounds()
@@ -362,14 +363,16 @@ def dead_letters_replay(
 
 
 @contextmanager
-def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
+def _open_servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
+    """Connect to the dead letters in Kafka and to the audit table in Postgres while the block runs."""
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client_settings(), kafka.producer_settings())
     with session_of(settings.postgres, "tidemark override") as session, DeadLetterReader(config) as letters:
         yield letters, OverrideLog(session)
 
 
-def _letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
+def _read_letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
+    """Read the dead letter at (partition, offset). Raises `CommandFailed` if there is none."""
     letter = kafka.read_at(*place)
     if letter is None:
         raise CommandFailed(

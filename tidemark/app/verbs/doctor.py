@@ -93,6 +93,7 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
 
 
 def _run_checks() -> Iterator[Check]:
+    """Run all checks, one after the other, and yield each result. A server that does not answer fails its check."""
     from tidemark.app.settings import read_stack_env
 
     stack = read_stack_env()

@@ -33,7 +33,7 @@ def late() -> None:
 @_as_json
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM."""
-    with _database() as database:
+    with _open_database() as database:
         completions = database.newest(stream, limit, with_resolved=everything)
         unresolved = database.newest(stream, 1, with_resolved=False)
     if as_json:
@@ -55,7 +55,7 @@ def late_resolve(
 
     This changes no position and notifies no reader, so process the facts first.
     """
-    with _database() as database:
+    with _open_database() as database:
         completions = database.with_numbers(stream, numbers)
         missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
@@ -74,7 +74,7 @@ def late_resolve(
 
 
 @contextmanager
-def _database() -> "Iterator[LateCompletions]":
+def _open_database() -> "Iterator[LateCompletions]":
     settings = loaded()
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)

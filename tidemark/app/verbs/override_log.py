@@ -32,7 +32,7 @@ def overrides() -> None:
 @_as_json
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, including those that other programs sent."""
-    with _database() as database:
+    with _open_database() as database:
         entries = database.newest(stream, limit)
         if stream is not None and not entries and not database.has_stream(stream):
             raise CommandFailed(
@@ -49,7 +49,7 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
 @_as_json
 def overrides_show(number: int, *, as_json: bool) -> None:
     """Show the override NUMBER with all its fields."""
-    with _database() as database:
+    with _open_database() as database:
         entry = database.with_number(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
@@ -57,7 +57,7 @@ def overrides_show(number: int, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _database() -> "Iterator[OverrideLog]":
+def _open_database() -> "Iterator[OverrideLog]":
     settings = loaded()
     with session_of(settings.postgres, "tidemark overrides") as session:
         yield OverrideLog(session)

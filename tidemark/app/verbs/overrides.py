@@ -487,6 +487,7 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
 
 
 def _override_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the common options of all commands that send an override."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return change_options(wait_for_effect(command))
@@ -554,6 +555,7 @@ def fence(**options: Any) -> None:
 
 
 def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wait: float, **fields: Any) -> None:
+    """Try the override, show its effects, ask for confirmation, send it, wait for the outcome, and show the outcome."""
     settings = loaded()
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,

@@ -21,7 +21,8 @@ MAX_NAME_CHARS: Final = 255  # of a stream's name
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
-def _name(_: click.Context, param: click.Parameter, name: str) -> str:
+def _parse_name(_: click.Context, param: click.Parameter, name: str) -> str:
+    """Check the name of a stream or a policy. Raises `BadParameter`."""
     prefix = name.removesuffix("*")
     if (
         not name
@@ -33,7 +34,8 @@ def _name(_: click.Context, param: click.Parameter, name: str) -> str:
     return name
 
 
-def _known_setting(setting: str) -> str:
+def _require_setting(setting: str) -> str:
+    """Return the name unchanged. Raises `BadParameter` if it is not a setting of a policy."""
     if setting not in POLICY_SETTINGS:
         raise click.BadParameter(
             f"{setting!r} is not a setting of a policy; the settings are {', '.join(POLICY_SETTINGS)}"
@@ -41,11 +43,12 @@ def _known_setting(setting: str) -> str:
     return setting
 
 
-def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, int]:
+def _parse_values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, int]:
+    """Parse the arguments SETTING=VALUE to setting -> value. Raises `BadParameter`."""
     values: dict[str, int] = {}
     for word in words:
         setting, _equals, text = word.partition("=")
-        maximum = POLICY_SETTINGS[_known_setting(setting)].maximum
+        maximum = POLICY_SETTINGS[_require_setting(setting)].maximum
         if setting in values:
             raise click.BadParameter(f"{setting} is given twice", param=param)
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(maximum)) and 1 <= int(text) <= maximum):
@@ -66,7 +69,7 @@ def policy() -> None:
 @_as_json
 def policy_list(*, as_json: bool) -> None:
     """List all policies."""
-    with _database() as (_, postgres):
+    with _open_database() as (_, postgres):
         given = postgres.policies.read()
     if as_json:
         click.echo(as_object({"policies": given}))
@@ -77,11 +80,11 @@ def policy_list(*, as_json: bool) -> None:
 
 
 @policy.command("show")
-@click.argument("stream", callback=_name)
+@click.argument("stream", callback=_parse_name)
 @_as_json
 def policy_show(stream: str, *, as_json: bool) -> None:
     """Show the settings of STREAM and the policy that each comes from. The stream need not exist yet."""
-    with _database() as (settings, postgres):
+    with _open_database() as (settings, postgres):
         policies = Policies(postgres.policies.read(), settings.policy_defaults)
     sources = {setting: policies.policy_name(stream, setting) for setting in POLICY_SETTINGS}
     values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
@@ -102,8 +105,8 @@ def policy_show(stream: str, *, as_json: bool) -> None:
 
 
 @policy.command("set")
-@click.argument("name", callback=_name)
-@click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_values)
+@click.argument("name", callback=_parse_name)
+@click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_parse_values)
 @change_options
 def policy_set(
     name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
@@ -113,9 +116,9 @@ def policy_set(
 
 
 @policy.command("unset")
-@click.argument("name", callback=_name)
+@click.argument("name", callback=_parse_name)
 @click.argument(
-    "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_known_setting(word) for word in words[2]]
+    "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_require_setting(word) for word in words[2]]
 )
 @change_options
 def policy_unset(
@@ -126,7 +129,7 @@ def policy_unset(
 
 
 @contextmanager
-def _database() -> "Iterator[tuple[Settings, Postgres]]":
+def _open_database() -> "Iterator[tuple[Settings, Postgres]]":
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
@@ -136,7 +139,8 @@ def _database() -> "Iterator[tuple[Settings, Postgres]]":
 def _change(
     name: str, changes: Mapping[str, int | None], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    with _database() as (_, postgres):
+    """Show the effects of a change, ask for confirmation, store the change, and show the result."""
+    with _open_database() as (_, postgres):
         given = postgres.policies.read()
         changes = changes or dict.fromkeys(given.get(name, ()))
         missing = [

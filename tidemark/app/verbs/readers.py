@@ -60,13 +60,15 @@ class Readers:
     overrides: OverrideLog
 
     def statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
+        """Read the status of each partition of the readers; None selects all readers, or all streams."""
         return ReaderLag(self.history).statuses(self.store.places(reader, stream))
 
     def existing(self, reader: str, stream: str) -> list[ReaderStatus]:
         """The status of each partition of a reader. Raises `CommandFailed` if the reader does not exist."""
-        return self.statuses(reader, stream) or self._missing(reader, stream)
+        return self.statuses(reader, stream) or self._raise_missing(reader, stream)
 
-    def _missing(self, reader: str, stream: str) -> Never:
+    def _raise_missing(self, reader: str, stream: str) -> Never:
+        """Raise `CommandFailed`: the reader does not exist."""
         raise CommandFailed(
             f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
         )
@@ -78,7 +80,7 @@ class Readers:
         """
         listed = self.store.places(reader, stream)
         if not listed:
-            self._missing(reader, stream)
+            self._raise_missing(reader, stream)
         if len(listed) > 1:
             raise CommandFailed(
                 f"{reader} of {stream} has {len(listed)} partitions: name one of them, such as '{listed[0].reader}'"
@@ -183,7 +185,7 @@ def readers_seek(
         linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
             raise CommandFailed(no_stream(stream, databases.overrides.stream_names()))
-        goal = _goal(token, stored, linear)
+        goal = _parse_goal(token, stored, linear)
         again = [
             (late.writer, late.prev, late.id)
             for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
@@ -319,11 +321,12 @@ def open_databases(dsn: str | None) -> Iterator[Readers]:
 
 
 def _address(dsn: str | None) -> Dsn:
+    """The readers' database: `dsn`, or if it is None the database in the settings."""
     settings = loaded(other_database=dsn is not None)
     return dsn or settings.readers
 
 
-def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
+def _parse_goal(text: str, stored: StoredPlace, linear: int) -> Token:
     """Parse the token to which a place moves.
 
     Args:
@@ -350,6 +353,7 @@ def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
 
 
 def _distance(before: int, after: int) -> str:
+    """The number of IDs between two linear positions as text, and whether they are skipped or read again."""
     if before == after:
         return "the linear position does not change; facts read beyond it are read again"
     number = abs(abs(after) - abs(before))
@@ -358,6 +362,7 @@ def _distance(before: int, after: int) -> str:
 
 
 def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+    """Read the parked facts with these IDs. Raises `CommandFailed` if one is not parked."""
     facts = store.parked_with_ids(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
     if missing:

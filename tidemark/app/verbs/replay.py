@@ -64,7 +64,7 @@ class ComparedPart:
     Attributes:
         after: the last batch before the comparison starts; None if it starts at the beginning of the history.
         offset: the first recorded offset of the stream's partition; 0 if no record is missing.
-        line_from: linear positions are compared beyond this ID, a magnitude. None: if `after` is None, all linear
+        line_from: linear positions are compared beyond this ID, signed. None: if `after` is None, all linear
             positions are compared, otherwise none.
         upto: the last compared batch, if the records end before the history; otherwise None.
         behind: number of batches after the last compared batch.
@@ -130,12 +130,14 @@ class _StreamProgress:
     left: int
 
     def applied(self, records: int) -> None:
+        """Move the bar by this number of records, but not beyond its end."""
         records = min(records, self.left)
         self.left -= records
         if records:
             self.advance(records)
 
     def finish(self) -> None:
+        """Move the bar to its end."""
         self.applied(self.left)
 
 
@@ -193,6 +195,7 @@ def _compare(
     ends: int | None,
     show: _StreamProgress,
 ) -> None:
+    """Compare one stream with its history, and add the outcome to `result`."""
     start, comparison = None, None
     if past.is_complete:
         comparison = compare_stream(past, stream, messages, roles, bounds, ends, None, show)
@@ -270,7 +273,7 @@ def compare_stream(
         goal = batch if start is None or start.is_linear_comparable(now) else replace(batch, linear=None)
         applied, now = _advance_to(goal, now, facts[at:], due, roles, time, show)
         at += applied
-        if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
+        if ends is not None and time >= ends and not now.reaches(goal) and not _is_beyond_history(now, past):
             return _Comparison(number, last, has_linear=goal is batch)
         divergence = _find_divergence(stream, now, goal, stored)
         if divergence is not None:
@@ -284,7 +287,7 @@ def compare_stream(
     return _Comparison(len(batches), last, has_linear=has_linear)
 
 
-def _beyond(now: Replayed, past: StreamBatches) -> bool:
+def _is_beyond_history(now: Replayed, past: StreamBatches) -> bool:
     """Whether the replay has moved any writer beyond its newest position in the history."""
     return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 

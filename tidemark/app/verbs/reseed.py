@@ -102,6 +102,7 @@ def _exclusive_lease(settings: Settings, postgres: Postgres, why: str) -> Iterat
 
 
 def _preview(settings: Settings, postgres: Postgres) -> Reseed:
+    """Read the result that a reseed would have now, without the entry in the audit table."""
     return Reseed(len(postgres.states()), postgres.remembered_setup().shards, settings.shards)
 
 

@@ -310,29 +310,31 @@ def statement_of(record: records.Record, id: int) -> Statement | None:
     """What a record states about the ID; None if the record is not about it."""
     match record:
         case records.Rdata(id=int(top)):
-            return _edge(records.effective_prev(record), top, id, "fact")
+            return _edge_statement(records.effective_prev(record), top, id, "fact")
         case records.Void():
-            return _edge(record.prev, record.id, id, "void")
+            return _edge_statement(record.prev, record.id, id, "void")
         case records.FactRun():
             for prev, top, rows in zip([record.prev, *record.ids], record.ids, record.rows, strict=False):
-                if (statement := _edge(prev, top, id, "fact" if rows else "void")) is not None:
+                if (statement := _edge_statement(prev, top, id, "fact" if rows else "void")) is not None:
                     return statement
         case records.Position():
-            return "announced" if _contains(record.prev, record.id, id) else None
+            return "announced" if _is_within(record.prev, record.id, id) else None
         case records.Skip():
-            return "settled" if _contains(record.prev, record.id, id) else None
+            return "settled" if _is_within(record.prev, record.id, id) else None
         case records.Join() | records.Retire():
-            return "settled" if _contains(0, record.id, id) else None
+            return "settled" if _is_within(0, record.id, id) else None
     return None
 
 
-def _edge(prev: int, top: int, id: int, completed: Statement) -> Statement | None:
+def _edge_statement(prev: int, top: int, id: int, completed: Statement) -> Statement | None:
+    """What the edge `(prev, top]` states about the ID: `completed` if the ID is `top`, `passed` if it is below."""
     if top == id:
         return completed
-    return "passed" if _contains(prev, top, id) else None
+    return "passed" if _is_within(prev, top, id) else None
 
 
-def _contains(prev: int, top: int, id: int) -> bool:
+def _is_within(prev: int, top: int, id: int) -> bool:
+    """Whether the ID is in `(prev, top]`. All three are signed."""
     return (id > 0) == (top > 0) and abs(prev) < abs(id) <= abs(top)
 
 
@@ -584,6 +586,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 
 
 def _newest_dead_letters(settings: Settings, max_per_partition: int) -> list[DeadLetter]:
+    """Read the newest dead letters of each partition from Kafka."""
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
     partitions = Topics(kafka).describe([topic])[topic].partitions
     with DeadLetterReader(DeadLettersConfig(topic, kafka.client_settings(), kafka.producer_settings())) as letters:

@@ -80,6 +80,7 @@ def run(settings: Settings, *, demo: bool) -> None:
 
 
 def _require_writable(home: Home) -> None:
+    """Create the folder of the stack. Raises `BadSetting` if it is not writable, or if another user owns it."""
     try:
         home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
         if not is_trusted(home.root):
@@ -237,6 +238,7 @@ def _create_class_archive(java: str) -> Iterator[None]:
 
 
 def _start(server: ServerProcess) -> None:
+    """Start a process, wait until it is up, and print its progress."""
     began = time.monotonic()
     _say(f"starting {server.name}")
     server.start(

@@ -157,6 +157,7 @@ class Sidecar:
         return positions
 
     def _pages(self, after: str | None, last: str | None) -> list[dict[str, Any]]:
+        """Read the streams with names beyond `after` page by page; with `last`, at least up to this name."""
         rows: list[dict[str, Any]] = []
         while after is not None and (last is None or after < last):
             page = self._get(f"/v1/streams?limit={PAGE_SIZE}&after={quote(after, safe='')}")
@@ -237,6 +238,7 @@ class VerifyReport:
 
     @property
     def is_equal(self) -> bool:
+        """Whether no difference and no fault of the history was found."""
         return not self.differences and not self.history
 
 
@@ -313,6 +315,7 @@ def _replica_differences(
 
 
 def _ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
+    """The values in the replica that are beyond those in Postgres."""
     for name, copied, stored in _compared_values(rows, shown):
         if copied is not None and beyond(copied, stored):
             yield Difference(copy, stream, None, name, copied, stored, "ahead")
@@ -325,6 +328,7 @@ def _ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions)
 
 
 def _behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
+    """The values that the replica lacks, or that are below those in Postgres, or the problem of the stream."""
     if shown.problem is not None:
         yield Difference(copy, stream, None, "", shown.problem, None, "fault")
         return
@@ -446,6 +450,7 @@ _HISTORY_REMEDY = (
 
 
 def _remedy(copy: str, verdict: str) -> str:
+    """What to do about differences with this verdict, as text."""
     kind = "state" if copy == STATE else copy.split(maxsplit=1)[0].removesuffix("'s")
     return _REMEDIES[kind, verdict]
 
