@@ -132,7 +132,7 @@ class _ComputedBatch:
 
 
 class BatchHandler:
-    """The `foreachBatch` callback of the query. Publishes batches one at a time and in order, until the first failure.
+    """The `foreachBatch` callback of the query. Publishes batches one by one and in order, until the first failure.
 
     Args:
         publisher: publishes a batch to the sinks.
@@ -256,7 +256,7 @@ class BatchHandler:
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
     def _publish(self, batch: _ComputedBatch) -> None:
-        """Publish the batch, and update the metrics. If Postgres refuses the batch, raises the error of `find_refused`."""
+        """Publish the batch, and update the metrics. Raises the error of `find_refused` if Postgres refuses the batch."""
         lineage, before = self._seed.lineage, self._seed.before(batch.number)
         try:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)

@@ -133,7 +133,7 @@ class ExpectedRoom:
         return [*stays, *((member, turn, None, None) for member, turn in since.items())]
 
     def _forward_after_each(self, arrivals: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
-        """Yield the IDs of the forward extremities once for each arrival: those after its event was stored."""
+        """Yield the IDs of the forward extremities after each arrival. The next arrival changes the yielded set."""
         forward: set[str] = set()
         present: set[str] = set()
         ending: set[str] = set()  # events whose edges end forward extremities

@@ -364,8 +364,8 @@ class StreamsVerification(Verification):
         """Compare all streams, and return the counts of each reader since the databases were created.
 
         All counts are 0 before the first reader has begun. With `final`, facts that may still come late count as
-        missed. If all counts are correct, deletes the rows that all readers have read. If a reader receives a deleted
-        row again, the row counts as duplicated.
+        missed. For each stream with correct counts, deletes the rows that all readers have read. If a reader receives
+        a deleted row again, the row counts as duplicated.
         """
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
