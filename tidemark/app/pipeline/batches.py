@@ -256,7 +256,7 @@ class BatchHandler:
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
     def _publish(self, batch: _ComputedBatch) -> None:
-        """Publish the batch, and update the metrics. Raises the error of `find_refused` if Postgres refuses the batch."""
+        """Publish the batch, and update the metrics. Raises the error of `find_refused` if Postgres refuses it."""
         lineage, before = self._seed.lineage, self._seed.before(batch.number)
         try:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)
