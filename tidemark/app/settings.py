@@ -254,7 +254,7 @@ class Settings(SidecarSettings, Connections):
     max_records_per_batch: Positive = Field(4_000_000, description="Maximum of Kafka records that one batch reads.")
     batch_cpu_share: Annotated[float, Field(gt=0, le=1000)] = Field(
         0.35,
-        description="Cores that batches of fewer than 20,000 records may use. It delays no record by more than 0.9 s.",
+        description="Cores that batches of fewer than 20,000 records may use. It delays no record by more than 0.6 s.",
     )
     java_home: Path | None = Field(
         None,
