@@ -24,7 +24,7 @@ from tidemark.sinks.postgres.status import Audit
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
@@ -147,7 +147,7 @@ def undisturbed(site: Site) -> ShardEffects:
         site.facts,
         site.control,
     )
-    return advance(0, States(), packets, 0, Bounds())
+    return apply_batch(0, States(), packets, 0, Bounds())
 
 
 def read(kafka: KafkaConnection, topic: str, partitions: int) -> Iterator[Message]:

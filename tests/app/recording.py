@@ -11,7 +11,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordReader
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, topic_plans
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire import records
@@ -81,7 +81,7 @@ class Recording:
             _, end = self._kafka.bounds(topic, 0)
             messages += [*self._kafka.between(topic, 0, first, end)]
             self._next[topic] = end
-        effects = advance(0, States(self.states), make_packets(messages, self._roles), now, Bounds())
+        effects = apply_batch(0, States(self.states), make_packets(messages, self._roles), now, Bounds())
         batch = Batch("query", self._number, self._pipeline.lease.token, [effects])
         self._pipeline.mirror.publish(batch, self._pipeline.store.apply(batch))
 

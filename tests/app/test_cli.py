@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.terminals import shown_on_a_terminal
 from tidemark.app import cli
 from tidemark.app.cli import VERBS, main
-from tidemark.app.commands import confirmed, no_stream
+from tidemark.app.commands import no_stream, require_confirmation
 from tidemark.app.stack.home import AlreadyRunning, NeedsNamedUser
 from tidemark.app.stack.postgres import NeedsOrdinaryUser, PostgresServer
 from tidemark.app.stack.processes import StartFailed, free_port
@@ -147,7 +147,7 @@ def test_nobody_is_asked_where_standard_input_is_closed(monkeypatch: pytest.Monk
     """Python has none then; a daemon starts commands so."""
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(click.UsageError, match="add --yes"):
-        confirmed("a", "the writer's name", yes=False)
+        require_confirmation("a", "the writer's name", yes=False)
 
 
 def test_server_that_is_away_is_told_in_one_line() -> None:

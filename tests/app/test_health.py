@@ -76,6 +76,15 @@ def test_the_line_says_who_when_and_how_much() -> None:
     assert dead.line() == "pipeline: not running, no batch yet, Kafka lag unknown"
 
 
+def test_lost_records_of_one_partition_do_not_reduce_the_lag_of_the_others() -> None:
+    """Partition 1 ends below its committed offset. The Kafka lag is that of partition 0."""
+    lossy = PipelineCondition(condition(quiet=4000), {("facts", 0): 3, ("facts", 1): -500}, None)
+    assert lossy.unread_records == 3
+    assert lossy.line().endswith("Kafka lag 3 records")
+    assert lossy.problems()[1:] == ["no batch for 66 min, although the Kafka lag is 3 records"]
+    assert lossy.to_json()["records_waiting"] == 3
+
+
 def test_partitions_with_lag_are_shown_with_their_age() -> None:
     """The three that wait longest, each in a line; the number of the others in one."""
     now = datetime(2026, 11, 27, 20, 0, 0, tzinfo=UTC)

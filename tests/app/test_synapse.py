@@ -29,7 +29,10 @@ from tidemark.sources.synapse.channel import SynapseChannel
         (BridgePlan("hs", ["evnets"]), "'evnets' is not one of events, backfill, "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
-        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not sent: add it with --stream"),
+        (
+            BridgePlan("hs", ["events"], ["caches=main"]),
+            "names streams that are not sent: caches. Add each of them with --stream",
+        ),
         (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not a legal name"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import MAX_FACTS, compact
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
@@ -49,7 +49,7 @@ class LoneShard:
         read = ((wanted, part) for part in self._fetched(values))
         compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, max_facts=MAX_FACTS)
         packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
-        effects = advance(0, States(self._states), packets, self._next, Bounds())
+        effects = apply_batch(0, States(self._states), packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)
 
     @property

@@ -8,7 +8,7 @@ import pytest
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
 from tests.streaming.builders import IN_FACTS, packed
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
@@ -45,7 +45,7 @@ class Core:
             for number, record in enumerate(records)
         )
         self._offset += len(records)
-        self._take(advance(0, States(self._states), packets, now, NO_BOUNDS))
+        self._take(apply_batch(0, States(self._states), packets, now, NO_BOUNDS))
 
     def _take(self, effects: ShardEffects) -> None:
         for stream in effects.streams:

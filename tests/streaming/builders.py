@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tidemark.streaming.core import codec, writer_table
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
@@ -282,7 +282,7 @@ class Shard:
 
     def feed_packets(self, batch: Sequence[Packet]) -> ShardEffects:
         self.now += 1000
-        return advance(0, States(self.states), list(batch), self.now, self.bounds)
+        return apply_batch(0, States(self.states), list(batch), self.now, self.bounds)
 
     def left_by_a_dead_writer(self) -> StreamEffects:
         """w1 at 7 dies holding 8, w2 goes on to 20: there is no gap, and the line waits for w1 since 2 s."""

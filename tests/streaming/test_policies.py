@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streaming.builders import STREAM, Shard, join, rdata
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import DAY_MS, POLICY_SETTINGS, Bounds, Policies
 
@@ -51,4 +51,4 @@ def test_a_stream_keeps_to_bounds_of_its_own(own: int, others: int) -> None:
 def test_bounds_of_a_shard_are_those_of_all() -> None:
     """How many streams may wait unread is nobody's own."""
     assert Policies({"*": {"pending_bound": 3}}).bounds().unreadable == Bounds().unreadable
-    assert advance(0, States(), [], 0, Policies({"a": {"pending_bound": 3}}).bounds()).streams == []
+    assert apply_batch(0, States(), [], 0, Policies({"a": {"pending_bound": 3}}).bounds()).streams == []

@@ -10,7 +10,7 @@ from tests.streaming.builders import Record, Shard, join, packets, rdata, sent
 from tests.streaming.test_batch_cuts import cut, cuts
 from tests.streaming.test_fast_path import logs
 from tidemark.streaming.core import effects, store
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import NO_STATES, UNREADABLE_STATE, PackedStates, States
 from tidemark.streaming.engine.query import pack_by_shard
 from tidemark.streaming.values.limits import Bounds
@@ -60,7 +60,7 @@ def test_a_batch_is_the_same_wherever_its_states_lie(
             made = packets(batch)
             wanted = shard.feed_packets(made)
             found = States.unpack(data, seed)
-            done = advance(0, found, made, shard.now, shard.bounds)
+            done = apply_batch(0, found, made, shard.now, shard.bounds)
             data = found.pack()
             assert effects.encode(done) == effects.encode(wanted)
             kept = States.unpack(data, seed)
@@ -74,7 +74,7 @@ def test_what_a_batch_does_not_touch_is_neither_kept_nor_passed_on() -> None:
     (one,) = shard.states.values()
     seeds = pack_by_shard({f"s{number}": one for number in range(10_000)} | shard.states, 1)
     found = States.unpack(None, PackedStates(seeds[0]))
-    done = advance(0, found, packets(sent([rdata("w", 1, epoch=1)], 1)), 2000, Bounds())
+    done = apply_batch(0, found, packets(sent([rdata("w", 1, epoch=1)], 1)), 2000, Bounds())
     assert [it.linear for it in done.streams] == [1]
     assert len(found.pack()) < 200
 
@@ -84,5 +84,5 @@ def test_streams_of_which_nothing_can_be_read_are_counted_in_the_seed() -> None:
     seed = PackedStates.of({f"k{number}": UNREADABLE_STATE for number in range(3)})
     for most, doubted in ((3, True), (4, False)):
         found = States.unpack(None, seed)
-        done = advance(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unreadable=most))
+        done = apply_batch(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unreadable=most))
         assert [move.unseen > 0 for it in done.streams for move in it.advances] == [doubted]

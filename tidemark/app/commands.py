@@ -177,12 +177,12 @@ def _uses_local_stack(settings: "Settings") -> bool:
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 
 
-def confirmed(word: str, name: str, *, yes: bool) -> None:
+def require_confirmation(word: str, description: str, *, yes: bool) -> None:
     """Ask the operator to type `word` as a confirmation, unless `yes`.
 
     Args:
-        word: what to type, such as the name of a stream.
-        name: what the word is, such as "the stream's name".
+        word: the text to type, such as the name of a stream.
+        description: a description of the text, such as "the stream's name".
         yes: skip the question.
 
     Raises:
@@ -195,7 +195,7 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
     if sys.stdin is None or not sys.stdin.isatty():  # None: standard input is closed
         raise click.UsageError("standard input is not a terminal: add --yes, or preview with --dry-run")
     try:
-        answer = click.prompt(f"Type {name} to confirm ({word})", err=True)
+        answer = click.prompt(f"Type {description} to confirm ({word})", err=True)
     except click.Abort as end:
         click.echo("\nnothing was sent", err=True)
         raise (KeyboardInterrupt if isinstance(end.__context__, KeyboardInterrupt) else SystemExit(1)) from None

@@ -59,7 +59,10 @@ class BridgePlan:
             if stream not in STREAMS:
                 raise BadSetting("--stream", f"{stream!r} is not one of {', '.join(STREAMS)}")
         if unused := writers.keys() - {*self.streams}:
-            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not sent: add it with --stream")
+            raise BadSetting(
+                "--writers",
+                f"names streams that are not sent: {', '.join(sorted(unused))}. Add each of them with --stream",
+            )
         streams = [
             BridgedStream(STREAMS[name], self.prefix + name, writers.get(name, ()))
             for name in dict.fromkeys(self.streams)
@@ -119,8 +122,11 @@ def _address(settings: Settings) -> str:
 
 
 def blockers(settings: Settings) -> list[TableWriter]:
-    """Read the open transactions that write to tables of Synapse's streams, and have been open for longer than usual.
-    Oldest first."""
+    """Read the open transactions that write to tables of Synapse's streams, and that OPEN records report.
+
+    Oldest first. A transaction is reported if it has been open for `REPORTED_AFTER` or longer, or if this user may not
+    see its start (`is_reported`).
+    """
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         return [

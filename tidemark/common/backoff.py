@@ -29,7 +29,7 @@ class Backoff:
         self._pause = first
 
     def next(self) -> float:
-        """Return the pause before the next attempt, in seconds, and make the following pause longer."""
+        """Return the pause before the next attempt, in seconds. The following pause is longer, up to `longest`."""
         pause, self._pause = self._pause, min(self._factor * self._pause, self._longest)
         return pause
 

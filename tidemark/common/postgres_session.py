@@ -450,9 +450,9 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 """
 
 
-def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """Describe a lock time-out of another session: the text of `error`, and the sessions that may have the lock."""
-    lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
+def lock_problem(error: psycopg.Error, other_session: Connection) -> str:
+    """Describe a lock time-out: the first line of `error`, and possible owners of the lock, read on `other_session`."""
+    lockers = describe_sessions(other_session, [pid for (pid,) in other_session.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
 

@@ -332,7 +332,7 @@ def test_killed_speaker_leaves_no_hole(
     }
 
     def speaks(log: Path) -> bool:
-        return "Leading the channel" in log.read_text()
+        return "This sidecar is now the leader" in log.read_text()
 
     logs = [tmp_path / "one", tmp_path / "two"]
     with process(variables, logs[0]) as one, process(variables, logs[1]) as two:

@@ -13,7 +13,7 @@ from tests.play.test_core_agrees import NO_BOUNDS, WILD
 from tests.streaming.builders import IN_FACTS, packed
 from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.sinks.reader import events
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Evidence
@@ -291,7 +291,7 @@ class Wild:
             for number, record in enumerate(new)
         )
         self._published = len(self.records)
-        effects = advance(0, States(self._states), packets, round(now * 1000), NO_BOUNDS) if new else None
+        effects = apply_batch(0, States(self._states), packets, round(now * 1000), NO_BOUNDS) if new else None
         for stream in effects.streams if effects else []:
             self._heads[stream.stream] = stream.allocated
             for moved in stream.advances:

@@ -249,7 +249,7 @@ def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psyco
     assert (code, "Type the writer's name to confirm (b)" in said, "nothing was sent" in said) == (1, True, True)
     assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
     code, said = operator.typed("b", "retire", STREAM, "b", "--wait", "0")
-    assert (code, "noted as override 1 of postgres" in said) == (3, True)
+    assert (code, "logged as override 1 by database user postgres" in said) == (3, True)
 
 
 def test_nothing_is_noted_where_kafka_is_away(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
@@ -295,6 +295,6 @@ def test_ctrl_c_and_the_end_of_input_at_the_question_send_nothing(operator: Oper
 
 def test_ctrl_c_while_the_effect_is_awaited_takes_nothing_back(operator: Operator) -> None:
     """Whoever is in a hurry is told so, and where to look; it is sent once."""
-    code, said = operator.interrupted("skip", STREAM, "a", "3..4", "--yes", at=b"noted as override")
+    code, said = operator.interrupted("skip", STREAM, "a", "3..4", "--yes", at=b"logged as override")
     assert (code, len(operator.sent())) == (130, 1)
     assert said.splitlines()[-1] == "the override was sent and cannot be undone: see `tidemark overrides show 1`"

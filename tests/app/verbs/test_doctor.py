@@ -263,7 +263,7 @@ def test_a_user_without_a_name_is_named(
     present.touch()
     monkeypatch.setattr(home, "_succeeds", lambda _: namespaces)
     monkeypatch.setattr(home, "_LIBRARIES", [str(present.relative_to("/"))] if library else [])
-    found = doctor._user()
+    found = doctor._check_user()
     assert (found.status, found.detail) == (status, detail)
     assert ("apt-get install libnss-wrapper" in found.remedy) == (status == "failed")
 
@@ -272,7 +272,7 @@ def test_root_without_setpriv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Postgres of the local stack does not run as root."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert (doctor._user().status, "util-linux" in doctor._user().remedy) == ("warning", True)
+    assert (doctor._check_user().status, "util-linux" in doctor._check_user().remedy) == ("warning", True)
 
 
 @pytest.mark.parametrize(

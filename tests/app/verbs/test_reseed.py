@@ -37,7 +37,7 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     assert sql.execute("select count(*) from tidemark.overrides").fetchall() == [(0,)]
 
     done = reseed(dsn)
-    assert (done.exit_code, done.stdout) == (0, f"{said}noted as override 1\n")
+    assert (done.exit_code, done.stdout) == (0, f"{said}logged as override 1\n")
     assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.overrides").fetchall() == [
         ("RESEED", "", "ada", "state of last year", "postgres", "applied")
     ]

@@ -65,7 +65,7 @@ def test_scripts_see_by_the_exit_code_what_is_left(late: LateCompletions, dsn: s
     assert run(dsn, "resolve", "t", number, *by, "--dry-run").exit_code == 0
     assert len(json.loads(run(dsn, "resolve", "t", number, *by, "--dry-run", "--json").stdout)["late"]) == 1
     done = run(dsn, "resolve", "t", number, *by, "--yes")
-    assert (done.exit_code, "resolved 1 late completion, noted as override" in done.output) == (0, True)
+    assert (done.exit_code, "resolved 1 late completion, logged as override" in done.output) == (0, True)
     assert run(dsn, "resolve", "t", number, *by, "--yes").exit_code == 1
     assert run(dsn, "list", "t", "--check").output == "no unresolved late completions\n"
     assert "override " in run(dsn, "list", "t", "--all").output

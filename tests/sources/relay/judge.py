@@ -11,7 +11,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
@@ -83,7 +83,7 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     """What the core makes of these keys and values, in one batch of one partition."""
     packets = packed((offset, 0, IN_FACTS, key, value) for offset, (key, value) in enumerate(messages))
     states: dict[str, bytes] = {}
-    done = advance(0, States(states), packets, 0, Bounds())
+    done = apply_batch(0, States(states), packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
     announced: dict[str, set[int]] = {}
     for record in chain.from_iterable(map(split_edges, records)):

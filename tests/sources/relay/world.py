@@ -24,7 +24,7 @@ from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import OUTBOX, encode_decision
 from tidemark.sources.transactions import read_server_history
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.codec import decode
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.store import States
@@ -455,7 +455,7 @@ class Core:
         key = self._stream.encode()
         packets = packed((self._next + at, 0, IN_FACTS, key, value) for at, value in enumerate(values))
         self._next += len(values)
-        done = advance(0, States(self._states), packets, 0, Bounds())
+        done = apply_batch(0, States(self._states), packets, 0, Bounds())
         for bad in done.rejected:
             self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.count
         for stream in done.streams:

@@ -291,9 +291,9 @@ def test_a_received_state_must_consist_of_stored_state_events() -> None:
         rooms.persist(event)
     deeper = replace(plain, id="deeper", prevs=("unknown",), depth=3)
     for wrong in (["nowhere"], ["plain"], ["far"], ["topic", "again"]):
-        with pytest.raises(BadEvent, match="the state before it names"):
+        with pytest.raises(BadEvent, match="the given state contains"):
             rooms.persist(deeper, state_ids_before=wrong)
-    with pytest.raises(BadEvent, match="is not below its own"):
+    with pytest.raises(BadEvent, match="is not below the event's depth"):
         rooms.persist(replace(deeper, depth=2), state_ids_before=["again"])
     rooms.persist(deeper, state_ids_before=["again"])
 

@@ -246,7 +246,7 @@ def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
     decider.apply_position("event1", 50, 50)
     decider.apply_position("event2", 40, 40)
     decider.observe(40, frozenset())
-    assert (decider.floor(), decider.discarded_positions, decider.reported_positions["event1"]) == (
+    assert (decider.floor(), decider.discarded_positions, decider.announced_positions["event1"]) == (
         None,
         {"event1": 50},
         0,

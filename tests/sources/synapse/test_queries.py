@@ -48,12 +48,12 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
             with session.use() as connection:
                 assert [fact.id for fact in tables.read_facts(connection, RULES, 0, 10)[1]] == [1]
             sql.execute("alter table push_rules_stream enable row level security")
-            for ask in (tables.read_facts, tables.read_identities):
+            for ask in (tables.read_facts, tables.read_marks):
                 with pytest.raises(Refused, match=r"push_rules_stream.*BYPASSRLS"), session.use() as connection:
                     ask(connection, RULES, 0, 10)
             sql.execute("alter role synapse_filtered bypassrls")
             with session.use() as connection:
-                assert [fact.id for fact in tables.read_identities(connection, RULES, 0, 10)] == [1]
+                assert [fact.id for fact in tables.read_marks(connection, RULES, 0, 10)] == [1]
     finally:
         sql.execute("drop role synapse_filtered")
 
@@ -61,11 +61,11 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
 def test_another_row_of_the_same_id_is_another_fact(sql: psycopg.Connection) -> None:
     """Also where the two say the same: then the transactions that wrote them differ."""
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (before,) = tables.read_identities(sql, RULES, 0, 10)
+    (before,) = tables.read_marks(sql, RULES, 0, 10)
     assert tables.read_facts(sql, RULES, 0, 10)[1][0].marks == before.marks
     sql.execute("delete from push_rules_stream")
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (after,) = tables.read_identities(sql, RULES, 0, 10)
+    (after,) = tables.read_marks(sql, RULES, 0, 10)
     assert (before.id, before.writer) == (after.id, after.writer)
     assert before.marks != after.marks
 

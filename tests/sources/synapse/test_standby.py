@@ -61,7 +61,7 @@ class Bridged:
         found = read_server_history(self.synapse, "here", self._stream.queries[0].name)
         server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
         head = tables.read_head(self.synapse, self._stream)
-        table = partial(tables.read_identities, self.synapse, self._stream)
+        table = partial(tables.read_marks, self.synapse, self._stream)
         known = timelines.load_progress(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
         self.publisher = StreamPublisher(of, server, known, WRITERS, head, HeadSamples(self._stream.name))

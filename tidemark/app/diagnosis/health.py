@@ -52,8 +52,8 @@ class PipelineCondition:
 
     @property
     def unread_records(self) -> int:
-        """The number of unread records in all partitions; 0 if not known."""
-        return sum(self.waiting.values()) if self.waiting else 0
+        """The number of unread records in all partitions; 0 if not known. Partitions with lost records count as 0."""
+        return sum(max(0, records) for records in self.waiting.values()) if self.waiting else 0
 
     def problems(self) -> list[str]:
         """Messages for people about what prevents up-to-date positions; empty if nothing does."""

@@ -15,7 +15,7 @@ import numpy as np
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.postgres.inspect import BatchAdvance, StoredBatch, StreamBatches
 from tidemark.sources.kafka_lookup import RecordedMessage
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import pack
 from tidemark.streaming.ingest.decode import Decoder
@@ -67,7 +67,7 @@ class Replayed:
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
-        batch = advance(0, States(states), make_packets(messages, roles), now, self.bounds)
+        batch = apply_batch(0, States(states), make_packets(messages, roles), now, self.bounds)
         for effects in batch.streams:
             if effects.stream == self.stream:
                 positions, counts = dict(self.positions), dict(self.counts)

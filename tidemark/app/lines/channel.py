@@ -101,7 +101,9 @@ class ChannelLeader:
             await asyncio.sleep(self._config.lease_seconds / 3)
 
     async def _lead(self) -> None:
-        log.info("Leading the channel", channel=self._config.channel)
+        log.info(
+            "This sidecar is now the leader: it sends announcements on the Redis channel", channel=self._config.channel
+        )
         renewing = asyncio.create_task(self._renew())
         self._hub.subscribe(self._queue_announcements)
         metrics.CHANNEL_LEADER.set(1)

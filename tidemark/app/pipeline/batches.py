@@ -43,7 +43,7 @@ from tidemark.sinks.port import Batch, Fence
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher, PublishResult
 from tidemark.sources.topics import RememberedTopic
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.engine.query import collect, decode_effects
@@ -458,7 +458,7 @@ class RefusedRecordFinder:
             read, keys=[0], names=dict(self.names), max_facts=MAX_FACTS, not_storable=self._by_partition(refused)
         )
         packets = [_packets.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()]
-        return advance(0, States(dict(state)), packets, now, self.bounds)
+        return apply_batch(0, States(dict(state)), packets, now, self.bounds)
 
     def _probe(self, now: int) -> list[ShardEffects]:
         """Make a test batch for an unused stream: facts and an operator's SKIP. A healthy database accepts it."""

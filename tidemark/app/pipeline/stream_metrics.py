@@ -474,7 +474,8 @@ class StreamCollector(Collector):
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
         """Add a series for each blocker that has blocked for `BRIEF_WAIT` or longer, the oldest first.
 
-        Returns the number of blockers without a series of their own.
+        Returns the number of blockers that were left out because of a limit: that of the series, or that of the
+        blockers in the summary of a stream.
         """
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []

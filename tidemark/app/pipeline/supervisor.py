@@ -182,7 +182,11 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if counts_as_failure(error) and failures >= MAX_FAILURES:
                     raise
                 pause = backoff.next()
-                log.warning("The query ended or could not start; trying again", problem=str(error), pause=pause)
+                log.warning(
+                    "The pipeline's Spark query ended or could not start; trying again",
+                    problem=str(error),
+                    pause_seconds=pause,
+                )
                 health.set_state(str(error))
                 stopping.wait(pause)
             finally:

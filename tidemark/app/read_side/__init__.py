@@ -27,7 +27,8 @@ class ReadSideConfig:
 
     Attributes:
         policy_defaults: the settings of streams without a policy, as `streaming.values.limits.Policies.defaults`.
-        readers: the database with the places of readers; None: the database `postgres`.
+        readers: the address of the database with the places of readers; None: the places are in the database at the
+            address in the field `postgres`.
     """
 
     redis: str | RedisAddress = field(repr=False)

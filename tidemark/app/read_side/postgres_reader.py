@@ -291,7 +291,7 @@ class StreamHistoryReader:
         self._session = session_of(postgres, "tidemark history")
         self._history = LagHistory(self._session)
         self._places = ReaderPlaces(postgres if readers is None else readers)
-        self._has_own_database = readers is not None
+        self._are_places_in_other_database = readers is not None
         self._lag = ReaderLag(self._history)
         self._thread = ThreadPoolExecutor(1, "stream history")
         self._answers: dict[Hashable, tuple[float, Any]] = {}
@@ -326,7 +326,7 @@ class StreamHistoryReader:
         try:
             stored = self._places.places()
         except Refused:
-            if self._has_own_database:
+            if self._are_places_in_other_database:
                 raise
             return []  # the user may not read the places, and no database of readers is configured
         return self._lag.statuses(stored)

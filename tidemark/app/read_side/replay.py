@@ -287,7 +287,11 @@ class _StreamReplay:
 
 
 class ReplayBuffer:
-    """The batches of followed streams in the last seconds. For one thread."""
+    """The batches of followed streams of the last `BUFFER_SECONDS`. For one thread.
+
+    Older batches are dropped. Younger ones are also dropped while there are more than `MAX_BUFFERED_MOVES` moves or
+    `MAX_BUFFERED_BATCHES` batches.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

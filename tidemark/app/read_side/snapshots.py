@@ -39,9 +39,10 @@ class PositionDifference:
 class DivergenceDetector:
     """Finds streams whose linear positions in Redis and Postgres differ. For one thread; pure.
 
-    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if a position was read from
-    Postgres before a lower one was read from Redis, and vice versa. Short differences are normal; `since` shows the
-    duration.
+    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if a lower position is read
+    from Redis after a higher one was read from Postgres. Postgres lacks data if a lower position is read from Postgres
+    after a higher one was read from Redis. Short differences are normal: `PositionDifference.since` is the time at
+    which the difference began.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:

@@ -148,12 +148,13 @@ class NoFreeSlot(Exception):
 class SlotPool(Generic[T]):
     """A fixed number of slots, shared fairly by address (`network_of`). For one thread.
 
-    While slots are free, every client gets a slot. If all slots are taken, a new client may evict the newest client of
-    the address with the most slots, called the largest address. This happens in two cases:
+    While slots are free, every client gets a slot. If all slots are taken, a new client may evict a client of the
+    address with the most slots, called the largest address. `take` states which client. This happens in two cases:
 
     - The new client's address has less than half as many slots as the largest address.
     - The new client's address has less than a quarter of all slots, and the largest address has more than a quarter.
 
+    In all other cases, a new client can evict only a client that `evict_first` prefers.
     Clients must be hashable, and are compared by identity.
     """
 

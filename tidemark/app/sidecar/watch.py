@@ -127,7 +127,10 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     ]
     copies: Annotated[
         CopiesAnswer | None,
-        Meta(description="How Redis and Postgres differ. A difference during one batch is normal."),
+        Meta(
+            description="The linear positions in Redis and in Postgres, if they differ; otherwise null. A difference"
+            " during one batch is normal."
+        ),
     ]
 
 

@@ -123,7 +123,10 @@ class PostgresFailover:
         self._finish()
 
     def _start_work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
-        """Run `work` on the other thread, and then `on_success` on this thread. If `work` fails, try again later."""
+        """Run `work` on the other thread. If `work` succeeds, `tick` calls `on_success` on the fault injector's thread.
+
+        If `work` fails, give up the replacement, start the killed processes again, and try the fault again later.
+        """
         assert self._replacement is not None
         replacement = self._replacement
 

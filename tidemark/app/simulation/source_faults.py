@@ -304,8 +304,9 @@ class SourceFaults:
     def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
         """Restore the backup in one transaction, while services, relay and readers are connected.
 
-        `heads` is stream -> (name of the sequence, last ID at the time of the backup). Returns the target as text; or,
-        if the backup is missing, a job for a new backup.
+        The verification is paused meanwhile. `heads` is stream -> (name of the sequence, last ID at the time of the
+        backup). Returns the target as text. If the backup is missing, restores nothing, makes a new backup, and returns
+        the job that restores the new backup.
         """
         saved = [*self._tables_and_copies()]
         with self._verification.paused(), self._connect() as connection:
@@ -375,7 +376,8 @@ class SourceFaults:
         )
         producer.flush(KAFKA_SECONDS)
         if errors != [None]:
-            raise OSError(f"Kafka did not acknowledge the operator override: {errors}")
+            problem = errors[0] if errors else f"no answer within {KAFKA_SECONDS:g} s"
+            raise OSError(f"Kafka did not acknowledge the operator override: {problem}")
         self._overrides += 1
         return f"{stream}, {kind}"
 

@@ -197,8 +197,8 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
 def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
     """Handle a late completion as an operator does: write the effects of the late facts, and let the place pass them.
 
-    The late facts are those of `writer` in (`prev`, `id`]. Returns False if the next late completion of the place is
-    another one, because the place has passed this one already.
+    The late facts are those of `writer` in (`prev`, `id`]. Returns False if this is not the next late completion of the
+    place: the place has passed it already, or must pass an earlier one first.
     """
     with connection.transaction():
         linear, late, late_part = _lock_place(connection, stream, sql_place)

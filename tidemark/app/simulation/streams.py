@@ -390,7 +390,7 @@ class StreamsVerification(Verification):
                         positions[key] = _places_position(connection, *key)
                         delivered[key] = _delivered(connection, *key)
                 # Facts are read after the effects, so that they include all facts that a reader has passed.
-                facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
+                facts = {stream.name: _read_committed_rows(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
                 comparisons = [
@@ -496,7 +496,7 @@ def _delivered(connection: Connection, reader: str, stream: str) -> list[Deliver
     return [DeliveredRow(*row) for row in rows]
 
 
-def _committed(connection: Connection, stream: str) -> list[FactRow]:
+def _read_committed_rows(connection: Connection, stream: str) -> list[FactRow]:
     rows = connection.execute(sql.SQL("select abs(stream_id), writer, mark from {}").format(_facts_table(stream)))
     return [FactRow(*row) for row in rows]
 

@@ -26,14 +26,13 @@ from tidemark.app.stack.home import Home, named_user
 from tidemark.app.stack.processes import (
     LOOPBACK,
     ServerProcess,
-    StartFailed,
     free_port,
     listens,
     package_folder,
     process_of,
 )
 from tidemark.common.environment import server_environment
-from tidemark.common.errors import Stop
+from tidemark.common.errors import Stop, TidemarkError
 
 DATABASE = "tidemark"
 _USER = "postgres"
@@ -177,11 +176,16 @@ POLL_SECONDS = 0.05
 REPLICA_TIMEOUT_SECONDS = 30.0
 
 
+class ReplicaTimeout(TidemarkError):
+    """A replica did not reach the expected state within `REPLICA_TIMEOUT_SECONDS`."""
+
+
 class Replica(PostgresServer):
     """A copy of the running server `origin`, in a directory of its own. Call `copy`, `start`, then the methods of a
     failover.
 
-    Not thread-safe. A method raises `StartFailed` or a psycopg error if a server does not respond. Then call `discard`.
+    Not thread-safe. A method raises `StartFailed`, `ReplicaTimeout` or a psycopg error if a server does not respond.
+    Then call `discard`.
     """
 
     def __init__(self, origin: PostgresServer) -> None:
@@ -226,14 +230,18 @@ class Replica(PostgresServer):
         self._wait_until(
             lambda: self._query_origin(
                 "select 1 from pg_stat_replication where state = 'streaming' and sync_state = %s", sync_state
-            )
+            ),
+            "the replica does not stream from the origin",
         )
 
     def fall_behind(self) -> None:
         """Disconnect the standby from the origin, so that it lacks later commits."""
         self._query("alter system set primary_conninfo = ''")
         self._query("select pg_reload_conf()")
-        self._wait_until(lambda: not self._query("select 1 from pg_stat_wal_receiver"))
+        self._wait_until(
+            lambda: not self._query("select 1 from pg_stat_wal_receiver"),
+            "the replica is still connected to the origin",
+        )
 
     def promote(self) -> None:
         """Suspend the origin's processes (SIGSTOP), and promote the standby to a primary."""
@@ -259,7 +267,7 @@ class Replica(PostgresServer):
         """
         self.kill()
         self._signal_origin(signal.SIGCONT)
-        self._wait_until(self._detach_origin)
+        self._wait_until(self._detach_origin, "the origin does not answer")
 
     def _detach_origin(self) -> bool:
         """Remove the standby from the settings of the origin. Returns False if the origin does not answer."""
@@ -293,11 +301,12 @@ class Replica(PostgresServer):
     def _query_origin(self, statement: str, *values: object) -> list[Any]:
         return _query_server(self._origin.dsn("postgres"), statement, values)
 
-    def _wait_until(self, done: Callable[[], object]) -> None:
+    def _wait_until(self, done: Callable[[], object], problem: str) -> None:
+        """Wait until `done` returns true. Raises `ReplicaTimeout` with the text `problem`."""
         deadline = time.monotonic() + REPLICA_TIMEOUT_SECONDS
         while not done():
             if time.monotonic() > deadline:
-                raise StartFailed("the replica", f"no answer within {REPLICA_TIMEOUT_SECONDS:.0f} s", self.failure())
+                raise ReplicaTimeout(f"{problem} after {REPLICA_TIMEOUT_SECONDS:.0f} s: {self.failure()}")
             time.sleep(POLL_SECONDS)
 
 

@@ -20,8 +20,8 @@ from tidemark.app.commands import (
     CommandFailed,
     CommandGroup,
     change_options,
-    confirmed,
     loaded,
+    require_confirmation,
     wait_for_effect,
 )
 from tidemark.app.output import as_object, duration, table
@@ -42,7 +42,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.direction import Direction
@@ -125,11 +125,15 @@ def replay(
             "not_replayed", "a JOIN or RETIRE is valid only at its offset: the writer sends a new one at its next start"
         )
     if isinstance(record, records.Rdata) and record.id == "batch":
-        raise BadRecord("not_replayed", "a fact whose ID is `batch` moves no position")
+        raise BadRecord(
+            "not_replayed",
+            "the record is one row of a fact with several rows (its `id` is `batch`), and one row cannot be sent again"
+            " alone",
+        )
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (codec.decode(stored).home or 0)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, int(now * 1000))]), [], [], [])
-    effects = advance(0, States(states), [packet], int(now * 1000), bounds)
+    effects = apply_batch(0, States(states), [packet], int(now * 1000), bounds)
     for bad in effects.rejected:
         raise BadRecord(
             bad.reason, "the record would be rejected again: it does not fit the current state of the stream"
@@ -344,7 +348,7 @@ def dead_letters_replay(
             if as_json:
                 click.echo(as_object({"would": [*trial.lines()], "outcome": None}))
             return
-        confirmed(letter.display_offset, "the offset", yes=yes)
+        require_confirmation(letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
         final = await_outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))

@@ -101,21 +101,26 @@ def _run_checks() -> Iterator[Check]:
     foreign = foreign_variables(
         environment={name: text for name, text in os.environ.items() if stack.get(name) != text}
     )
-    yield _python()
-    yield from _packages()
+    yield _check_python()
+    yield from _check_packages()
     try:
         settings = loaded()
     except BadSetting as problem:
         yield Check("Settings", "failed", one_line(problem), "Correct the setting and run tidemark doctor again.")
         return
-    yield _settings()
-    yield from _environment(foreign)
-    yield _user()
-    yield _java(settings)
-    yield from _disk(settings)
-    yield from _ports(settings)
+    yield _check_settings()
+    yield from _check_environment(foreign)
+    yield _check_user()
+    yield _check_java(settings)
+    yield from _check_disk(settings)
+    yield from _check_ports(settings)
     unavailable: set[str] = set()
-    for name, checks in (("Postgres", _postgres), ("Kafka", _kafka), ("Redis", _redis), ("Pipeline", _pipeline)):
+    for name, checks in (
+        ("Postgres", _check_postgres),
+        ("Kafka", _check_kafka),
+        ("Redis", _check_redis),
+        ("Pipeline", _check_pipeline),
+    ):
         if name == "Pipeline" and "Postgres" in unavailable:
             yield Check(name, "skipped", "the pipeline's state is in Postgres, which does not answer")
             continue
@@ -148,7 +153,7 @@ def _sentence(text: str) -> str:
 # ---- this machine
 
 
-def _python() -> Check:
+def _check_python() -> Check:
     running = sys.version_info[:2]
     text = sys.version.split()[0]
     if running < TESTED_PYTHON[0]:
@@ -158,7 +163,7 @@ def _python() -> Check:
     return Check("Python", "ok", text)
 
 
-def _packages() -> Iterator[Check]:
+def _check_packages() -> Iterator[Check]:
     """Yield one check that lists the roles whose main package is installed.
 
     A listed role may be unused: the pipeline and the sidecar also need confluent-kafka, the package of the relay.
@@ -174,7 +179,7 @@ def _packages() -> Iterator[Check]:
     yield Check("Tidemark", "ok", f"{ours} with {', '.join(roles)}" if roles else f"{ours}, without extras")
 
 
-def _settings() -> Check:
+def _check_settings() -> Check:
     from tidemark.app.settings import Settings, unknown_variables, variable_of
 
     unknown = unknown_variables()
@@ -189,7 +194,7 @@ def _settings() -> Check:
     return Check("Settings", "warning", f"{', '.join(hints)} {are}", "Correct the name, or unset the variable.")
 
 
-def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
+def _check_environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
     for group, names in foreign.items():
         yield Check(
             "Environment",
@@ -199,7 +204,7 @@ def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
         )
 
 
-def _user() -> Check:
+def _check_user() -> Check:
     """Check whether the servers of the local stack can run as this user."""
     from tidemark.app.stack.home import NeedsNamedUser, named_user
 
@@ -221,7 +226,7 @@ def _user() -> Check:
     return Check("User", "ok", f"{pwd.getpwuid(uid).pw_name} ({uid})")
 
 
-def _java(settings: "Settings") -> Check:
+def _check_java(settings: "Settings") -> Check:
     from tidemark.app.versions import JavaUnfit, find_java
 
     try:
@@ -244,7 +249,7 @@ def _java(settings: "Settings") -> Check:
     return Check("Java", "ok", f"{program} is Java {number}")
 
 
-def _disk(settings: "Settings") -> Iterator[Check]:
+def _check_disk(settings: "Settings") -> Iterator[Check]:
     for name, directory in (("TIDEMARK_HOME", settings.home), ("TIDEMARK_CHECKPOINT", settings.checkpoint)):
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -265,7 +270,7 @@ def _disk(settings: "Settings") -> Iterator[Check]:
             yield Check(name, "ok", text)
 
 
-def _ports(settings: "Settings") -> Iterator[Check]:
+def _check_ports(settings: "Settings") -> Iterator[Check]:
     from tidemark.app.connections import host_port
     from tidemark.app.settings import read_stack_env
 
@@ -339,7 +344,7 @@ def clock_check(name: str, server: float, before: float, after: float) -> Check:
     return Check(name, "ok", f"within {max(uncertain, offset):.1f} s of this machine")
 
 
-def _postgres(settings: "Settings") -> Iterator[Check]:
+def _check_postgres(settings: "Settings") -> Iterator[Check]:
     from tidemark.sinks.postgres.database import session_of
 
     with session_of(settings.postgres, "tidemark doctor") as session, session.use() as connection:
@@ -369,10 +374,10 @@ def _postgres(settings: "Settings") -> Iterator[Check]:
                 "Postgres fsync", "warning", f"fsync is {fsync}: a crash of the server loses data", "Set fsync = on."
             )
         yield clock_check("Postgres clock", clock, before, after)
-        yield from _schema(connection, user)
+        yield from _check_schema(connection, user)
 
 
-def _schema(connection: "Connection", user: str) -> Iterator[Check]:
+def _check_schema(connection: "Connection", user: str) -> Iterator[Check]:
     from tidemark.sinks.postgres.database import SCHEMA
 
     applied = SCHEMA.version(connection)
@@ -407,7 +412,7 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
         )
 
 
-def _kafka(settings: "Settings") -> Iterator[Check]:
+def _check_kafka(settings: "Settings") -> Iterator[Check]:
     from tidemark.sources.topics import Topics, positions_plan, topic_plans
 
     topics = Topics(settings.kafka, TIMEOUT_SECONDS)
@@ -422,10 +427,10 @@ def _kafka(settings: "Settings") -> Iterator[Check]:
         except TopicMissing:
             yield Check(f"Topic {plan.name}", "failed", "is missing", "Run: tidemark topics")
             continue
-        yield _topic(settings.kafka_bootstrap_servers, plan.name, details, operation, policy)
+        yield _check_topic(settings.kafka_bootstrap_servers, plan.name, details, operation, policy)
 
 
-def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
+def _check_topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
     """Check one topic: cleanup policy, permission, retention and replicas. Only the first problem is returned.
 
     Args:
@@ -456,7 +461,7 @@ def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, pol
     return Check(title, "ok", f"{count(topic.partitions, 'partition')}, {count(topic.replicas, 'replica')}")
 
 
-def _redis(settings: "Settings") -> Iterator[Check]:
+def _check_redis(settings: "Settings") -> Iterator[Check]:
     from tidemark.sinks.redis.publish import Redis, RedisConfig
 
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
@@ -489,7 +494,7 @@ def _redis(settings: "Settings") -> Iterator[Check]:
         yield clock_check("Redis clock", report.clock, before, after)
 
 
-def _pipeline(settings: "Settings") -> Iterator[Check]:
+def _check_pipeline(settings: "Settings") -> Iterator[Check]:
     from tidemark.app.diagnosis import health, open_ranges
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 

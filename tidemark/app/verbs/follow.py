@@ -30,7 +30,7 @@ POLL_SECONDS: Final = 0.5  # between two reads of the positions for the progress
 @click.command("wait", cls=OurCommand)
 @click.argument("stream")
 @click.argument("token")
-@click.option("--writer", help="TOKEN is an ID of this writer. Default: an ID of any writer.")
+@click.option("--writer", help="Wait only for this writer; TOKEN must be an ID. Default: wait for all writers.")
 @click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: forever.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:

@@ -21,7 +21,9 @@ def to_json(open_gaps: Sequence[OpenRange]) -> str:
 
 
 def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
-    """Text for people: for each writer, one line for each open range, and then the remedy."""
+    """Text for people. For each writer: a line for each of the first `MAX_SHOWN` open ranges, the number of further
+    ranges, and the remedy.
+    """
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
     for gap in open_gaps:

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, change_options, confirmed, loaded
+from tidemark.app.commands import (
+    CHECK_FAILED,
+    CommandFailed,
+    CommandGroup,
+    change_options,
+    loaded,
+    require_confirmation,
+)
 from tidemark.app.output import as_object, count, duration, id_range, sanitize, table
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
 
 if TYPE_CHECKING:
-    from tidemark.sinks.postgres.inspect import LateCompletions, LateFact
+    from tidemark.sinks.postgres.inspect import LateCompletions, StoredLateCompletion
 
 HEADINGS: Final = ("NUMBER", "AGE", "STREAM", "WRITER", "EPOCH", "IDS", "FACTS", "WHY", "RESOLVED")
 
@@ -33,9 +40,9 @@ def late() -> None:
 @_as_json
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM."""
-    with _open_database() as database:
-        completions = database.newest(stream, limit, with_resolved=everything)
-        unresolved = database.newest(stream, 1, with_resolved=False)
+    with _open_late_completions() as stored:
+        completions = stored.newest(stream, limit, with_resolved=everything)
+        unresolved = stored.newest(stream, 1, with_resolved=False)
     if as_json:
         click.echo(as_object({"late": completions}))
     else:
@@ -55,32 +62,32 @@ def late_resolve(
 
     This changes no position and notifies no reader, so process the facts first.
     """
-    with _open_database() as database:
-        completions = database.with_numbers(stream, numbers)
+    with _open_late_completions() as stored:
+        completions = stored.with_numbers(stream, numbers)
         missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
             raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")
         click.echo(_table(completions, time.time()), err=as_json)
         if not dry_run:
-            confirmed(stream, "the stream's name", yes=yes)
-            completions = database.resolve(completions, by, why)
+            require_confirmation(stream, "the stream's name", yes=yes)
+            completions = stored.resolve(completions, by, why)
     if as_json:
         click.echo(as_object({"late": completions}))
     elif not dry_run:
         click.echo(
-            f"resolved {count(len(completions), 'late completion')}, noted as override"
+            f"resolved {count(len(completions), 'late completion')}, logged as override"
             f" {', '.join(str(completion.act) for completion in completions)}"
         )
 
 
 @contextmanager
-def _open_database() -> "Iterator[LateCompletions]":
+def _open_late_completions() -> "Iterator[LateCompletions]":
     settings = loaded()
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)
 
 
-def _table(completions: "Sequence[LateFact]", now: float) -> str:
+def _table(completions: "Sequence[StoredLateCompletion]", now: float) -> str:
     rows = [
         (
             str(completion.number),

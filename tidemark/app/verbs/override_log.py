@@ -32,9 +32,9 @@ def overrides() -> None:
 @_as_json
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, including those that other programs sent."""
-    with _open_database() as database:
-        entries = database.newest(stream, limit)
-        if stream is not None and not entries and not database.has_stream(stream):
+    with _open_override_log() as override_log:
+        entries = override_log.newest(stream, limit)
+        if stream is not None and not entries and not override_log.has_stream(stream):
             raise CommandFailed(
                 f"there is no stream {stream} and no override of it; `tidemark status` shows all streams"
             )
@@ -49,15 +49,15 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
 @_as_json
 def overrides_show(number: int, *, as_json: bool) -> None:
     """Show the override NUMBER with all its fields."""
-    with _open_database() as database:
-        entry = database.with_number(number)
+    with _open_override_log() as override_log:
+        entry = override_log.with_number(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
     click.echo(as_object(entry) if as_json else sanitize(_details(entry)))
 
 
 @contextmanager
-def _open_database() -> "Iterator[OverrideLog]":
+def _open_override_log() -> "Iterator[OverrideLog]":
     settings = loaded()
     with session_of(settings.postgres, "tidemark overrides") as session:
         yield OverrideLog(session)

@@ -20,10 +20,10 @@ from tidemark.app.commands import (
     CommandFailed,
     OurCommand,
     change_options,
-    confirmed,
     echo_result,
     loaded,
     no_stream,
+    require_confirmation,
     wait_for_effect,
 )
 from tidemark.app.diagnosis import open_ranges
@@ -38,7 +38,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
@@ -244,7 +244,7 @@ def attempt(stored: bytes, record: records.Marker, now: float, policies: Policie
         "control", 0, Topic.CONTROL, 1, PackedRuns(), [], [runs.Marker.of(record, 0, milliseconds)], []
     )
     states = {record.stream: stored}
-    effects = advance(0, States(states), [packet], milliseconds, policies.bounds())
+    effects = apply_batch(0, States(states), [packet], milliseconds, policies.bounds())
     for bad in effects.rejected:
         reason, before = Reason(bad.reason), codec.decode(stored)
         hint = None
@@ -373,7 +373,7 @@ class SentOverride:
 
     def line(self) -> str:
         at = f"{self.topic}/{self.partition} at offset {self.offset}"
-        return f"sent to {at}; noted as override {self.noted.number} of {self.noted.seen_as}"
+        return f"sent to {at}; logged as override {self.noted.number} by database user {self.noted.seen_as}"
 
     def plain(self) -> dict[str, Any]:
         """The fields of the JSON output."""
@@ -576,7 +576,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
             if as_json:
                 click.echo(to_json(trial, None, None, None))
             return
-        confirmed(record.writer, "the writer's name", yes=yes)
+        require_confirmation(record.writer, "the writer's name", yes=yes)
         override_log = OverrideLog(session)
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:

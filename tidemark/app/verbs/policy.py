@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, change_options, confirmed, echo_result, loaded
+from tidemark.app.commands import CommandFailed, CommandGroup, change_options, echo_result, loaded, require_confirmation
 from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, policy_names
@@ -153,14 +153,14 @@ def _change(
             click.echo(line, err=as_json)
         number, text = None, ""
         if not dry_run:
-            confirmed(name, "the policy's name", yes=yes)
+            require_confirmation(name, "the policy's name", yes=yes)
             number, text = postgres.policies.change(name, changes, by, why)
     if as_json:
         echo_result(
             as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": number})
         )
     elif not dry_run:
-        echo_result(f"{text}; noted as override {number}. A running pipeline applies it within seconds")
+        echo_result(f"{text}; logged as override {number}. A running pipeline applies it within seconds")
 
 
 def _effects(

@@ -18,10 +18,10 @@ from tidemark.app.commands import (
     CommandFailed,
     CommandGroup,
     change_options,
-    confirmed,
     echo_result,
     loaded,
     no_stream,
+    require_confirmation,
 )
 from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus, sentences
 from tidemark.app.output import as_object, count, duration, sanitize, table
@@ -393,7 +393,7 @@ def _change(
     click.echo(sanitize([would]), err=as_json)
     number = None
     if not dry_run:
-        confirmed(stored.reader, "the reader's name", yes=yes)
+        require_confirmation(stored.reader, "the reader's name", yes=yes)
         number = databases.apply(stored, action)
     if as_json:
         echo_result(
@@ -409,7 +409,7 @@ def _change(
             )
         )
     elif not dry_run:
-        echo_result(f"done, noted as override {number}")
+        echo_result(f"done, logged as override {number}")
 
 
 def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:

@@ -67,7 +67,7 @@ class ComparedPart:
         line_from: linear positions are compared beyond this ID, signed. None: if `after` is None, all linear
             positions are compared, otherwise none.
         upto: the last compared batch, if the records end before the history; otherwise None.
-        behind: number of batches after the last compared batch.
+        behind: number of batches after `upto`, which were not compared.
     """
 
     after: StoredBatch | None = None

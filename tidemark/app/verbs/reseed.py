@@ -42,7 +42,7 @@ class Reseed:
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} instead of {self.before}")
         if self.act is not None:
-            lines.append(f"noted as override {self.act}")
+            lines.append(f"logged as override {self.act}")
         return "\n".join(lines)
 
 
@@ -114,7 +114,10 @@ def _preview(settings: Settings, postgres: Postgres) -> Reseed:
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
-    """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS."""
+    """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS.
+
+    The next start of the pipeline loads all states from Postgres into the new shards.
+    """
     settings = loaded()
     done = run(settings, by, why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.to_text())

@@ -21,7 +21,7 @@ _dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEM
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
-    """Send the facts that services wrote with `tidemark.append` to Kafka, until SIGTERM or Ctrl-C.
+    """Send to Kafka the facts that services wrote with `tidemark.append`. Runs until SIGTERM or Ctrl-C.
 
     Run one relay for each database. A second relay waits as a standby. A relay stores no state of its own.
     """

@@ -23,7 +23,14 @@ from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
-from tidemark.sinks.postgres.inspect import BatchAdvance, IdInspection, LateFact, LinearPassed, OffsetRange, StoredGap
+from tidemark.sinks.postgres.inspect import (
+    BatchAdvance,
+    IdInspection,
+    LinearPassed,
+    OffsetRange,
+    StoredGap,
+    StoredLateCompletion,
+)
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
@@ -150,7 +157,7 @@ class IdTrace:
     writers: list[WriterAtId] = field(default_factory=list)
     gaps: list[StoredGap] = field(default_factory=list)
     line: LinearPassed | None = None
-    late: list[LateFact] = field(default_factory=list)
+    late: list[StoredLateCompletion] = field(default_factory=list)
     acts: list[OverrideEntry] = field(default_factory=list)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     published: datetime | None = None

@@ -468,7 +468,9 @@ def to_json(report: VerifyReport) -> str:
 
 
 def to_text(report: VerifyReport) -> str:
-    """Text for people: a line for each difference, the remedy after each kind, and a summary at the end."""
+    """Text for people. For each kind of difference: a line for each of the first `MAX_SHOWN`, and the remedy. Then the
+    same for the faults of the history, and a summary.
+    """
     lines: list[str] = []
     kinds: dict[tuple[str, str], list[Difference]] = {}
     for difference in report.differences:

@@ -1,7 +1,4 @@
-"""Queries of the history for `tidemark explain`, `trace`, `replay` and `late`.
-
-Only `LateCompletions.resolve` writes.
-"""
+"""Queries of the history for `tidemark explain`, `trace`, `replay` and `late`. Only `LateCompletions.resolve` writes."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -441,7 +438,7 @@ _LATE: LiteralString = (
 
 
 @dataclass(frozen=True, slots=True)
-class LateFact:
+class StoredLateCompletion:
     """A late completion of a writer, with the IDs in `(prev, id]`.
 
     Attributes:
@@ -474,7 +471,7 @@ class LateCompletions:
         self._session = session
         self._override_log = OverrideLog(session)
 
-    def newest(self, stream: str | None, most: int, *, with_resolved: bool) -> list[LateFact]:
+    def newest(self, stream: str | None, most: int, *, with_resolved: bool) -> list[StoredLateCompletion]:
         """The newest late completions, newest first.
 
         Args:
@@ -488,32 +485,31 @@ class LateCompletions:
         if stream is not None and not self._override_log.has_stream(stream):
             raise StreamNotKnown(stream)
         return self._session.fetch_all(
-            LateFact,
+            StoredLateCompletion,
             _LATE + " where (%s::text is null or stream = %s) and (%s or r.act is null)"
             " order by l.number desc limit %s",
             (stream, stream, with_resolved, most),
         )
 
-    def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[LateFact]:
+    def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[StoredLateCompletion]:
         """The late completions of `stream` with these numbers, oldest first. Unknown numbers are left out."""
-        return self._session.fetch_all(
-            LateFact, _LATE + " where stream = %s and l.number = any(%s) order by l.number", (stream, list(numbers))
-        )
+        query = _LATE + " where stream = %s and l.number = any(%s) order by l.number"
+        return self._session.fetch_all(StoredLateCompletion, query, (stream, list(numbers)))
 
-    def containing(self, stream: str, id: int, most: int) -> list[LateFact]:
+    def containing(self, stream: str, id: int, most: int) -> list[StoredLateCompletion]:
         """The late completions whose range contains `id`, oldest first; at most `most`."""
         return self._session.fetch_all(
-            LateFact,
+            StoredLateCompletion,
             _LATE + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
             " order by l.number limit %(most)s",
             {"stream": stream, "id": id, "most": most},
         )
 
-    def resolve(self, facts: Sequence[LateFact], by: str, why: str) -> list[LateFact]:
+    def resolve(self, completions: Sequence[StoredLateCompletion], by: str, why: str) -> list[StoredLateCompletion]:
         """Log an override for each late completion, and mark all of them as resolved, in one transaction.
 
         Args:
-            facts: the late completions.
+            completions: the late completions.
             by: the name of the operator.
             why: the reason.
 
@@ -524,9 +520,9 @@ class LateCompletions:
             BadRecord: one of the late completions was already resolved. None of them is changed.
         """
         with self._session.use() as connection, connection.transaction():
-            return [self._resolve(fact, by, why) for fact in facts]
+            return [self._resolve(completion, by, why) for completion in completions]
 
-    def _resolve(self, fact: LateFact, by: str, why: str) -> LateFact:
+    def _resolve(self, fact: StoredLateCompletion, by: str, why: str) -> StoredLateCompletion:
         override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
         noted = self._override_log.log(fact.stream, override)
         self._override_log.note_outcome(noted, "applied")
@@ -594,7 +590,7 @@ class IdInspection(StreamInspection):
         )
         return offset
 
-    def late_containing(self, stream: str, id: int) -> list[LateFact]:
+    def late_containing(self, stream: str, id: int) -> list[StoredLateCompletion]:
         return LateCompletions(self._session).containing(stream, id, MAX_ROWS)
 
     def overrides_containing(self, stream: str, id: int) -> list[OverrideEntry]:

@@ -84,7 +84,8 @@ class ReadStatus:
 
     Attributes:
         since: the time since which the pipeline has had the lease, in seconds since 1970.
-        lagging: the numbers of the lagging partitions of any topic: see `LaggingPartition`.
+        lagging: the numbers of the lagging partitions of any topic: see `LaggingPartition`. A lagging partition of the
+            control topic also hides silent writers of the facts partition with the same number.
     """
 
     since: float

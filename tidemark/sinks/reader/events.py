@@ -172,8 +172,9 @@ class Place:
     A service may store a place in any form, and continue from it with `follow(since=place)`.
 
     Attributes:
-        linear: the ID up to which each writer without an entry in `positions` was handed over.
-        positions: writer -> the ID up to which the writer was handed over. May be below `linear`. Empty in linear mode.
+        linear: the position up to which the IDs of each writer without an entry in `positions` were handed over.
+        positions: writer -> the position up to which the writer's IDs were handed over. May be below `linear`. Empty in
+            linear mode.
         late: the number of the last late completion that was handed over; 0 if there was none.
         is_settled: whether the place includes the rows up to `linear` that no known writer wrote. A table has such rows
             if it is older than its stream. False is always safe: these rows are then read again. Ignored by `==`.

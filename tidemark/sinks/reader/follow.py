@@ -112,7 +112,7 @@ class EventMerge:
 
     @property
     def linear(self) -> int:
-        """The position up to which every writer without an entry in `positions` was handed over."""
+        """The position up to which the IDs of every writer without an entry in `positions` were handed over."""
         return self._linear
 
     @property
@@ -121,7 +121,7 @@ class EventMerge:
 
     @property
     def positions(self) -> Mapping[str, int]:
-        """Each known writer -> the position up to which the writer was handed over."""
+        """Each known writer -> the position up to which the IDs of the writer were handed over."""
         return self._positions
 
     def position_of(self, writer: str) -> int:
@@ -308,7 +308,7 @@ class ListMerge:
     def end(self, keys: StreamKeys) -> Iterator[Event]:
         """Yield what the list lacks up to the positions in `keys`, as `Reread` and `LateLost`.
 
-        Call this when all entries that were published before `keys` were added.
+        Call this after every entry has been added that was published before `keys` was read.
         """
         assert keys.linear is not None
         for writer, position in keys.positions.items():
@@ -458,7 +458,7 @@ class FollowProgram:
         self._merge = EventMerge(begin)
 
     def _writer_events(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Pass on the events of writers; in linear mode only add them to the evidence."""
+        """Yield the events. In linear mode, add each `Advance` and `Reread` to the evidence instead of yielding it."""
         for event in events:
             if self._linear_evidence and isinstance(event, Advance | Reread):
                 self._linear_evidence.add_event(event)

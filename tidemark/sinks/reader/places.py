@@ -72,8 +72,8 @@ class StoredPlace:
         reader: the name of the reader; with its partition if it has partitions, such as `mailer[3/8]`.
         stream: the name of the stream.
         mode: "linear" or "vector".
-        linear: the ID up to which each writer without an entry in `positions` was handed over.
-        positions: writer -> the ID up to which the writer was handed over. Empty in linear mode.
+        linear: the position up to which the IDs of each writer without an entry in `positions` were handed over.
+        positions: writer -> the position up to which the writer's IDs were handed over. Empty in linear mode.
         late: the number of the last late completion that was handed over.
         has_begun: False if the reader has committed no batch yet. Its next batch then begins at the `since` of its
             service.

@@ -34,7 +34,7 @@ class Mirror:
         self._progress = progress
         self._redis = redis
         self._fence = fence
-        self._named_streams: set[str] = set()  # streams written since the last comparison of all streams
+        self._streams_written_since_comparison: set[str] = set()  # since the last comparison of all streams
         self._has_compared = False
         self._compare_lock = threading.Lock()
         self._compared_positions: dict[str, tuple[int, int]] = {}
@@ -104,12 +104,12 @@ class Mirror:
         refilled = self._refill(self._postgres.streams(), linear)
         with self._lock:
             self._compared_positions, self._has_compared = linear, True
-            self._named_streams = {stream for stream in self._named_streams if stream not in linear}
+            self._streams_written_since_comparison.difference_update(linear)
         return refilled
 
     def _is_known(self, stream: str) -> bool:
         """Whether Redis must already have the stream, so that missing keys are a loss of data."""
-        return stream in self._compared_positions or stream in self._named_streams
+        return stream in self._compared_positions or stream in self._streams_written_since_comparison
 
     def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
         """Compare `streams`, and write what Redis lacks. Adds the compared linear positions to `linear`."""
@@ -220,10 +220,10 @@ class Mirror:
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         """Publish changes, and return the streams of which Redis has lost data. Raises `LeaseLost`."""
         self._fence.check()
-        named = {change.stream for mode, change in calls if mode != "known"}
-        self._redis.add_names(named)  # first, because the names of written streams are not checked again
+        written = {change.stream for mode, change in calls if mode != "known"}
+        self._redis.add_names(written)  # first, because the names of written streams are not checked again
         lost = self._redis.publish(self._fence.token, calls)
-        self._named_streams |= named
+        self._streams_written_since_comparison |= written
         return lost
 
 

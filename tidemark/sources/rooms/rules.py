@@ -375,21 +375,23 @@ def check_state_before(
         return None
     if state_ids is None:
         raise BadEvent(
-            event.id, f"its prev event {change.missing_prevs[0]} is not stored, and no state before it is given"
+            event.id,
+            f"prev event {change.missing_prevs[0]} is not stored, and the sender gave no state before the event",
         )
     state: dict[StateKey, StateEntry] = {}
     for id in state_ids:
         other = stored.get(id)
         if other is None or other.room != event.room or other.kind is EventKind.REJECTED or other.key is None:
-            raise BadEvent(
-                event.id, f"the state before it names {id}, which is not stored as a state event of its room"
-            )
+            raise BadEvent(event.id, f"the given state contains {id}, but the room has no accepted state event {id}")
         if other.key in state:
             raise BadEvent(
-                event.id, f"the state before it names {id} and another event with the same type and state key"
+                event.id, f"the given state contains {id} and another event with the same type and state key"
             )
         if other.depth >= event.depth and event.depth < MAX_DEPTH:
-            raise BadEvent(event.id, f"the state before it names {id}, whose depth {other.depth} is not below its own")
+            raise BadEvent(
+                event.id,
+                f"the given state contains {id}, whose depth {other.depth} is not below the event's depth",
+            )
         state[other.key] = StateEntry(other.depth, other.id)
     return state
 

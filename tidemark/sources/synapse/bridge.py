@@ -226,7 +226,7 @@ class SynapseBridge(RunLoop):
         self._publishers = {}
         for stream in self._streams:
             head = tables.read_head(synapse, stream.stream)
-            read = partial(tables.read_identities, synapse, stream.stream)
+            read = partial(tables.read_marks, synapse, stream.stream)
             highest = self._heads.get(stream.name, 0)
             known = timelines.load_progress(own, stream.stream, stream.name, server, head, read, highest)
             self._heads[stream.name] = head

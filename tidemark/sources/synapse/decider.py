@@ -133,11 +133,11 @@ class SynapseWriter:
 
     sent_upto: int
     """The writer's published position."""
-    reported: int = 0
+    announced: int = 0
     """The highest position that the writer has announced."""
     is_uncertain: bool = True
     """Whether the next positions may come from a new process of the writer. If so, `observe` adds a barrier."""
-    has_reported: bool = False
+    has_announced: bool = False
     """Whether the writer has announced a position since `is_uncertain` was set."""
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
@@ -159,7 +159,7 @@ class SynapseWriter:
     discarded: int = 0
     """The announced position that was discarded; 0 if the last position was not discarded."""
 
-    def report_position(self, id: int, *, again: bool = False) -> None:
+    def apply_announced_position(self, id: int, *, again: bool = False) -> None:
         """Apply an announced position. `again`: the position is the same as before. Then the worker answers a request,
         or has started."""
         if again and self.answers:
@@ -168,9 +168,9 @@ class SynapseWriter:
             self.is_uncertain |= again
         self.is_retiring = False
         self.discarded = 0
-        self.has_reported = True
+        self.has_announced = True
         self.has_moved |= id > self.sent_upto
-        self.reported = max(self.reported, id)
+        self.announced = max(self.announced, id)
 
     def discard_beyond(self, head: int) -> bool:
         """Discard the announced position if it is beyond `head`. Returns whether the position was discarded.
@@ -181,21 +181,21 @@ class SynapseWriter:
         Args:
             head: the highest ID that was given out, read after the position was received.
         """
-        if self.reported <= head:
+        if self.announced <= head:
             return False
-        self.discarded, self.reported, self.has_moved = self.reported, self.sent_upto, False
-        self.is_uncertain, self.has_reported, self.empty = True, False, NO_INTERVALS
+        self.discarded, self.announced, self.has_moved = self.announced, self.sent_upto, False
+        self.is_uncertain, self.has_announced, self.empty = True, False, NO_INTERVALS
         return True
 
     @property
     def may_advance(self) -> bool:
         """Whether facts of the writer beyond its published position can be published now."""
-        return self.has_moved and self.sent_upto < self.reported and not (self.is_uncertain or self.has_backlog)
+        return self.has_moved and self.sent_upto < self.announced and not (self.is_uncertain or self.has_backlog)
 
     @property
     def may_send_backlog(self) -> bool:
         """Whether all transactions with IDs up to the published position have ended."""
-        return self.reported >= self.sent_upto and not (self.is_uncertain or self.barriers)
+        return self.announced >= self.sent_upto and not (self.is_uncertain or self.barriers)
 
     @property
     def has_ended(self) -> bool:
@@ -271,9 +271,9 @@ class StreamDecider:
         return {name: writer.sent_upto for name, writer in self._writers.items()}
 
     @property
-    def reported_positions(self) -> Mapping[str, int]:
+    def announced_positions(self) -> Mapping[str, int]:
         """Known writer -> the highest position that the writer has announced; 0 if none."""
-        return {name: writer.reported for name, writer in self._writers.items()}
+        return {name: writer.announced for name, writer in self._writers.items()}
 
     @property
     def discarded_positions(self) -> Mapping[str, int]:
@@ -302,7 +302,7 @@ class StreamDecider:
     def needs_observation(self) -> bool:
         """Whether the caller must call `observe` before it reads facts."""
         return (
-            any(writer.barriers or (writer.is_uncertain and writer.has_reported) for writer in self._writers.values())
+            any(writer.barriers or (writer.is_uncertain and writer.has_announced) for writer in self._writers.values())
             or self._can_retire
         )
 
@@ -313,7 +313,7 @@ class StreamDecider:
         every = self._writers.values()
         ending = any(writer.is_retiring and writer.final_id is None for writer in every)
         return ending and not any(
-            writer.is_uncertain and not writer.has_reported and not writer.is_retiring for writer in every
+            writer.is_uncertain and not writer.has_announced and not writer.is_retiring for writer in every
         )
 
     def add_unknown(self, writers: Iterable[str]) -> None:
@@ -351,7 +351,7 @@ class StreamDecider:
         if unknown_writer := self._unknown_writers.pop(writer, None):
             unknown_writer.sent_upto, unknown_writer.has_moved, unknown_writer.has_backlog = (
                 sent_upto,
-                unknown_writer.reported > sent_upto,
+                unknown_writer.announced > sent_upto,
                 True,
             )
             self._writers[writer] = unknown_writer
@@ -374,7 +374,7 @@ class StreamDecider:
         self._partial_rows.clear()
         self._at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
-            writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
+            writer.is_uncertain, writer.has_announced, writer.answers = True, False, 0
 
     def note_request(self) -> None:
         """Note that this bridge has requested the positions of all workers, so each writer may repeat its position
@@ -391,7 +391,7 @@ class StreamDecider:
         self._partial_rows.pop(writer, None)
         self._at_boundary.add(writer)
         known = self._get_writer(writer)
-        known.report_position(id, again=prev >= id)
+        known.apply_announced_position(id, again=prev >= id)
         if not known.is_uncertain and (first := max(prev, known.since, known.sent_upto)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
@@ -403,7 +403,7 @@ class StreamDecider:
         if id is None:
             return
         del self._partial_rows[writer]
-        self._get_writer(writer).report_position(id)
+        self._get_writer(writer).apply_announced_position(id)
         if writer in self._at_boundary:
             self._received.setdefault(id, StreamFact(id, writer, rows))
             while len(self._received) > MAX_RECEIVED:
@@ -428,14 +428,14 @@ class StreamDecider:
         if self._can_retire:
             for known in self._writers.values():
                 if known.is_retiring and known.final_id is None:
-                    known.report_position(head)
+                    known.apply_announced_position(head)
                     known.is_retiring, known.final_id = True, head
         for writer in self._writers.values():
             barriers = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
             barriers = [barrier for barrier in barriers if barrier.waiting]
             writer.has_moved |= len(barriers) < len(writer.barriers)
-            if writer.is_uncertain and writer.has_reported:
-                writer.is_uncertain = writer.has_reported = False
+            if writer.is_uncertain and writer.has_announced:
+                writer.is_uncertain = writer.has_announced = False
                 writer.since = head
                 if running:
                     barriers.append(Barrier(head, running))
@@ -447,12 +447,12 @@ class StreamDecider:
         None if the ID is not known yet."""
         if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
-        return min(writer.reported for writer in self._writers.values())
+        return min(writer.announced for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
         """Note that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
-            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.reported > floor, False
+            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.announced > floor, False
 
     def range_to_read(self) -> tuple[int, int] | None:
         """The range `(low, high]` of IDs whose facts must be read from the tables now. None if no writer may
@@ -461,7 +461,7 @@ class StreamDecider:
         if not moved:
             return None
         low = min(writer.sent_upto for writer in moved)
-        return low, min(low + MAX_IDS_PER_READ, max(writer.reported for writer in moved))
+        return low, min(low + MAX_IDS_PER_READ, max(writer.announced for writer in moved))
 
     def apply_facts(self, ids: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """Apply the facts of a range, move the positions of writers, and return the advances to publish.
@@ -510,8 +510,8 @@ class StreamDecider:
         self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         """Move the writer's position up to `top` if possible. Yields the advance, or nothing."""
-        writer.has_moved = writer.reported > top
-        prev, id = writer.sent_upto, min(writer.reported, top)
+        writer.has_moved = writer.announced > top
+        prev, id = writer.sent_upto, min(writer.announced, top)
         if id <= prev:
             return
         without_fact = fact_ids.missing(prev, id)

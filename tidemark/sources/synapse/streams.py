@@ -99,7 +99,7 @@ class StreamPublisher:
     @property
     def silent(self) -> list[str]:
         """Writers that have not announced a position yet."""
-        return sorted(name for name, reported in self.decider.reported_positions.items() if not reported)
+        return sorted(name for name, announced in self.decider.announced_positions.items() if not announced)
 
     @property
     def sent_upto(self) -> Mapping[str, int]:
@@ -225,9 +225,7 @@ class StreamPublisher:
         sent_upto = {
             writer: at for writer, at in self.progress.all_sent_upto.items() if writer not in self.progress.backlog
         }
-        table = self.decider.with_writers(
-            tables.read_identities(synapse, self.bridged.stream, low, self.progress.reach)
-        )
+        table = self.decider.with_writers(tables.read_marks(synapse, self.bridged.stream, low, self.progress.reach))
         self.decider.add_unknown(fact.writer for fact in table)
         if replaced := self.published.replaced(table):
             raise FactsReplaced(self.bridged.name, replaced[0].id)
@@ -264,13 +262,13 @@ class StreamPublisher:
         """Begin the stream if all writers have announced a position and their earlier transactions have ended."""
         for unknown_writer in sorted(self.decider.unknown_writers):
             self.decider.add_writer(unknown_writer, 0)
-        if self.decider.floor() is None or not self.decider.reported_positions.keys() >= {*self.bridged.writers}:
+        if self.decider.floor() is None or not self.decider.announced_positions.keys() >= {*self.bridged.writers}:
             return
         self.update_head(tables.read_head(synapse, self.bridged.stream))
         self.decider.discard_beyond(self.head)
         if (floor := self.decider.floor()) is None:
             return  # a worker announced an ID that the sequence has not given out
-        writers = self.decider.reported_positions.keys()
+        writers = self.decider.announced_positions.keys()
         self.progress, self.published = state.create_stream(
             own, self.bridged.stream, self.bridged.name, self._server, writers, floor, self.head
         )

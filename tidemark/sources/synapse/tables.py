@@ -53,8 +53,9 @@ class TableQuery:
         in the stream's queries."""
         return self._select(f"{number} as place, ({self.row})::text as row")
 
-    def identities(self) -> str:
-        """The statement that selects the marks of these rows, without the rows."""
+    def mark_statement(self) -> str:
+        """The statement that selects the ID, the writer, the mark and `is_proof` of each row with a signed ID from
+        `%(low)s` to `%(high)s`, without the row itself."""
         return self._select("0 as place")
 
     def _select(self, columns: str) -> str:
@@ -372,12 +373,12 @@ def read_facts(
     return read_head(connection, stream) if given_out is None else int(given_out), facts
 
 
-def read_identities(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
+def read_marks(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
     """Read the facts with IDs in `(low, top]`, without their rows, in ascending order. IDs are magnitudes."""
     first, last = low + 1, top
     if stream.direction is Direction.BACKWARD:
         first, last = -top, -low - 1
-    every = " union all ".join(query.identities() for query in stream.queries)
+    every = " union all ".join(query.mark_statement() for query in stream.queries)
     rows = connection.execute(
         f"""
         select abs(id), coalesce(max(writer), ''), array_agg(mark), bool_or(is_proof) from ({every}) as found

@@ -47,7 +47,7 @@ from tidemark.streaming.wire.records import CURRENT_EPOCH
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, PossibleFacts, Run, RunColumns
 
 
-def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
+def apply_batch(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
     """Apply the records of a batch to the streams of a shard, and return the effects.
 
     The same input gives the same effects, byte for byte.

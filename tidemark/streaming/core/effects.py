@@ -128,7 +128,7 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A joined writer after the batch whose position, epoch or `retired` the batch changed."""
+    """The state, after the batch, of a joined writer whose position, epoch or `retired` has changed."""
 
     writer: str
     epoch: int

@@ -547,7 +547,8 @@ class _PackedWriters:
         """Writers whose chains have not passed `linear`.
 
         Returns:
-            The `limit` writers with the lowest positions, unsorted, and the number of the other writers.
+            At most `limit` of these writers, with the lowest positions, unsorted; and the number of these writers that
+            were left out.
         """
         if not len(self):
             return [], 0

@@ -19,7 +19,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from tidemark.common.gc_tuning import freeze, gc_disabled
 from tidemark.streaming.core import effects
-from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import NO_STATES, PackedStates, States
 from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.runs import Packet
@@ -88,7 +88,7 @@ def advance_shard(
     states = States.unpack(state.get[0] if state.exists else None, NO_STATES if seed is None else PackedStates(seed))
     with gc_disabled():
         packets = [_packet_decoder.decode(data) for frame in frames for data in frame["packet"]]
-        shard_effects = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
+        shard_effects = apply_batch(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
         encoded = effects.encode(msgspec.structs.replace(shard_effects, computation_start=computed_from))
     state.update((states.pack(),))
     yield pd.DataFrame({"shard": [shard], "effects": [encoded]})

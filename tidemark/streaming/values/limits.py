@@ -1,8 +1,8 @@
 """Bounds of a stream's state, reasons for rejecting a record, evidence, and the shard of a stream.
 
 If a bound is reached, records are deferred or rejected, old data is dropped, or streams are marked as uncertain. Each
-of these can only delay positions (docs/design.md, rule 9). This module does not import numpy, because services that
-only write or read import it too.
+of these can only delay positions (docs/design.md, rule 9). This module does not import numpy: services that only write
+or read import this module, and do not need numpy.
 
 *Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names and a
 `*`. For each setting, the most specific policy that has the setting applies. If no policy has it, the default applies.
