@@ -26,7 +26,7 @@ from tidemark.app.verbs.reseed import Reseed
 from tidemark.app.verbs.status import WriterStatus
 from tidemark.app.verbs.trace import IdTrace
 from tidemark.app.verbs.verify import Difference
-from tidemark.sinks.postgres.inspect import LateFact
+from tidemark.sinks.postgres.inspect import StoredLateCompletion
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.postgres.status import BridgeStatus, HistoryFault, LaggingPartition
 from tidemark.sinks.reader import ParkedFact
@@ -286,7 +286,7 @@ class PolicyChangeOutput(msgspec.Struct):
 
 
 class LateOutput(msgspec.Struct):
-    late: list[LateFact]
+    late: list[StoredLateCompletion]
 
 
 class ConfigOutput(msgspec.Struct):
