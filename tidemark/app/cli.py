@@ -62,7 +62,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
     "Inspect": {
         "status": Verb("status", "sidecar", "Show the positions of all streams and their writers, and the pipeline."),
         "top": Verb("status", "sidecar", "Show `status` and `gaps`, every two seconds."),
-        "gaps": Verb("gaps", "sidecar", "Show every gap and silent writer, and the command that settles it."),
+        "gaps": Verb("gaps", "sidecar", "Show the gaps and silent writers, and the command that settles each of them."),
         "explain": Verb("explain", "sidecar", "Show why a stream was blocked at a given time."),
         "trace": Verb("trace", "sidecar", "Show the history of one ID, from its Kafka record to its publication."),
         "verify": Verb("verify", "sidecar", "Compare Postgres, Redis and sidecars."),

@@ -128,7 +128,7 @@ def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
 
 
 def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """Join the statements to one, for one round trip. In pipeline mode, which allows no joined ones, return `local`."""
+    """Join the statements to one, for one round trip. Return `local` in pipeline mode: joined statements fail in it."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
@@ -435,8 +435,8 @@ def describe_sessions(connection: Connection, pids: list[int]) -> str:
     return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
 
 
-# pg_locks no longer has a wait that has timed out. So this query lists the sessions that have, or wait for, a strong
-# lock on a table: on a table of Tidemark if there is such a lock, otherwise on any table.
+# pg_locks no longer has a wait that has timed out. So this query lists up to 10 sessions that have, or wait for, a
+# strong lock on a table: on a table of Tidemark if there is such a lock, otherwise on any table.
 _LOCK_HOLDERS = """
 with locks as (
     select coalesce(l.pid, 0) as pid,

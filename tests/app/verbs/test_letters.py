@@ -30,20 +30,20 @@ def stored() -> bytes:
 
 def refusal(it: DeadLetter, stored: bytes | None) -> str:
     with pytest.raises(BadRecord) as caught:
-        dead_letters.replay(it, "facts", stored, 9.0)
+        dead_letters.try_replay(it, "facts", stored, 9.0)
     return str(caught.value)
 
 
 def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
     """The state machine's own answer for the record as it stands; whatever it says is known afterwards."""
-    tried = dead_letters.replay(letter(FACT), "facts", stored, 9.0)
+    tried = dead_letters.try_replay(letter(FACT), "facts", stored, 9.0)
     assert [*tried.lines()] == [
         "RDATA of a in epoch 1, rejected as wrong_partition",
         "a moves from 2 to 5: facts 2",
         "the linear position of events moves from 2 to 5",
     ]
     assert not tried.is_contained()
-    assert dead_letters.replay(letter(FACT), "facts", tried.effects.state, 9.0).is_contained()
+    assert dead_letters.try_replay(letter(FACT), "facts", tried.effects.state, 9.0).is_contained()
     assert tried.override("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
 
 
@@ -65,17 +65,17 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
 )
 def test_every_kind_of_edge_can_come_again(stored: bytes, value: bytes, line: str) -> None:
     """A fact with its neighbour or without, what holds none, many in one record, and one of a writer to come."""
-    assert [*dead_letters.replay(letter(value), "facts", stored, 9.0).lines()][1] == line
+    assert [*dead_letters.try_replay(letter(value), "facts", stored, 9.0).lines()][1] == line
 
 
 def test_what_the_pipeline_would_defer_is_not_contained(stored: bytes) -> None:
     """By the bounds of the policies: its writer has room for one range above a gap."""
     above = letter(FACT.replace(b'"prev":2,"id":3', b'"prev":7,"id":8'))
     bounds = Bounds(pending=1)
-    tried = dead_letters.replay(above, "facts", stored, 9.0, bounds)
+    tried = dead_letters.try_replay(above, "facts", stored, 9.0, bounds)
     assert (tried.is_contained(), tried.is_deferred()) == (False, True)
     assert dead_letters.replayed_outcome(lambda: tried) == "not seen"
-    assert not dead_letters.replay(above, "facts", stored, 9.0).is_deferred()
+    assert not dead_letters.try_replay(above, "facts", stored, 9.0).is_deferred()
 
 
 def test_what_would_be_refused_again_is_not_sent(stored: bytes) -> None:

@@ -238,7 +238,7 @@ def find_open_ranges(
         policies: the policies of the streams.
         begun: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them is fenced.
         bridged: the streams that `tidemark synapse` sends.
-        reading: how far the pipeline has read; None: no heartbeat counts as missed.
+        reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
     """
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
@@ -323,7 +323,7 @@ def missed_heartbeat_seconds(source: Source, home: int | None, now: float, readi
         source: the relay or bridge.
         home: the partition of the stream.
         now: seconds since 1970.
-        reading: how far the pipeline has read; None if not known.
+        reading: the partitions that the pipeline reads with lag; None if not known.
     """
     if reading is None or home in reading.lagging:
         return None
@@ -351,7 +351,7 @@ def source_problems(
     Args:
         stored: the encoded states, by stream.
         now: seconds since 1970.
-        reading: how far the pipeline has read; None if not known.
+        reading: the partitions that the pipeline reads with lag; None if not known.
         bridged: the streams that `tidemark synapse` sends.
     """
     for name, data in sorted(stored.items()):
@@ -461,7 +461,7 @@ def writer_verdict(
         seen: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
         now: seconds since 1970.
         silent: after how many seconds without a record a writer counts as silent.
-        reading: how far the pipeline has read; None: no heartbeat counts as missed.
+        reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
     """
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)

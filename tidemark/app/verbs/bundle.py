@@ -120,11 +120,11 @@ def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iter
     yield _Part("settings.txt", "", lambda: "\n".join(settings_lines(settings)))
     postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres)))
     tables = stack.enter_context(session_of(settings.postgres, "tidemark bundle"))
-    yield _Part("status.json", "Postgres", lambda: _status(settings, postgres))
-    yield _Part("gaps.json", "Postgres", lambda: _gaps(settings, postgres))
+    yield _Part("status.json", "Postgres", lambda: _status_json(settings, postgres))
+    yield _Part("gaps.json", "Postgres", lambda: _gaps_json(settings, postgres))
     yield from (_Part(f"postgres/{table}.json", "Postgres", partial(dump.dump, tables, table)) for table in dump.TABLES)
-    yield _Part("redis.json", "Redis", lambda: _redis(settings))
-    yield _Part("kafka.json", "Kafka", lambda: _kafka(settings))
+    yield _Part("redis.json", "Redis", lambda: _redis_json(settings))
+    yield _Part("kafka.json", "Kafka", lambda: _kafka_json(settings))
     yield from (_Part(f"metrics-{number}.txt", url, partial(_get, url)) for number, url in enumerate(metrics, 1))
 
 
@@ -169,23 +169,23 @@ def _versions() -> str:
     return as_object({**about, **versions})
 
 
-def _status(settings: Settings, postgres: Postgres) -> str:
+def _status_json(settings: Settings, postgres: Postgres) -> str:
     condition = health.configured_condition(settings, postgres)
-    return status.to_json(status.of(postgres, postgres.states()), time.time(), condition)
+    return status.to_json(status.read_from_postgres(postgres, postgres.states()), time.time(), condition)
 
 
-def _gaps(settings: Settings, postgres: Postgres) -> str:
+def _gaps_json(settings: Settings, postgres: Postgres) -> str:
     return gaps.to_json(
         open_ranges.read_open_ranges(postgres, postgres.states(), time.time(), settings.policy_defaults)
     )
 
 
-def _redis(settings: Settings) -> str:
+def _redis_json(settings: Settings) -> str:
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
         return as_object(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
 
 
-def _kafka(settings: Settings) -> str:
+def _kafka_json(settings: Settings) -> str:
     names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
     names += [settings.kafka_positions_topic] if settings.kafka_positions_topic else []
     return as_object(Topics(settings.kafka, TIMEOUT_SECONDS).describe(names))

@@ -58,7 +58,7 @@ HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "D
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayTrial:
     """The effects that the record of a dead letter would have now.
 
     Attributes:
@@ -97,9 +97,9 @@ class Replay:
         return OperatorOverride(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
-def replay(
+def try_replay(
     letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
-) -> Replay:
+) -> ReplayTrial:
     """Apply the record of a dead letter to a copy of its stream's state.
 
     Args:
@@ -138,7 +138,7 @@ def replay(
         raise BadRecord(
             bad.reason, "the record would be rejected again: it does not fit the current state of the stream"
         )
-    return Replay(letter, record, effects.streams[0])
+    return ReplayTrial(letter, record, effects.streams[0])
 
 
 def _edges(
@@ -173,7 +173,7 @@ def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, n
     )
 
 
-def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
+def replayed_outcome(try_again: Callable[[], ReplayTrial]) -> Outcome:
     """Find the outcome of a replay after the pipeline has read the record.
 
     Args:
@@ -191,7 +191,7 @@ def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
 
 
 def send_again(
-    override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str
+    override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: ReplayTrial, by: str, why: str
 ) -> SentOverride:
     """Note the replay in the audit table, and send the unchanged record to `topic`.
 
@@ -272,7 +272,7 @@ class DeadLetterOffset(click.ParamType[tuple[int, int]]):
 
 @click.group("dead-letters", cls=CommandGroup)
 def dead_letters() -> None:
-    """List and show rejected records, byte for byte, and send one again after its cause is repaired."""
+    """List and show rejected records, byte for byte, and send one of them again."""
 
 
 @dead_letters.command("list")
@@ -281,7 +281,10 @@ def dead_letters() -> None:
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
 def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
-    """List the newest dead letters of all streams, or STREAM."""
+    """List the newest dead letters of all streams, or of STREAM.
+
+    With STREAM or --reason, only the newest 10,000 dead letters of each partition are searched.
+    """
     settings = loaded()
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
@@ -317,10 +320,10 @@ def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
 def dead_letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:
-    """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is repaired.
+    """Send the record of the dead letter at OFFSET to the facts topic again. Possible once for each dead letter.
 
-    The record is first tried on the stored state, and not sent if it would be rejected again. A JOIN or RETIRE is never
-    sent again.
+    First repair the cause of the rejection. The record is tried on the stored state, and not sent if it would be
+    rejected again. A JOIN or RETIRE is never sent again.
     """
     settings = loaded()
     topic = settings.kafka_facts_topic
@@ -328,9 +331,9 @@ def dead_letters_replay(
         postgres.check_readable()
         letter = _read_letter(kafka, place)
 
-        def try_again() -> Replay:
+        def try_again() -> ReplayTrial:
             bounds = Policies(postgres.policies.read(), settings.policy_defaults).bounds()
-            return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time(), bounds)
+            return try_replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time(), bounds)
 
         trial = try_again()
         for line in trial.lines():

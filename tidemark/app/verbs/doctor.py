@@ -130,10 +130,10 @@ def _run_checks() -> Iterator[Check]:
             yield Check(name, "skipped", f"{error.name} is not installed")
         except TidemarkError as problem:
             unavailable.add(name)
-            yield _failed(name, problem)
+            yield _failed_check(name, problem)
 
 
-def _failed(name: str, problem: TidemarkError) -> Check:
+def _failed_check(name: str, problem: TidemarkError) -> Check:
     """The failed check for an error. If the error is a `Stop`, its text after the semicolon is the remedy."""
     if isinstance(problem, Unavailable | Refused) and (text := local_stack_hint(problem)):
         fault, _, _ = text.partition(": is `tidemark up`")

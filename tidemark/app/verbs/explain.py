@@ -133,8 +133,8 @@ def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain each stay during which the stream was blocked for `BRIEF_WAIT` or longer between two times. At most
-    `MAX_STAYS`."""
+    """Explain the first `MAX_STAYS` stays during which the stream was blocked for `BRIEF_WAIT` or longer between two
+    times."""
     now = codec.decode(encoded)
     explanations: dict[int, Explanation] = {}
     for time in [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]:
@@ -274,8 +274,8 @@ def _blocker(blocker: PastBlocker, explanation: Explanation) -> str:
 
 
 def _outcome(gap: StoredGap, explanation: Explanation) -> str:
-    """How a gap was closed. The evidence of an advance is a sum. So it says what happened to the IDs of the gap only if
-    it is all of one kind."""
+    """How a gap was closed. The evidence of an advance is a sum. The evidence shows what happened to the IDs of the gap
+    only if all IDs of the advance have evidence of one kind."""
     covering = [move for move in explanation.moved if move.writer == gap.writer and not beyond(gap.top, move.id)]
     if gap.closed_by == "completed" and covering and gap.closed == explanation.stay.until:
         facts, empty, *others = covering[0].evidence.counts
@@ -283,6 +283,12 @@ def _outcome(gap: StoredGap, explanation: Explanation) -> str:
             return "its IDs were committed" if facts else "its IDs were rolled back, or not used by this writer"
         return f"its IDs completed (tidemark trace {explanation.stream} {gap.top} shows how)"
     return CLOSED.get(gap.closed_by or "", str(gap.closed_by))
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """The first `MAX_SHOWN` names as text, and the number of further names."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
 
 
 def _next_move(explanation: Explanation) -> Iterator[str]:
@@ -295,10 +301,12 @@ def _next_move(explanation: Explanation) -> Iterator[str]:
     verb = "moved" if explanation.idle else "unblocked"
     yield f"  {verb} by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
     yield from (f"    {_move(move)}" for move in explanation.moved[:MAX_SHOWN])
+    if len(explanation.moved) > MAX_SHOWN:
+        yield f"    {count(len(explanation.moved) - MAX_SHOWN, 'more advance')}"
     if explanation.retired:
-        yield f"    retired: {', '.join(explanation.retired[:MAX_SHOWN])}"
+        yield f"    retired: {_first_names(explanation.retired)}"
     if explanation.joined:
-        yield f"    first record of {', '.join(explanation.joined[:MAX_SHOWN])}"
+        yield f"    first record of {_first_names(explanation.joined)}"
     for act in explanation.overrides:
         yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
 

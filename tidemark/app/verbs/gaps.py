@@ -85,7 +85,7 @@ def _remedy(gap: OpenRange) -> Iterator[str]:
 @click.option("--check", is_flag=True, help="End with exit code 3 if anything is blocked.")
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
-    """Show every gap and silent writer of all streams, or of STREAM, and the command that settles it."""
+    """Show the gaps and silent writers of all streams, or of STREAM, and the command that settles each of them."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()

@@ -58,9 +58,10 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Mark late completions of STREAM, by their NUMBERs, as resolved: readers have processed the facts, or need not.
+    """Mark the late completions with these NUMBERs of STREAM as resolved.
 
-    This changes no position and notifies no reader, so process the facts first.
+    Use this if readers have processed the facts, or need not process them. The command changes no position and notifies
+    no reader.
     """
     with _open_late_completions() as stored:
         completions = stored.with_numbers(stream, numbers)

@@ -535,7 +535,7 @@ def retire(**options: Any) -> None:
 @_override_options
 @click.option("--id", type=int, required=True, help="All IDs of the writer up to this one are complete.")
 def join(**options: Any) -> None:
-    """Send the JOIN of a WRITER that never joined STREAM, or reopen the IDs beyond --id that were skipped."""
+    """Send the JOIN of a WRITER that never joined STREAM, or reopen the skipped IDs beyond --id."""
     _run("JOIN", **options)
 
 

@@ -291,7 +291,7 @@ def _change_parked(
 @readers_parked.command("retry")
 @_parked_arguments
 def readers_parked_retry(**options: Any) -> None:
-    """Let READER of STREAM receive parked facts again, after their cause is repaired.
+    """Let READER of STREAM receive parked facts again. First repair the cause of the error.
 
     A running copy receives them within seconds, in a batch with `is_retry` set. A fact that fails again is parked
     again.

@@ -71,7 +71,7 @@ class StreamStatus:
         requeues: deferred records that are being requeued.
         bridge: the bridge that sends the stream; None if `tidemark synapse` does not send it.
         home: its Kafka partition; None if unknown.
-        reading: how far the pipeline has read; None if no pipeline is active, or if it waits.
+        reading: the partitions that the pipeline reads with lag; None if no pipeline is active, or if it waits.
     """
 
     stream: str
@@ -134,7 +134,7 @@ def _status(
     return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, reading)
 
 
-def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
+def read_from_postgres(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
     """The status of all streams, or of `only` one, as `read` returns it. Reads the other arguments from `postgres`."""
     conditions = postgres.conditions
     return read(
@@ -328,7 +328,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         stored = postgres.states()
         if stream is not None and stream not in stored:
             raise CommandFailed(no_stream(stream, stored))
-        statuses = of(postgres, stored, stream)
+        statuses = read_from_postgres(postgres, stored, stream)
         pipeline = health.configured_condition(settings, postgres)
     if as_json:
         click.echo(to_json(statuses, time.time(), pipeline))
@@ -356,7 +356,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 stored = postgres.states(None if stream is None else [stream])
                 pipeline = health.configured_condition(settings, postgres)
                 now = time.time()
-                statuses = of(postgres, stored)
+                statuses = read_from_postgres(postgres, stored)
                 open_now = open_ranges.read_open_ranges(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)

@@ -1,4 +1,4 @@
-"""Queries of the history for `tidemark explain`, `trace`, `replay` and `late`. Only `LateCompletions.resolve` writes."""
+"""Queries of the history for `explain`, `trace`, `replay` and `late`. Only `LateCompletions.resolve` writes."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

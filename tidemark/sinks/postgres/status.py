@@ -155,7 +155,7 @@ class Condition:
         lease_seconds: seconds until the lease expires; 0 if it has expired.
         seconds_since_batch: seconds since the last batch was applied; None if there was none.
         dead_letters: the counts of each reason, the largest first.
-        overrides: the newest operator overrides of the last day, newest first.
+        overrides: the newest operator overrides of the last day, newest first; at most `OVERRIDES_SHOWN`.
         faults: the streams that a sink cannot publish.
         waits_for: what a batch of the owner waits for in this database; None if no batch waits.
         lagging: the Kafka partitions that have more lag than in a healthy pipeline.
