@@ -256,7 +256,7 @@ def test_nothing_is_noted_where_kafka_is_away(operator: Operator, dsn: str, sql:
     """An act without an outcome would be looked for by somebody."""
     away = Operator(dsn, f"127.0.0.1:{free_port()}", "nowhere")
     done = away.run("skip", STREAM, "a", "3..4", "--yes")
-    assert (done.exit_code, "; nothing was noted or sent" in done.output) == (1, True)
+    assert (done.exit_code, "; nothing was logged or sent" in done.output) == (1, True)
     assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
 
 

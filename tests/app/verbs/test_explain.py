@@ -14,7 +14,10 @@ from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Record, Shard, forced, join, packets, position, rdata, retire, sent, skip
 from tidemark.app.cli import main
+from tidemark.app.verbs.explain import Explanation, to_text
 from tidemark.sinks.port import Batch
+from tidemark.sinks.postgres.inspect import BatchAdvance, LinearStay
+from tidemark.streaming.values.limits import Evidence
 
 Explain = Callable[..., Result]
 
@@ -367,3 +370,20 @@ def test_what_a_reader_waits_for_is_shown_first(explain: Explain, sql: psycopg.C
     assert [(status["partition"], status["lag_ids"]) for status in statuses] == [(0, 0), (1, 7)]
     refused = explain("--reader", "nobody")
     assert (refused.exit_code, "there is no reader nobody of events" in refused.output) == (1, True)
+
+
+def test_text_counts_what_it_leaves_out() -> None:
+    """Ten of twelve advances, and ten of twelve names; the text has the number of the others."""
+    since, until = (datetime(2026, 11, 27, 20, minute, tzinfo=UTC) for minute in (0, 1))
+    names = [f"w{number}" for number in range(12)]
+    moved = [BatchAdvance(name, 1, 5, 9, Evidence(4, 0, 0, 0), 9, 7, until) for name in names]
+    stay = LinearStay(5, since, until, 9, since, is_since_known=True)
+    explanation = Explanation(STREAM, stay, False, [], moved, names, names, [], 7, [])
+    lines = to_text([explanation], until).splitlines()
+    first = "w0, w1, w2, w3, w4, w5, w6, w7, w8, w9"
+    assert lines[-3:] == [
+        "    2 more advances",
+        f"    retired: {first} and 2 more",
+        f"    first record of {first} and 2 more",
+    ]
+    assert sum(" moved from 5 to 9" in line for line in lines) == 10

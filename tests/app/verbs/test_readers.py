@@ -184,8 +184,8 @@ def test_a_place_that_moves_back_gets_late_facts_of_proven_empty_ranges(
         (("seek", "copier", "s", "m1~w.4"), 1, "give a token without writers, m1"),
         (("seek", "copier", "s", "seven"), 2, "does not begin with m"),
         (("seek", "nobody", "s", "m1"), 1, "there is no reader nobody of s"),
-        (("parked", "retry", "copier", "s", "4"), 1, "has no parked fact 4"),
-        (("parked", "drop", "copier", "s", "4"), 1, "has no parked fact 4"),
+        (("parked", "retry", "copier", "s", "4"), 1, "has no parked fact with ID 4"),
+        (("parked", "drop", "copier", "s", "4"), 1, "has no parked fact with ID 4"),
     ],
 )
 def test_what_cannot_be_is_refused(

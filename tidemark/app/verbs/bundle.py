@@ -181,6 +181,7 @@ def _gaps_json(settings: Settings, postgres: Postgres) -> str:
 
 
 def _redis_json(settings: Settings) -> str:
+    """The positions in Redis of the first `MAX_ROWS` streams by name."""
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
         return as_object(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
 

@@ -32,7 +32,7 @@ from tidemark.app.verbs.overrides import (
     effect_lines,
     positions_line,
     require_topic,
-    send_noted,
+    send_logged,
 )
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
@@ -193,7 +193,7 @@ def replayed_outcome(try_again: Callable[[], ReplayTrial]) -> Outcome:
 def send_again(
     override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: ReplayTrial, by: str, why: str
 ) -> SentOverride:
-    """Note the replay in the audit table, and send the unchanged record to `topic`.
+    """Log the replay in the audit table, and send the unchanged record to `topic`.
 
     Raises:
         BadRecord: the dead letter was replayed before.
@@ -201,8 +201,8 @@ def send_again(
     """
     assert trial.letter.value is not None
     require_topic(connection, topic)
-    noted = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.letter.origin)
-    return send_noted(override_log, noted, connection, topic, Topic.FACTS, trial.letter.value)
+    entry = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.letter.origin)
+    return send_logged(override_log, entry, connection, topic, Topic.FACTS, trial.letter.value)
 
 
 def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:

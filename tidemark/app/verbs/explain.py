@@ -434,5 +434,7 @@ def _open_now(settings: "Settings", stream: str, encoded: bytes, now: datetime) 
 
 def _too_early(stream: str, begins: datetime | None) -> CommandFailed:
     if begins is None:
-        return CommandFailed(f"the stored history of {stream} has no advance: give a time at which it moved")
+        return CommandFailed(
+            f"the stored history of {stream} has no advance: give a time at which the linear position moved"
+        )
     return CommandFailed(f"the stored history of {stream} begins at {timestamp(begins)}, after the given time")

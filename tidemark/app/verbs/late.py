@@ -67,7 +67,7 @@ def late_resolve(
         completions = stored.with_numbers(stream, numbers)
         missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
-            raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")
+            raise CommandFailed(f"stream {stream} has no late completion with number {', '.join(map(str, missing))}")
         click.echo(_table(completions, time.time()), err=as_json)
         if not dry_run:
             require_confirmation(stream, "the stream's name", yes=yes)

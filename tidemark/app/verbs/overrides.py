@@ -364,40 +364,40 @@ POLL_SECONDS: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SentOverride:
-    """An override that was sent: its entry in the audit table (`noted`), and where its record is in Kafka."""
+    """An override that was sent: its entry in the audit table (`entry`), and where its record is in Kafka."""
 
-    noted: LoggedOverride
+    entry: LoggedOverride
     topic: str
     partition: int
     offset: int
 
     def line(self) -> str:
         at = f"{self.topic}/{self.partition} at offset {self.offset}"
-        return f"sent to {at}; logged as override {self.noted.number} by database user {self.noted.seen_as}"
+        return f"sent to {at}; logged as override {self.entry.number} by database user {self.entry.seen_as}"
 
     def plain(self) -> dict[str, Any]:
         """The fields of the JSON output."""
         sent = {"topic": self.topic, "partition": self.partition, "offset": self.offset}
-        return {"sent": sent, "number": self.noted.number, "seen_as": self.noted.seen_as}
+        return {"sent": sent, "number": self.entry.number, "seen_as": self.entry.seen_as}
 
 
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
-    """Note the override of a trial in the audit table, and send its record to `topic`. Raises `CommandFailed`."""
+    """Log the override of a trial in the audit table, and send its record to `topic`. Raises `CommandFailed`."""
     require_topic(connection, topic)
-    noted = override_log.log(trial.record.stream, trial.override)
-    return send_noted(override_log, noted, connection, topic, Topic.CONTROL, records.encode(trial.record))
+    entry = override_log.log(trial.record.stream, trial.override)
+    return send_logged(override_log, entry, connection, topic, Topic.CONTROL, records.encode(trial.record))
 
 
 def require_topic(connection: KafkaConnection, topic: str) -> None:
-    """Raise `CommandFailed` if Kafka does not answer or the topic is missing. Called before an override is noted."""
+    """Raise `CommandFailed` if Kafka does not answer or the topic is missing. Called before an override is logged."""
     try:
         Topics(connection).describe([topic])
     except TidemarkError as problem:
-        raise CommandFailed(f"{problem}; nothing was noted or sent") from problem
+        raise CommandFailed(f"{problem}; nothing was logged or sent") from problem
 
 
-def send_noted(
-    override_log: OverrideLog, noted: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
+def send_logged(
+    override_log: OverrideLog, entry: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
 ) -> SentOverride:
     """Send the record of an override that the audit table already has, and note the record's offset in the table.
 
@@ -408,12 +408,12 @@ def send_noted(
         produced = produce_lines(connection, topic, role, [value], refused.append)
     except TidemarkError as problem:
         raise CommandFailed(
-            f"{problem}; override {noted.number} is noted, but Kafka may not have its record: check with"
+            f"{problem}; override {entry.number} is logged, but Kafka may not have its record: check with"
             " `tidemark tail`"
         ) from problem
     assert produced.last is not None, refused
-    override_log.note_sent(noted, topic, *produced.last)
-    return SentOverride(noted, topic, *produced.last)
+    override_log.note_sent(entry, topic, *produced.last)
+    return SentOverride(entry, topic, *produced.last)
 
 
 def await_outcome(
@@ -436,7 +436,7 @@ def await_outcome(
             return "not seen"
         time.sleep(POLL_SECONDS)
     final = find()
-    override_log.note_outcome(sent.noted, final)
+    override_log.note_outcome(sent.entry, final)
     return final
 
 
@@ -581,10 +581,10 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:
             echo_result(sent.line(), err=as_json)
-            final = await_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.noted))
+            final = await_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.entry))
         except KeyboardInterrupt:
             echo_result(
-                f"the override was sent and cannot be undone: see `tidemark overrides show {sent.noted.number}`",
+                f"the override was sent and cannot be undone: see `tidemark overrides show {sent.entry.number}`",
                 err=True,
             )
             raise

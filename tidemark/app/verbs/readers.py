@@ -42,7 +42,7 @@ HEADINGS: Final = (
 PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
 _RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
 MAX_TOKEN_CHARS: Final = 24  # of a place in the list: a token names every writer beyond the linear position
-MAX_LATE: Final = 10_000  # late completions that a reader reads again after a seek
+MAX_LATE: Final = 10_000  # newest late completions of a stream: a reader reads only these again after a seek
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 _dsn = click.option(
@@ -366,7 +366,7 @@ def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[i
     facts = store.parked_with_ids(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
     if missing:
-        raise CommandFailed(f"{reader} of {stream} has no parked fact {', '.join(map(str, missing))}")
+        raise CommandFailed(f"{reader} of {stream} has no parked fact with ID {', '.join(map(str, missing))}")
     return facts
 
 

@@ -129,7 +129,7 @@ class _StreamProgress:
     advance: Callable[[int], None]
     left: int
 
-    def applied(self, records: int) -> None:
+    def move_by(self, records: int) -> None:
         """Move the bar by this number of records, but not beyond its end."""
         records = min(records, self.left)
         self.left -= records
@@ -138,7 +138,7 @@ class _StreamProgress:
 
     def finish(self) -> None:
         """Move the bar to its end."""
-        self.applied(self.left)
+        self.move_by(self.left)
 
 
 def compare_history(
@@ -322,7 +322,7 @@ def _advance_to(
         reached = try_records(now, chunk)
         if not reached.reaches(batch):
             now, low, step = now.apply(chunk, roles, time), low + len(chunk), min(2 * step, MAX_CHUNK)
-            show.applied(len(chunk))
+            show.move_by(len(chunk))
             continue
         too_few, enough = 0, len(chunk)  # binary search: `too_few` records do not reach the batch, `enough` do
         while enough - too_few > 1:
@@ -332,7 +332,7 @@ def _advance_to(
                 enough, reached = middle, attempt
             else:
                 too_few = middle
-        show.applied(enough)
+        show.move_by(enough)
         return low + enough, reached
     return low, try_records(now, [])
 

@@ -128,7 +128,7 @@ class IdTrace:
         passed: whether the linear position has passed the ID.
         writer: the writer of the ID; None if no record names the writer.
         unread: the first offset of the stream's partition that no batch has read; 0 if unknown.
-        records: the records that are about the ID.
+        records: the records that are about the ID, at most `MAX_RECORDS`.
         searched: the offsets that were searched; None if Kafka was not read.
         settled: the advances that passed the ID, oldest first.
         offsets: the offsets that the batch of the first of these advances has read.
@@ -137,7 +137,7 @@ class IdTrace:
         line: the batch after which the linear position had passed the ID; None if unknown.
         late: late completions that contain the ID.
         acts: operator overrides that contain the ID.
-        dead_letters: rejected records that are about the ID.
+        dead_letters: rejected records that are about the ID, at most `MAX_RECORDS`.
         published: when the writer's position in Redis passed the ID, by Redis's clock; None if unknown.
         unknown: a line of text for each server that did not answer.
     """

@@ -227,7 +227,7 @@ class VerifyReport:
         copies: the names of the replicas.
         advances: number of advances that were checked; None if the history was not checked.
         differences: the differences of the replicas and of the encoded states.
-        history: the faults of the history; empty if the history was not checked.
+        history: the faults of the history, at most `MAX_HISTORY_FAULTS`; empty if the history was not checked.
     """
 
     streams: int = 0

@@ -272,7 +272,7 @@ class _Waiter:
         ).fetchall()
         if ended:
             log.warning(
-                "Ended sessions of the owner, which did not renew the lease",
+                "Ended sessions of an owner that did not renew the lease",
                 token=token,
                 pids=[pid for pid, _ in ended],
             )

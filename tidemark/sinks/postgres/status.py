@@ -25,7 +25,8 @@ from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, sto
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """A Kafka partition with unread records.
+    """A Kafka partition with records that have been unread for ten seconds or longer, or that may have such records,
+    because Kafka has not answered for ten seconds or longer.
 
     Attributes:
         records: the number of unread records; 0 if Kafka does not answer.
@@ -158,7 +159,7 @@ class Condition:
         overrides: the newest operator overrides of the last day, newest first; at most `OVERRIDES_SHOWN`.
         faults: the streams that a sink cannot publish.
         waits_for: what a batch of the owner waits for in this database; None if no batch waits.
-        lagging: the Kafka partitions that have more lag than in a healthy pipeline.
+        lagging: the Kafka partitions with lag: see `LaggingPartition`.
     """
 
     owner: str | None
