@@ -205,8 +205,8 @@ def test_content_that_postgres_refuses_is_no_outage(
         publisher.publish("query", 2, [bad], ("query", 1))
     assert store.last_batch() == ("query", 1)
     token = publisher._lease.token
-    assert store.refusal(Batch("query", 2, token, [bad]))
-    assert store.refusal(Batch("query", 2, token, [good])) is None
+    assert store.find_refusal(Batch("query", 2, token, [bad]))
+    assert store.find_refusal(Batch("query", 2, token, [good])) is None
     assert store.last_batch() == ("query", 1)
     for number in (2, 3):
         publisher.publish("query", number, effects(number), ("query", number - 1))

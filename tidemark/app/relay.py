@@ -244,7 +244,7 @@ def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> lis
 
 def _streams_of(session: PostgresSession, writer: str) -> list[str]:
     with session.use() as connection:
-        SCHEMA.check(connection)
+        SCHEMA.check_writable(connection)
         rows = connection.execute(
             """
             select stream from tidemark.append_writers known
@@ -274,5 +274,5 @@ def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
 def blockers(dsn: str) -> list[OpenTransaction]:
     """Read the open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
-        SCHEMA.check(connection)
+        SCHEMA.check_writable(connection)
         return queries.read_blockers(connection)

@@ -168,7 +168,7 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
     retired = list[Retirement]()
     with state_session(settings.postgres) as session:
         with session.use() as connection:
-            SCHEMA.check(connection)
+            SCHEMA.check_writable(connection)
             streams = state.request_retirement(connection, order.writer, order.stream)
             known = state.read_active_writers(connection, order.stream)
         for stream in streams:

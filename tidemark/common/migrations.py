@@ -205,7 +205,7 @@ class Migrations:
         row = connection.execute(query).fetchone()
         return 0 if row is None else int(row[0])
 
-    def check(self, connection: Connection) -> None:
+    def check_writable(self, connection: Connection) -> None:
         """Raise an error unless this code can write in the schema.
 
         Accepts the target version, and newer versions that work with this code. Errors as for `check_readable`.
@@ -236,7 +236,7 @@ class Migrations:
         """
         version = self.version(connection)
         if version is not None and version > self.target_version:
-            self.check(connection)
+            self.check_writable(connection)
         return version
 
     def _make_table(self, connection: Connection) -> None:

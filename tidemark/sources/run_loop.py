@@ -322,7 +322,7 @@ class RunLoop(ABC):
             began = time.monotonic()
             try:
                 with self._session.use() as connection:
-                    self._schema.check(connection)
+                    self._schema.check_writable(connection)
                     if self._wait_for_turn(connection):
                         began = time.monotonic()
                         self._work(connection)
@@ -435,7 +435,7 @@ class RunLoop(ABC):
             with suppress(Retry, Refused, SchemaMismatch):
                 try:
                     with self._session.use() as connection:
-                        self._schema.check(connection)
+                        self._schema.check_writable(connection)
                 except PrerequisitePending as restore:
                     return restore
         return None

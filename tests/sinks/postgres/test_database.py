@@ -54,11 +54,11 @@ def test_another_schema_is_named_with_what_to_do(database: str, make: str, found
         if make == "newer":
             connection.execute("insert into tidemark.schema_version values (%s, 'x')", (WANTED + 1,))
         with pytest.raises(SchemaMismatch) as caught:
-            SCHEMA.check(connection)
+            SCHEMA.check_writable(connection)
     assert (caught.value.found, caught.value.wanted) == (found, WANTED)
 
 
-@pytest.mark.parametrize("named", [SCHEMA.check, check_readable])
+@pytest.mark.parametrize("named", [SCHEMA.check_writable, check_readable])
 def test_newer_schema_that_works_with_ours_is_left_as_it_is(database: str, named: Callable[[Connection], None]) -> None:
     """After a rollback the old Tidemark goes on in the schema of the new one, which says that it may."""
     migrate(database)
@@ -80,7 +80,7 @@ def test_older_schema_can_be_read(database: str) -> None:
     with psycopg.connect(database, autocommit=True) as connection:
         newer.check_readable(connection, OLDEST_READABLE_VERSION)
         with pytest.raises(SchemaMismatch):
-            newer.check(connection)
+            newer.check_writable(connection)
         with pytest.raises(SchemaMismatch):
             newer.check_readable(connection, OLDEST_READABLE_VERSION + 1)
 

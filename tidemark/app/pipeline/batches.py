@@ -363,7 +363,7 @@ class RefusedRecordFinder:
 
     def _refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
         """Apply the effects in a transaction that is rolled back. Returns the error message of Postgres, or None."""
-        return self.postgres.refusal(Batch(self.lineage, number, self.lease.token, effects))
+        return self.postgres.find_refusal(Batch(self.lineage, number, self.lease.token, effects))
 
     def _refused_streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
         """Find the streams whose effects Postgres refuses even without the effects of other streams."""
@@ -383,9 +383,9 @@ class RefusedRecordFinder:
         return refused([stream.stream for shard in effects for stream in shard.streams])
 
     def _refused_records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_RecordOrigin, str]:
-        """Find the records of `stream` that Postgres refuses: origin -> error message. Logs each refused record.
+        """Find records of `stream` that Postgres refuses, at most `MAX_REFUSED_RECORDS`: origin -> error message.
 
-        Returns an empty dict if no single record is the cause.
+        Logs each of these records. Returns an empty dict if no single record is the cause.
         """
         state = self.postgres.states([stream])
         records = [*self._read(effects, stream)]

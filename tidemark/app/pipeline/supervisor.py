@@ -258,7 +258,7 @@ class PipelineRun:
             stack.enter_context(self._spark.detecting_exit())
             retention = Retention(history=settings.history_days, audit=settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
-            postgres.check()
+            postgres.check_writable()
             require_successor(postgres.pipeline_version())
             self._health.set_state("another pipeline has the lease, or its lease has not expired yet")
             lease = stack.enter_context(

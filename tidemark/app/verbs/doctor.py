@@ -385,7 +385,7 @@ def _check_schema(connection: "Connection", user: str) -> Iterator[Check]:
         yield Check("Postgres schema", "failed", "the schema tidemark is missing", "Run: tidemark migrate")
         return
     try:
-        SCHEMA.check(connection)
+        SCHEMA.check_writable(connection)
     except SchemaMismatch:
         do = (
             "Run: tidemark migrate"

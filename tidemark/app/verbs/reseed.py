@@ -65,7 +65,7 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         Refused: Postgres refuses a statement.
     """
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
-        postgres.check()
+        postgres.check_writable()
         require_successor(postgres.pipeline_version())
         if dry_run:
             return _preview(settings, postgres)

@@ -554,7 +554,7 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
     trust = client_tls_context(settings.sidecar_ca_file)
     asked_sidecars = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
-        audit.check()
+        audit.check_readable()
         report = compare_replicas(audit, [RedisKeys(redis), RedisTokens(redis), *asked_sidecars], patience)
         if history:
             add_history(audit, report)

@@ -406,7 +406,7 @@ def give_up_requeues(connection: Connection, why: str) -> None:
     )
 
 
-def unfinished_requeues(session: PostgresSession) -> list[RequeueStatus]:
+def stored_requeues(session: PostgresSession) -> list[RequeueStatus]:
     """All stored requeues, oldest first: see `RequeueStatus`."""
     return session.fetch_all(
         RequeueStatus,

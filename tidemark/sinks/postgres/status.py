@@ -20,7 +20,7 @@ from tidemark.common.postgres_session import (
 )
 from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
-from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, stored_writers, unfinished_requeues
+from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, stored_requeues, stored_writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class ConditionReader:
 
     def requeues(self) -> list[RequeueStatus]:
         """All stored requeues, oldest first."""
-        return unfinished_requeues(self._session)
+        return stored_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:
         """The stored faults of all sinks, ordered by sink and stream."""
@@ -393,7 +393,7 @@ class Audit:
     def __exit__(self, *error: object) -> None:
         self._session.close()
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
         with self._session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)

@@ -119,10 +119,10 @@ class Postgres:
         self._requeues.close()
         self.batch_wait.close()
 
-    def check(self) -> None:
+    def check_writable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
         with self._reads.use() as connection:
-            SCHEMA.check(connection)
+            SCHEMA.check_writable(connection)
 
     def check_readable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
@@ -145,10 +145,10 @@ class Postgres:
         with self._batches.use() as connection, self.batch_wait.track(connection):
             return apply(connection, batch)
 
-    def refusal(self, batch: Batch) -> str | None:
-        """Try to write the batch, roll back, and return the error about its content: see `transaction.refusal`."""
+    def find_refusal(self, batch: Batch) -> str | None:
+        """Try to write the batch, roll back, and return the error about its content: see `transaction.find_refusal`."""
         with self._batches.use() as connection, self.batch_wait.track(connection):
-            return transaction.refusal(connection, batch)
+            return transaction.find_refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
         """Raise the next number of a late completion to the clock (microseconds since 1970), unless it is higher.

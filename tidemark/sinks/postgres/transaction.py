@@ -98,7 +98,7 @@ def apply(connection: Connection, batch: Batch) -> CommitResult:
         )
 
 
-def refusal(connection: Connection, batch: Batch) -> str | None:
+def find_refusal(connection: Connection, batch: Batch) -> str | None:
     """Try to write `batch`, and roll back.
 
     Returns:

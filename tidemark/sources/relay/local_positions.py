@@ -308,7 +308,7 @@ class LocalPositions:
         while not self._halt.is_set():
             try:
                 with self._session.use() as connection:
-                    SCHEMA.check(connection)
+                    SCHEMA.check_writable(connection)
                     has_schema = True
                     if self._standby.take(connection, [_LOCK_KEY]):
                         set_lock_timeout(connection)
