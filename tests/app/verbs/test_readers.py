@@ -16,7 +16,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.app.verbs.readers import _distance
+from tidemark.app.verbs.readers import _distance_text
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.streaming.core.effects import LateCompletion
@@ -128,7 +128,7 @@ def test_a_busy_copy_is_shown(readers: Callable[..., Result], service: ReadingSe
     ],
 )
 def test_the_distance_of_a_seek_is_in_words(before: int, after: int, text: str) -> None:
-    assert _distance(before, after) == text
+    assert _distance_text(before, after) == text
 
 
 @pytest.mark.parametrize(("token", "again"), [("m1", [2, 3, 4, 5]), ("now", []), ("beginning", [1, 2, 3, 4, 5])])

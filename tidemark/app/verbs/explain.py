@@ -226,7 +226,7 @@ def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
     stay = explanation.stay
     if explanation.idle:
         until = stay.blocked_since or stay.until
-        yield f"{explanation.stream}: idle at {stay.linear} from {_period(stay, stay.since, until, now)}"
+        yield f"{explanation.stream}: idle at {stay.linear} from {_period_text(stay, stay.since, until, now)}"
         yield "  had nothing to wait for: no higher ID was allocated"
         if stay.blocked_since is not None:
             blocked_since = timestamp(stay.blocked_since).replace(" ", "T")
@@ -240,18 +240,21 @@ def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
         )
         return
     else:
-        yield f"{explanation.stream}: stuck at {stay.linear} from {_period(stay, stay.blocked_since, stay.until, now)}"
+        period = _period_text(stay, stay.blocked_since, stay.until, now)
+        yield f"{explanation.stream}: stuck at {stay.linear} from {period}"
         if stay.blocked_since > stay.since:
             yield f"  idle before, from {timestamp(stay.since)}: no higher ID was allocated"
-        yield from (f"  blocked by {_blocker(blocker, explanation)}" for blocker in explanation.blockers[:MAX_SHOWN])
+        yield from (
+            f"  blocked by {_blocker_text(blocker, explanation)}" for blocker in explanation.blockers[:MAX_SHOWN]
+        )
         if len(explanation.blockers) > MAX_SHOWN:
             yield f"  blocked by {count(len(explanation.blockers) - MAX_SHOWN, 'more writer')}"
         if not explanation.blockers:
             yield "  the history names no blocker: a writer had not joined yet, or has retired since"
-    yield from _next_move(explanation)
+    yield from _next_move_lines(explanation)
 
 
-def _period(stay: LinearStay, begin: datetime, end: datetime | None, now: datetime) -> str:
+def _period_text(stay: LinearStay, begin: datetime, end: datetime | None, now: datetime) -> str:
     """The two times as text, with the time between them. `end` is None if the stream is in the same state now."""
     since = timestamp(begin)
     if begin == stay.since and not stay.is_since_known:
@@ -262,7 +265,7 @@ def _period(stay: LinearStay, begin: datetime, end: datetime | None, now: dateti
     return f"{since} {until} ({duration(((end or now) - begin).total_seconds())})"
 
 
-def _blocker(blocker: PastBlocker, explanation: Explanation) -> str:
+def _blocker_text(blocker: PastBlocker, explanation: Explanation) -> str:
     if blocker.gap is None:
         until = "" if blocker.retired is None else f", until it retired at {timestamp(blocker.retired)}"
         return f"{blocker.writer} (epoch {blocker.epoch}): no record beyond ID {blocker.position}{until}"
@@ -270,10 +273,10 @@ def _blocker(blocker: PastBlocker, explanation: Explanation) -> str:
     span = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{span} until now"
-    return f"{span} to {timestamp(gap.closed)}: {_outcome(gap, explanation)}"
+    return f"{span} to {timestamp(gap.closed)}: {_outcome_text(gap, explanation)}"
 
 
-def _outcome(gap: StoredGap, explanation: Explanation) -> str:
+def _outcome_text(gap: StoredGap, explanation: Explanation) -> str:
     """How a gap was closed. The evidence of an advance is a sum. The evidence shows what happened to the IDs of the gap
     only if all IDs of the advance have evidence of one kind."""
     covering = [move for move in explanation.moved if move.writer == gap.writer and not beyond(gap.top, move.id)]
@@ -291,7 +294,7 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_SHOWN]) + more
 
 
-def _next_move(explanation: Explanation) -> Iterator[str]:
+def _next_move_lines(explanation: Explanation) -> Iterator[str]:
     stay = explanation.stay
     if stay.until is None:
         if stay.went_to is not None:
@@ -300,7 +303,7 @@ def _next_move(explanation: Explanation) -> Iterator[str]:
     read = ", ".join(map(offsets, explanation.offsets))
     verb = "moved" if explanation.idle else "unblocked"
     yield f"  {verb} by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
-    yield from (f"    {_move(move)}" for move in explanation.moved[:MAX_SHOWN])
+    yield from (f"    {_move_text(move)}" for move in explanation.moved[:MAX_SHOWN])
     if len(explanation.moved) > MAX_SHOWN:
         yield f"    {count(len(explanation.moved) - MAX_SHOWN, 'more advance')}"
     if explanation.retired:
@@ -318,7 +321,7 @@ def offsets(span: OffsetRange) -> str:
     return f"{span.topic}/{span.partition} {span.first}" + (f"..{span.last}" if span.last > span.first else "")
 
 
-def _move(move: BatchAdvance) -> str:
+def _move_text(move: BatchAdvance) -> str:
     return f"{move.writer} (epoch {move.epoch}) moved from {move.prev} to {move.id}: {evidence(move.evidence)}"
 
 
@@ -330,7 +333,7 @@ def evidence(counts: Evidence) -> str:
     return ", ".join(parts) or "no new evidence"
 
 
-def _reader(reader: str, stream: str) -> list[ReaderStatus]:
+def _read_reader_statuses(reader: str, stream: str) -> list[ReaderStatus]:
     from tidemark.app.verbs import readers  # noqa: PLC0415 - only readers need redis-py, which is slow to import
 
     with readers.open_databases(None) as databases:
@@ -385,7 +388,7 @@ def explain(
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
     now = datetime.now(UTC)
-    statuses = [] if reader is None else _reader(reader, stream)
+    statuses = [] if reader is None else _read_reader_statuses(reader, stream)
     if min(between or [at or now]) > now:
         raise click.UsageError("the time is in the future: give it in UTC, or with its offset")
     with StreamInspection(settings.postgres) as past:
@@ -410,7 +413,7 @@ def explain(
             if explanation is None:
                 raise _too_early(stream, past.history_start(stream))
             explanations = [explanation]
-    open_now = _open_now(settings, stream, encoded, now) if at is None and between is None else []
+    open_now = _read_open_ranges(settings, stream, encoded, now) if at is None and between is None else []
     if open_now and explanations[0].idle:  # the history has no record of what is open
         explanations = [replace(explanations[0], idle=False)]
     if as_json:
@@ -427,7 +430,7 @@ def explain(
         echo(gaps.to_text(open_now, now.timestamp()))
 
 
-def _open_now(settings: "Settings", stream: str, encoded: bytes, now: datetime) -> list[open_ranges.OpenRange]:
+def _read_open_ranges(settings: "Settings", stream: str, encoded: bytes, now: datetime) -> list[open_ranges.OpenRange]:
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         return open_ranges.read_open_ranges(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
 

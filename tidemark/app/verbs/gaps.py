@@ -32,7 +32,7 @@ def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
         lines += [_line(gap, now) for gap in ranges[:MAX_SHOWN]]
         if len(ranges) > MAX_SHOWN:
             lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - MAX_SHOWN, 'more gap')}")
-        lines += _remedy(ranges[0])
+        lines += _remedy_lines(ranges[0])
     return sanitize(lines)
 
 
@@ -51,10 +51,10 @@ def _line(gap: OpenRange, now: float) -> str:
     if gap.waiting:
         facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
         waiting = f"; {count(gap.waiting, 'complete ID')} {'is' if gap.waiting == 1 else 'are'} pending{facts}"
-    return f"{gap.stream}: {writer}: {state}; {_verdict(gap, now)}{waiting}"
+    return f"{gap.stream}: {writer}: {state}; {_verdict_text(gap, now)}{waiting}"
 
 
-def _verdict(gap: OpenRange, now: float) -> str:
+def _verdict_text(gap: OpenRange, now: float) -> str:
     """The verdict on the writer as text, with the age of its newest record."""
     if gap.last_seen is None:
         return "no record was ever read"
@@ -71,7 +71,7 @@ def _verdict(gap: OpenRange, now: float) -> str:
     return f"{gap.verdict}, last record {age} ago"
 
 
-def _remedy(gap: OpenRange) -> Iterator[str]:
+def _remedy_lines(gap: OpenRange) -> Iterator[str]:
     yield from (f"    open transaction: {transaction}" for transaction in gap.transactions)
     yield f"    {gap.advice} {gap.verb}".rstrip()
     if gap.verdict in ("silent", "fenced") and gap.low is not None and gap.top is not None:

@@ -53,7 +53,7 @@ def overrides_show(number: int, *, as_json: bool) -> None:
         entry = override_log.with_number(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
-    click.echo(as_object(entry) if as_json else sanitize(_details(entry)))
+    click.echo(as_object(entry) if as_json else sanitize(_detail_lines(entry)))
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def _open_override_log() -> "Iterator[OverrideLog]":
         yield OverrideLog(session)
 
 
-def _ids(entry: "OverrideEntry") -> str:
+def _ids_text(entry: "OverrideEntry") -> str:
     if not entry.id:
         return ""
     return id_range(entry.prev, entry.id) if entry.prev else f"up to {entry.id}"
 
 
-def _outcome(entry: "OverrideEntry") -> str:
+def _outcome_text(entry: "OverrideEntry") -> str:
     if entry.outcome is not None:
         return entry.outcome
     return "not sent" if entry.topic is None else "not seen"
@@ -85,8 +85,8 @@ def _table(entries: "Sequence[OverrideEntry]", now: float) -> list[str]:
             entry.kind,
             entry.stream,
             entry.writer,
-            _ids(entry),
-            _outcome(entry),
+            _ids_text(entry),
+            _outcome_text(entry),
             entry.why,
         )
         for entry in entries
@@ -94,13 +94,13 @@ def _table(entries: "Sequence[OverrideEntry]", now: float) -> list[str]:
     return table(HEADINGS, rows, {"NUMBER"})
 
 
-def _details(entry: "OverrideEntry") -> Iterator[str]:
+def _detail_lines(entry: "OverrideEntry") -> Iterator[str]:
     stream = "all streams" if entry.stream == EVERY_STREAM else entry.stream
     subject = f"{entry.writer} (epoch {entry.epoch}) of {stream}" if entry.writer else stream
-    yield f"{entry.kind} of {subject} {_ids(entry)}".rstrip()
+    yield f"{entry.kind} of {subject} {_ids_text(entry)}".rstrip()
     yield f"when: {timestamp(entry.time)}"
     yield f"who: {entry.by}; user {entry.seen_as} of Postgres, from {entry.seen_from or 'a local socket'}"
     yield f"why: {entry.why}"
     if entry.writer:  # only overrides of a writer are sent to Kafka
         yield "sent: " + ("unknown" if entry.topic is None else f"{entry.topic}/{entry.partition} {entry.offset}")
-    yield f"outcome: {_outcome(entry)}"
+    yield f"outcome: {_outcome_text(entry)}"

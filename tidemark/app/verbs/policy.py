@@ -149,7 +149,7 @@ def _change(
         if missing or not changes:
             raise CommandFailed(f"the policy {name} has no {', '.join(missing) or 'settings'}")
         streams = [stream for stream in postgres.streams() if name in policy_names(stream)]
-        for line in _effects(name, changes, streams, given):
+        for line in _effect_lines(name, changes, streams, given):
             click.echo(line, err=as_json)
         number, text = None, ""
         if not dry_run:
@@ -163,7 +163,7 @@ def _change(
         echo_result(f"{text}; logged as override {number}. A running pipeline applies it within seconds")
 
 
-def _effects(
+def _effect_lines(
     name: str, changes: Mapping[str, int | None], streams: Sequence[str], given: Mapping[str, Mapping[str, int]]
 ) -> Iterator[str]:
     """The streams that a change affects, and the cost of the change, as lines shown before the confirmation."""

@@ -163,7 +163,7 @@ def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) ->
         click.echo(as_object({"readers": statuses}))
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(sanitize(_details(status, now)) for status in statuses))
+        click.echo("\n\n".join(sanitize(_detail_lines(status, now)) for status in statuses))
 
 
 @readers.command("seek")
@@ -192,7 +192,9 @@ def readers_seek(
             if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
         ]
         databases.store.check_seek(stored, goal)
-        would = f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance(stored.linear, goal.linear)}"
+        would = (
+            f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance_text(stored.linear, goal.linear)}"
+        )
         _change(
             databases, stored, Action("SEEK", by, why, lambda: databases.store.seek(stored, goal, again), goal.linear),
             would, dry_run=dry_run, yes=yes, as_json=as_json,
@@ -282,7 +284,7 @@ def _change_parked(
         change: applies the change to the parked facts.
     """
     with open_databases(dsn) as databases:
-        stored, facts = databases.place(reader, stream), _parked_facts(databases.store, reader, stream, ids)
+        stored, facts = databases.place(reader, stream), _read_parked_facts(databases.store, reader, stream, ids)
         would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"
         action = Action(kind, by, why, lambda: change(databases.store, facts))
         _change(databases, stored, action, would, facts, dry_run=dry_run, yes=yes, as_json=as_json)
@@ -352,7 +354,7 @@ def _parse_goal(text: str, stored: StoredPlace, linear: int) -> Token:
     return goal
 
 
-def _distance(before: int, after: int) -> str:
+def _distance_text(before: int, after: int) -> str:
     """The number of IDs between two linear positions as text, and whether they are skipped or read again."""
     if before == after:
         return "the linear position does not change; facts read beyond it are read again"
@@ -361,7 +363,7 @@ def _distance(before: int, after: int) -> str:
     return f"{ids} skipped" if beyond(after, before) else f"{ids} read again"
 
 
-def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+def _read_parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
     """Read the parked facts with these IDs. Raises `CommandFailed` if one is not parked."""
     facts = store.parked_with_ids(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
@@ -442,7 +444,7 @@ def _number(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def _details(status: ReaderStatus, now: datetime) -> Iterator[str]:
+def _detail_lines(status: ReaderStatus, now: datetime) -> Iterator[str]:
     yield from sentences(status, duration, now)
     yield f"place: {status.token or 'none'}"
     yield f"mode: {status.mode}"

@@ -413,11 +413,11 @@ def to_json(result: ReplayReport) -> str:
 
 
 def to_text(report: ReplayReport) -> str:
-    lines = [line for divergence in report.parted[:MAX_SHOWN] for line in _divergence(divergence)]
+    lines = [line for divergence in report.parted[:MAX_SHOWN] for line in _divergence_lines(divergence)]
     if len(report.parted) > MAX_SHOWN:
         lines.append(f"{count(len(report.parted) - MAX_SHOWN, 'more stream')} differ from their history")
     unknown = [f"{stream}: not compared: {why}" for stream, why in report.unknown.items()]
-    parts = [f"{stream}: equal in part: {_part(part)}" for stream, part in report.parts.items()]
+    parts = [f"{stream}: equal in part: {_part_text(part)}" for stream, part in report.parts.items()]
     for shown, result in ((unknown, "not compared"), (parts, "equal in part")):
         lines += shown[:MAX_SHOWN]
         if len(shown) > MAX_SHOWN:
@@ -433,7 +433,7 @@ def to_text(report: ReplayReport) -> str:
     return sanitize(lines)
 
 
-def _part(part: ComparedPart) -> str:
+def _part_text(part: ComparedPart) -> str:
     clauses = []
     if part.after is not None:
         missing = f"the recording begins at offset {part.offset}" if part.offset else "older history was dropped"
@@ -445,7 +445,7 @@ def _part(part: ComparedPart) -> str:
     return ", and ".join(clauses)
 
 
-def _divergence(divergence: Divergence) -> Iterator[str]:
+def _divergence_lines(divergence: Divergence) -> Iterator[str]:
     where = "after the last record" if divergence.record is None else "at the record below"
     when = (
         "at the end" if divergence.time is None else f"after batch {divergence.batch} of {timestamp(divergence.time)}"

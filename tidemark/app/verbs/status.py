@@ -183,7 +183,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
                 "heartbeat_seconds": source.report.heartbeat or None,
                 "last_seen": last_seen(source.last_seen),
                 "blocked": source.report.blocked or None,
-                "problem": _problem(stream, source, now) or None,
+                "problem": _source_problem(stream, source, now) or None,
             }
             for source in stream.summary.sources
         ],
@@ -203,7 +203,15 @@ def _lag_object(lag: LinearLag, now: float) -> dict[str, Any]:
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     """Text for people: a table with a line for each writer, then lines about blockers and problems of streams."""
     lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBERS)
-    for kind in (_bridge, _sources, _lag, _transactions, _deferred, _requeued, _faults):
+    for kind in (
+        _bridge_lines,
+        _source_lines,
+        _lag_lines,
+        _transaction_lines,
+        _deferred_lines,
+        _requeue_lines,
+        _fault_lines,
+    ):
         lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
     return sanitize(lines)
 
@@ -231,7 +239,7 @@ def open_ids(blocker: Blocker, now: float) -> str:
     return f"{id_range(blocker.low, blocker.top)} ({blocker.writer}, {age})"
 
 
-def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
+def _bridge_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     bridge = stream.bridge
     if bridge is None:
         return
@@ -246,16 +254,16 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
         yield f"the bridge to Synapse is not connected; {last}"
 
 
-def _problem(stream: StreamStatus, source: Source, now: float) -> str:
+def _source_problem(stream: StreamStatus, source: Source, now: float) -> str:
     return open_ranges.source_problem(source, stream.home, now, stream.reading, bridged=stream.bridge is not None)
 
 
-def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
+def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     """A line for each relay or bridge that sends nothing new, with the reason. Its open IDs are unknown."""
-    yield from (text for source in stream.summary.sources if (text := _problem(stream, source, now)))
+    yield from (text for source in stream.summary.sources if (text := _source_problem(stream, source, now)))
 
 
-def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
+def _lag_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     """Why the linear position is below the allocated ID. Nothing if it is below for no longer than a usual
     transaction."""
     lag = stream.summary.linear_lag
@@ -284,19 +292,19 @@ def waiting_for(cause: LinearBlocker, now: float) -> str:
     return f"waiting for {cause.writer}: {silence} (last position {cause.position})"
 
 
-def _transactions(stream: StreamStatus, _: float) -> Iterator[str]:
+def _transaction_lines(stream: StreamStatus, _: float) -> Iterator[str]:
     for writer, transactions in sorted(stream.summary.transactions.items()):
         for transaction in transactions:
             yield f"open transaction of {writer}: {transaction}"
 
 
-def _deferred(stream: StreamStatus, _: float) -> Iterator[str]:
+def _deferred_lines(stream: StreamStatus, _: float) -> Iterator[str]:
     for name in stream.summary.deferred:
         writer = name.rpartition("/")[0]
         yield f"records of {writer} are deferred, because too many of its IDs are pending; they will be requeued"
 
 
-def _requeued(stream: StreamStatus, now: float) -> Iterator[str]:
+def _requeue_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     for requeue in stream.requeues:
         if requeue.gone:
             why = requeue.problem or "retention, or its size limit"
@@ -310,7 +318,7 @@ def _requeued(stream: StreamStatus, now: float) -> Iterator[str]:
             yield f"deferred records of {requeue.writer} are being requeued for {age}{problem}"
 
 
-def _faults(stream: StreamStatus, now: float) -> Iterator[str]:
+def _fault_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     for fault in stream.faults:
         yield f"missing in {fault.sink} for {duration(now - fault.since.timestamp())}: {fault.problem}"
 

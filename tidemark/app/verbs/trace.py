@@ -470,10 +470,10 @@ def _settled_lines(trace: IdTrace) -> Iterator[str]:
         yield f"  the batch read {', '.join(map(offsets, trace.offsets))}"
     if trace.passed and not trace.settled:
         yield "the stored history does not say when the ID was settled"
-    yield from _first_lines((_gap(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
+    yield from _first_lines((_gap_line(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
 
 
-def _gap(trace: IdTrace, gap: StoredGap) -> str:
+def _gap_line(trace: IdTrace, gap: StoredGap) -> str:
     inside = abs(gap.low) < abs(trace.id) <= abs(gap.top)
     relation = "in the gap" if inside else "above the gap"
     opened = f"{relation} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"

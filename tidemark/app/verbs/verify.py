@@ -270,13 +270,13 @@ def compare_replicas(
                     report.differences += _replica_differences(audit, replica, before, clock() + patience, clock)
                 except TidemarkError as problem:
                     reachable.remove(replica)
-                    report.differences.append(_no_answer(replica, problem))
+                    report.differences.append(_no_answer_difference(replica, problem))
             advance(len(part))
     for replica in reachable:
         try:
             shown = replica.names()
         except TidemarkError as problem:
-            report.differences.append(_no_answer(replica, problem))
+            report.differences.append(_no_answer_difference(replica, problem))
             continue
         if unknown := shown.difference(names):
             unknown = unknown.difference(audit.names())
@@ -286,7 +286,7 @@ def compare_replicas(
     return report
 
 
-def _no_answer(replica: Replica, problem: TidemarkError) -> Difference:
+def _no_answer_difference(replica: Replica, problem: TidemarkError) -> Difference:
     return Difference(replica.name, "", None, "", one_line(problem), None, "away")
 
 
@@ -297,10 +297,12 @@ def _replica_differences(
     pending, differences = sorted(before), []
     while pending:
         shown = replica.read(pending)
-        ahead = [stream for stream in pending if any(_ahead(replica.name, stream, before[stream], shown[stream]))]
+        ahead = [
+            stream for stream in pending if any(_values_ahead(replica.name, stream, before[stream], shown[stream]))
+        ]
         after = audit.streams(ahead) if ahead else {}
-        wrong = {stream: [*_ahead(replica.name, stream, after[stream], shown[stream])] for stream in after}
-        behind = {stream: [*_behind(replica.name, stream, before[stream], shown[stream])] for stream in pending}
+        wrong = {stream: [*_values_ahead(replica.name, stream, after[stream], shown[stream])] for stream in after}
+        behind = {stream: [*_values_behind(replica.name, stream, before[stream], shown[stream])] for stream in pending}
         timed_out = clock() >= deadline
         differences += [
             difference
@@ -314,7 +316,7 @@ def _replica_differences(
     return differences
 
 
-def _ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
+def _values_ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
     """The values in the replica that are beyond those in Postgres."""
     for name, copied, stored in _compared_values(rows, shown):
         if copied is not None and beyond(copied, stored):
@@ -327,7 +329,7 @@ def _ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions)
             )
 
 
-def _behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
+def _values_behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
     """The values that the replica lacks, or that are below those in Postgres, or the problem of the stream."""
     if shown.problem is not None:
         yield Difference(copy, stream, None, "", shown.problem, None, "fault")
@@ -476,22 +478,22 @@ def to_text(report: VerifyReport) -> str:
     for difference in report.differences:
         kinds.setdefault((difference.copy, difference.verdict), []).append(difference)
     for (copy, verdict), differences in kinds.items():
-        lines += [_sentence(difference) for difference in differences[:MAX_SHOWN]]
+        lines += [_difference_line(difference) for difference in differences[:MAX_SHOWN]]
         if len(differences) > MAX_SHOWN:
             lines.append(
                 f"{copy}: {len(differences) - MAX_SHOWN} more {verdict}; {_count_streams(differences)} in total"
             )
         lines.append(f"    {_remedy(copy, verdict)}")
-    lines += [_history_fault(fault) for fault in report.history[:MAX_SHOWN]]
+    lines += [_history_fault_line(fault) for fault in report.history[:MAX_SHOWN]]
     if len(report.history) > MAX_SHOWN:
         more = " or more" if len(report.history) == MAX_HISTORY_FAULTS else ""
         lines.append(f"history: {len(report.history)}{more} places are broken")
     if report.history:
         lines.append(f"    {_HISTORY_REMEDY}")
-    return "\n".join([*lines, _summary(report)])
+    return "\n".join([*lines, _summary_line(report)])
 
 
-def _sentence(difference: Difference) -> str:
+def _difference_line(difference: Difference) -> str:
     if difference.verdict == "away":
         return f"{difference.copy}: {difference.found}"
     if difference.verdict == "unknown stream":
@@ -510,7 +512,7 @@ def _sentence(difference: Difference) -> str:
     )
 
 
-def _history_fault(fault: HistoryFault) -> str:
+def _history_fault_line(fault: HistoryFault) -> str:
     match fault.fault:
         case "hole":
             problem = f"a hole: no advance from {fault.expected} to {fault.found}"
@@ -528,7 +530,7 @@ def _count_streams(differences: Sequence[Difference]) -> str:
     return f"{len(differences)} in {count(streams, 'stream')}"
 
 
-def _summary(report: VerifyReport) -> str:
+def _summary_line(report: VerifyReport) -> str:
     where = ", ".join(["Postgres", STATE, *report.copies])
     history = "" if report.advances is None else f"; {count(report.advances, 'advance')} without a hole"
     if report.advances is not None and report.history:
