@@ -185,7 +185,7 @@ def test_an_act_that_no_batch_reads_is_sent_and_ends_with_exit_code_3(
     done = operator.run("skip", STREAM, "a", "3..4", "--yes", "--json", "--wait", "0")
     told = json.loads(done.stdout)
     assert (done.exit_code, told["outcome"], told["sent"]["offset"]) == (3, "not seen", 0)
-    assert "do not send it again" in told["result"]
+    assert "do not send the override again" in told["result"]
     (noted,) = sql.execute(
         "select epoch, prev, id, by, seen_as = session_user, outcome from tidemark.overrides"
     ).fetchall()

@@ -206,7 +206,7 @@ def _explain_stay(
 
 def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
     """Whether a writer at or below the linear position blocked the stream at the time `moment`: it had not retired, and
-    it had a gap, or its next advance was not its first one."""
+    either it had a gap or its next advance was not its first advance."""
     known = now.writers.get(writer.writer)
     if (
         known is not None

@@ -440,12 +440,12 @@ def await_outcome(
     return final
 
 
-def result(final: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
-    """The outcome of an override as a sentence, with the current positions, which are read from `postgres`."""
+def outcome_text(final: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
+    """The outcome of an override as a sentence, with the current positions. Reads the positions from `postgres`."""
     if final == "not seen":
         return (
-            f"no batch has read the override after {seconds:g} s. The pipeline applies it when it reads it: do not send"
-            " it again. `tidemark status` shows the pipeline"
+            f"no batch has read the override after {seconds:g} s. The pipeline applies the override when it reads the"
+            " record: do not send the override again. `tidemark status` shows the pipeline"
         )
     now = positions_line(postgres.states([trial.record.stream])[trial.record.stream], trial.record.writer)
     if final == "refused":
@@ -588,7 +588,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
                 err=True,
             )
             raise
-        now = result(final, postgres, trial, wait)
+        now = outcome_text(final, postgres, trial, wait)
     echo_result(to_json(trial, sent, final, now) if as_json else now)
     if final != "applied":
         raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)

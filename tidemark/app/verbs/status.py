@@ -264,8 +264,7 @@ def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def _lag_lines(stream: StreamStatus, now: float) -> Iterator[str]:
-    """Why the linear position is below the allocated ID. Nothing if it is below for no longer than a usual
-    transaction."""
+    """Why the linear position is below the allocated ID. Nothing if this has lasted for less than `BRIEF_WAIT`."""
     lag = stream.summary.linear_lag
     if lag is None or is_brief(lag.since, now):
         return

@@ -424,7 +424,7 @@ def _headline(trace: IdTrace) -> str:
 
 
 def _first_lines(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
-    """The first `MAX_SHOWN` of `number` lines, and a line with the number of the others."""
+    """The first `MAX_SHOWN` of `number` lines, and a line with the number of further lines."""
     for line, _ in zip(lines, range(MAX_SHOWN), strict=False):
         yield line
     if number > MAX_SHOWN:

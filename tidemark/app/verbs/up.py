@@ -129,7 +129,7 @@ def _end_leftovers(stack: LocalStack) -> None:
 def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
     """Start all processes in order, run the block, and end the processes in reverse order, also after an error.
 
-    Also migrates the database, and writes the file `stack_env`, which exists while the block runs.
+    Also migrates the database, and writes the file `stack_env`. The file exists while the block runs.
     """
     running: list[ServerProcess] = [*stack.servers]
     try:

@@ -330,7 +330,7 @@ def _values_ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPos
 
 
 def _values_behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
-    """The values that the replica lacks, or that are below those in Postgres, or the problem of the stream."""
+    """The values that the replica lacks, and the values that are below those in Postgres; or the stream's problem."""
     if shown.problem is not None:
         yield Difference(copy, stream, None, "", shown.problem, None, "fault")
         return

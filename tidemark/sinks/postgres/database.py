@@ -31,7 +31,7 @@ _NULL = _pack_length(-1)
 
 
 def as_array(column: Sequence[Any]) -> Any:
-    """Convert `column` to one parameter of a statement, which Postgres casts to an array. None becomes null.
+    """Convert `column` to one parameter of a statement. Postgres casts the parameter to an array. None becomes null.
 
     The values must have one type. A column of another type than text, bytes, integer or boolean is returned as a list,
     which psycopg adapts.

@@ -243,14 +243,14 @@ class _Waiter:
         ).fetchone()
         assert row is not None, "the migration makes this row and nothing deletes it"
         token, owner, since, expired, released, clock = row
-        if not released and not expired and not self._is_abandoned(connection, token):
+        if not released and not expired and not self._track_missing_session(connection, token):
             self._log(f"Waiting for the lease: {owner} has it since {since}")
             return None
         if expired and not released:
             self._end_sessions(connection, token)
         return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
-    def _is_abandoned(self, connection: Connection, token: int) -> bool:
+    def _track_missing_session(self, connection: Connection, token: int) -> bool:
         """Note since when the owner of `token` has no session.
 
         Returns whether the owner has been without a session for the grace period.

@@ -38,7 +38,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPartition:
-    """A partition of the history, which has the advances of one day.
+    """A partition of the history. The partition has the advances of one day.
 
     Attributes:
         name: the name of the partition.

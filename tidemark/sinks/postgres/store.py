@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PostgresConfig:
-    """The address of Tidemark's database, which may contain a password, and the retention periods."""
+    """The address of Tidemark's database (may contain a password), and the retention periods."""
 
     dsn: Dsn = field(repr=False)
     retention: Retention = field(default_factory=Retention)
