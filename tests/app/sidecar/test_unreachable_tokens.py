@@ -14,7 +14,7 @@ from tests.sources.relay.position_world import SteppedKeeper
 from tests.sources.relay.world import prepared_schema
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 
 WAIT = "/v1/streams/s/wait"
 
@@ -112,7 +112,7 @@ def test_a_login_without_the_role_refuses_no_token(
 
 def test_a_standby_does_not_know_the_last_id(postgres: PostgresServer, shop: psycopg.Connection) -> None:
     """It may lag behind its primary."""
-    replica = Replica(postgres)
+    replica = PostgresReplica(postgres)
     replica.copy(as_standby=True)
     replica.start()
     try:

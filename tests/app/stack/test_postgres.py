@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from tests.fix_servers import own_postgres
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 from tidemark.app.stack.processes import process_of
 
 pytestmark = pytest.mark.postgres
@@ -41,7 +41,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
     """A synchronous one loses nothing; one that lagged loses what was committed since; each begins a timeline."""
     histories = [ask(origin, HISTORY)]
     for lags, n in ((False, 1), (True, 2)):
-        replica = Replica(origin)
+        replica = PostgresReplica(origin)
         replica.copy(as_standby=True)
         replica.start()
         replica.wait_until_streaming(synchronous=not lags)
@@ -61,7 +61,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
 def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServer) -> None:
     """What was written since is gone, and the server cannot be told from the one before."""
     before = ask(origin, HISTORY)
-    replica = Replica(origin)
+    replica = PostgresReplica(origin)
     replica.copy(as_standby=False)
     ask(origin, "insert into kept values (1)")
     replica.start()
@@ -73,7 +73,7 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
 
 def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin: PostgresServer) -> None:
     """A client of such a session would wait for its answer for ever."""
-    replica = Replica(origin)
+    replica = PostgresReplica(origin)
     replica.copy(as_standby=False)
     replica.start()
     with psycopg.connect(origin.dsn("postgres")) as session:
@@ -89,7 +89,7 @@ def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin
 
 def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
     """Without a replica that was given up; and after a start, at whatever step whoever made it was killed."""
-    replica = Replica(origin)
+    replica = PostgresReplica(origin)
     replica.copy(as_standby=True)
     replica.start()
     replica.wait_until_streaming(synchronous=True)

@@ -9,15 +9,15 @@ import pytest
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 from tidemark.sinks.reader.databases import end_of_records
 
 SEGMENT = 16 * 1024 * 1024
 
 
 @pytest.fixture(scope="module")
-def replica(postgres: PostgresServer) -> Iterator[Replica]:
-    server = Replica(postgres)
+def replica(postgres: PostgresServer) -> Iterator[PostgresReplica]:
+    server = PostgresReplica(postgres)
     server.copy(as_standby=True)
     server.start()
     try:
@@ -26,14 +26,16 @@ def replica(postgres: PostgresServer) -> Iterator[Replica]:
         server.stop()
 
 
-def _await_database(replica: Replica, name: str) -> None:
+def _await_database(replica: PostgresReplica, name: str) -> None:
     """The replica replays `create database` later than the primary."""
     with psycopg.connect(replica.dsn("postgres"), autocommit=True) as standby:
         eventually(lambda: standby.execute("select 1 from pg_database where datname = %s", [name]).fetchone())
 
 
 @pytest.mark.parametrize("form", ["threads", "asyncio"])
-def test_replica_is_waited_for(service: ReadingService, pipeline: Pipeline, replica: Replica, form: str) -> None:
+def test_replica_is_waited_for(
+    service: ReadingService, pipeline: Pipeline, replica: PostgresReplica, form: str
+) -> None:
     """A replica that stands still holds the reader back; what it misses is read when it has replayed it."""
     service.form = form
     name = service.sql.info.dbname

@@ -11,7 +11,7 @@ import pytest
 from tests.fix_servers import own_postgres
 from tests.sources.relay.position_world import SqlReader, SteppedKeeper
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres
@@ -147,7 +147,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     relayed.append(3)
     relayed.relay.finish()
     known = relayed.core.told
-    standby = Replica(server)
+    standby = PostgresReplica(server)
     standby.copy(as_standby=True)
     standby.start()
     standby.wait_until_streaming(synchronous=False)
@@ -200,7 +200,7 @@ def test_readers_in_the_database_of_a_promoted_standby(server: PostgresServer, s
     relayed, read = Relayed(shop), Read(shop)
     relayed.append(3)
     read.drain()
-    standby = Replica(server)
+    standby = PostgresReplica(server)
     standby.copy(as_standby=True)
     standby.start()
     standby.wait_until_streaming(synchronous=False)

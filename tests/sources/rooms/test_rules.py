@@ -204,7 +204,10 @@ ROOT = an_event("root")
             RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, EventKind.OUT_OF_BAND),
             "only an invite, its rejection or a knock",
         ),
-        (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not stored, and no state"),
+        (
+            an_event("gap", ROOT, replace(ROOT, id="unknown")),
+            "prev event unknown is not stored, and the sender gave no state",
+        ),
     ],
 )
 def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
@@ -101,7 +101,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         bridged.follow()
         kept = bridged.write(17)
         bridged.follow()
-        standby = Replica(server)
+        standby = PostgresReplica(server)
         standby.copy(as_standby=True)
         standby.start()
         standby.wait_until_streaming(synchronous=False)

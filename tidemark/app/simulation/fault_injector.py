@@ -37,7 +37,7 @@ from tidemark.app.simulation.workload import (
     Workload,
 )
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
 from tidemark.app.stack.processes import free_port, process_of
 from tidemark.common.errors import TidemarkError
 from tidemark.common.log import get_logger
@@ -410,7 +410,7 @@ class ServicesPostgres:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.server.home.locked())
-            for server in (Replica(self.server), self.server):
+            for server in (PostgresReplica(self.server), self.server):
                 server.end_leftover()
             self.server.start()
             stack.callback(self.server.stop)
@@ -441,7 +441,7 @@ class ServicesPostgres:
 class Replacement:
     """One replacement of a Postgres server. Call `prepare`, and later `switch` or `give_up`.
 
-    Each of these calls takes seconds, and raises the errors of `Replica`.
+    Each of these calls takes seconds, and raises the errors of `PostgresReplica`.
 
     Attributes:
         owner: whether the services' server or Tidemark's server is replaced.
@@ -456,7 +456,7 @@ class Replacement:
     verification: Verification
 
     def __post_init__(self) -> None:
-        self._replica = Replica(self.origin)
+        self._replica = PostgresReplica(self.origin)
 
     def __str__(self) -> str:
         return f"{self.owner}, {self.successor}"

@@ -69,7 +69,7 @@ class PostgresServer(ServerProcess):
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
-        if self.old_data.exists() and not self.data.exists():  # `Replica.replace_origin` was interrupted
+        if self.old_data.exists() and not self.data.exists():  # `PostgresReplica.replace_origin` was interrupted
             self.old_data.rename(self.data)
         if self.data.exists():
             self._forget_standbys()
@@ -180,7 +180,7 @@ class ReplicaTimeout(TidemarkError):
     """A replica did not reach the expected state within `REPLICA_TIMEOUT_SECONDS`."""
 
 
-class Replica(PostgresServer):
+class PostgresReplica(PostgresServer):
     """A copy of the running server `origin`, in a directory of its own. Call `copy`, `start`, then the methods of a
     failover.
 

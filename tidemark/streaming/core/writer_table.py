@@ -547,8 +547,7 @@ class _PackedWriters:
         """Writers whose chains have not passed `linear`.
 
         Returns:
-            At most `limit` of these writers, with the lowest positions, unsorted; and the number of these writers that
-            were left out.
+            At most `limit` of these writers, with the lowest positions, unsorted; and how many of them were left out.
         """
         if not len(self):
             return [], 0
