@@ -26,7 +26,12 @@ from tidemark.sources.synapse.channel import SynapseChannel
             "the stream typing cannot be sent: the stream exists only in its writer's memory",
         ),
         (BridgePlan("hs", ["pushers"]), "the stream pushers cannot be sent: Tidemark does not support its tables yet"),
-        (BridgePlan("hs", ["evnets"]), "'evnets' is not one of events, backfill, "),
+        (
+            BridgePlan("hs", ["evnets"]),
+            "--stream: 'evnets' is not a stream of Synapse that can be sent; the streams are events, backfill, ",
+        ),
+        (BridgePlan("hs", ["events"], ["evnets=event1"]), "--writers: 'evnets' is not a stream of Synapse that can be"),
+        (BridgePlan("hs", ["events"], ["typing=main"]), "--writers: the stream typing cannot be sent: the stream "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
         (

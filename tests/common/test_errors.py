@@ -75,7 +75,7 @@ def test_task_group_ends_the_program_too(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as ended, exit_on_error():
         asyncio.run(main())
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("error: Redis at r:1 does not answer")
+    assert capsys.readouterr().err.startswith("error: Redis at r:1 is unavailable: ")
 
 
 def test_no_traceback_is_printed() -> None:

@@ -88,7 +88,7 @@ SALE_OF_SHOP, NO_SALE_OF_SHOP = (statement.replace("append(", "append_as('shop',
 ENDLESS = {
     "tidemark pipeline": Endless("Waiting for the lease", elsewhere=True),
     "tidemark sidecar": Endless("The sidecar listens", elsewhere=True),
-    "tidemark relay --metrics": Endless("Another process works on this database", elsewhere=True),
+    "tidemark relay --metrics": Endless("Another process has the locks of this relay", elsewhere=True),
     "tidemark listen": Endless("sales"),
     "(echo REPLICATE; cat) | nc": Endless(
         "POSITION sales", [SALE, NO_SALE, NO_SALE, NO_SALE, SALE_OF_SHOP, NO_SALE_OF_SHOP]

@@ -27,8 +27,8 @@ from tidemark.streaming.ingest.source import (
     ProcessTree,
     bounded_ends,
     fetch_groups,
+    group_into_tasks,
     packets,
-    split_ranges,
 )
 from tidemark.streaming.wire.records import Topic
 
@@ -248,7 +248,7 @@ def test_one_task_reads_all_ranges_of_light_traffic() -> None:
 def test_every_range_has_one_task(behind: dict[int, int]) -> None:
     """And no task is without one."""
     ranges = [PlannedRange(Topic.FACTS, number, 0, 100 * size) for number, size in behind.items() if size]
-    found = split_ranges(ranges)
+    found = group_into_tasks(ranges)
     assert sorted((it for task in found for it in task), key=lambda it: it.partition) == sorted(
         ranges, key=lambda it: it.partition
     )
@@ -258,9 +258,9 @@ def test_every_range_has_one_task(behind: dict[int, int]) -> None:
 def test_few_records_are_one_task_and_many_are_spread() -> None:
     """A task costs Spark milliseconds: sixteen partitions with a record each are not worth sixteen."""
     few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
-    assert [len(task) for task in split_ranges(few)] == [16]
+    assert [len(task) for task in group_into_tasks(few)] == [16]
     many = [PlannedRange(Topic.FACTS, number, 0, RECORDS_PER_TASK) for number in range(16)]
-    assert [len(task) for task in split_ranges(many)] == [1] * 16
+    assert [len(task) for task in group_into_tasks(many)] == [1] * 16
 
 
 def test_few_records_are_fetched_together_and_many_range_by_range() -> None:

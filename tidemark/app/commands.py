@@ -246,7 +246,7 @@ MAX_ID: Final = 2**63 - 1
 _CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [
     click.option("--by", required=True, callback=plain_text, help="Your name; stored with the change."),
     click.option("--why", required=True, callback=plain_text, help="The reason; stored with the change."),
-    click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
+    click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing."),
     click.option("--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal."),
     json_option,
 ]

@@ -54,10 +54,14 @@ class BridgePlan:
         """The streams to send. Raises `BadSetting` if an argument is wrong or a stream cannot be sent."""
         writers = dict(map(_parse_writers, self.writers))
         for stream in [*self.streams, *writers]:
+            option = "--stream" if stream in self.streams else "--writers"
             if stream in REFUSED:
-                raise BadSetting("--stream", f"the stream {stream} cannot be sent: {REFUSED[stream]}")
+                raise BadSetting(option, f"the stream {stream} cannot be sent: {REFUSED[stream]}")
             if stream not in STREAMS:
-                raise BadSetting("--stream", f"{stream!r} is not one of {', '.join(STREAMS)}")
+                raise BadSetting(
+                    option,
+                    f"{stream!r} is not a stream of Synapse that can be sent; the streams are {', '.join(STREAMS)}",
+                )
         if unused := writers.keys() - {*self.streams}:
             raise BadSetting(
                 "--writers",

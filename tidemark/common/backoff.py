@@ -46,7 +46,7 @@ class WaitLog:
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
-        self._began = self._logged = 0.0
+        self._began_at = self._logged_at = 0.0
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
@@ -57,18 +57,18 @@ class WaitLog:
         """
         now = time.monotonic()
         if not self._server:
-            self._began = now
+            self._began_at = now
             self._backoff.reset()
-        if now - self._logged >= LOG_EVERY or problem.what != self._server:
-            seconds = round(now - self._began)
+        if now - self._logged_at >= LOG_EVERY or problem.what != self._server:
+            seconds = round(now - self._began_at)
             log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=seconds)
-            self._logged, self._server = now, problem.what
+            self._logged_at, self._server = now, problem.what
         return self._backoff.next()
 
     def note_success(self) -> None:
         """Log that the server answers again, if a failure was logged before."""
         if self._server:
-            log.info(f"{self._server} answers again", seconds=round(time.monotonic() - self._began, 1))
+            log.info(f"{self._server} answers again", seconds=round(time.monotonic() - self._began_at, 1))
             self._server = ""
 
 

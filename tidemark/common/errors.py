@@ -63,7 +63,7 @@ class Retry(TidemarkError):
     hint = "Try again later: a server was not available, or another process has to finish first. Nothing was lost."
 
 
-@message("{what} at {where} does not answer: {problem}")
+@message("{what} at {where} is unavailable: {problem}")
 class Unavailable(Retry):
     """A server does not answer, or cannot do its work now."""
 

@@ -262,7 +262,10 @@ class StandbyLocks:
             blockers = (
                 describe_sessions(connection, row[0] if row and row[0] else []) or "a session that has ended since"
             )
-            log.info("Another process works on this database; waiting for its end", holder=blockers)
+            log.info(
+                "Another process has the locks of this relay or bridge; waiting as standby until the locks are free",
+                blockers=blockers,
+            )
         return False
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.serving.tls_listener import CHECK_INTERVAL_SECONDS
+from tidemark.app.serving.tls_listener import FILE_CHECK_INTERVAL_SECONDS
 from tidemark.app.sidecar.app import Tokens
 from tidemark.common.errors import BadSetting
 
@@ -42,12 +42,12 @@ def test_changed_file_counts_without_a_restart(path: Path, clock: Clock) -> None
     """A token that was taken out is refused about a second later, and a new one is taken; a swapped file counts too."""
     tokens = Tokens(path, clock)
     path.write_text("three\n")
-    clock.now += CHECK_INTERVAL_SECONDS
+    clock.now += FILE_CHECK_INTERVAL_SECONDS
     assert not tokens.is_authorized("Bearer one")
     assert tokens.is_authorized("Bearer three")
     (path.parent / "new").write_text("fours\n")
     (path.parent / "new").rename(path)
-    clock.now += CHECK_INTERVAL_SECONDS
+    clock.now += FILE_CHECK_INTERVAL_SECONDS
     assert tokens.is_authorized("Bearer fours")
 
 
@@ -55,7 +55,7 @@ def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
     """While the file is away or cannot be read, the last tokens stay: neither everybody nor nobody comes in."""
     tokens = Tokens(path, clock)
     path.unlink()
-    clock.now += CHECK_INTERVAL_SECONDS
+    clock.now += FILE_CHECK_INTERVAL_SECONDS
     assert tokens.is_authorized("Bearer one")
     assert not tokens.is_authorized("Bearer three")
 

@@ -210,7 +210,7 @@ def test_the_beginning_of_the_history_is_named(explain: Explain, pipeline: Pipel
     sql.execute("delete from tidemark.packed_advances")
     nothing = explain()
     assert nothing.exit_code == 1
-    assert "the stored history of events has no advance" in nothing.stderr
+    assert "the stored history of events has no move of the linear position: " in nothing.stderr
 
 
 def test_a_stream_that_is_blocked_by_ids_without_a_history_is_not_idle(

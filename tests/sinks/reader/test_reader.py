@@ -363,7 +363,7 @@ def test_start_is_a_token_its_text_or_an_id(three: ReadingService, since: Any) -
             assert next(reader, None) is None
         (line,) = [line for line in logs if line["event"].startswith("Continuing from the stored place")]
         assert (line["place"], line["since"]) == ("m3", "m1")
-        with pytest.raises(BadToken, match="not a float"):
+        with pytest.raises(BadToken, match="the type float is not supported"):
             Reader(positions, "s", **three.arguments(since=3.0))
 
 

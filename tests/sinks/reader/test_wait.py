@@ -271,10 +271,12 @@ def test_bad_arguments_are_named(either: Any) -> None:
     """What is no token is refused before anybody is asked."""
     with pytest.raises(BadToken):
         either.wait("s", "7")
-    with pytest.raises(BadToken, match="not a float"):
+    with pytest.raises(BadToken, match="the type float is not supported"):
         either.wait("s", 3.0)
-    with pytest.raises(BadToken, match="not a bool"):
+    with pytest.raises(BadToken, match="the type bool is not supported"):
         either.wait("s", until=True)
+    with pytest.raises(BadToken, match="a stream ID must fit into 64 bits"):
+        either.wait("s", 2**63)
 
 
 def test_address_is_not_quoted() -> None:

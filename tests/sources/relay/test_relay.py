@@ -427,7 +427,7 @@ def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, r
     sql.execute("select pg_advisory_lock(%s, 0)", [queries.LOCK])
     with capture_logs() as logged:
         run()
-        holder = eventually(lambda: next((it["holder"] for it in logged if "Another process" in it["event"]), None))
+        holder = eventually(lambda: next((it["blockers"] for it in logged if "Another process" in it["event"]), None))
     sql.execute("select pg_advisory_unlock_all()")
     assert f"pid {sql.info.backend_pid} (user " in holder
     assert "session named attacker" in holder

@@ -38,9 +38,10 @@ def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: R
         time.sleep(2.5)
         first.stop()
         eventually(lambda: second.metric("tidemark_relay_active") == 1)
-    begins = [it for it in logs if it["event"] == "Another process works on this database; waiting for its end"]
+    waiting = "Another process has the locks of this relay or bridge; waiting as standby until the locks are free"
+    begins = [it for it in logs if it["event"] == waiting]
     assert len(begins) == 1
-    assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, session named tidemark relay, ")
+    assert begins[0]["blockers"].startswith(f"pid {row[0]} (user postgres, session named tidemark relay, ")
     assert [it["event"] for it in logs].count("The other process has ended; this process takes over") == 1
 
 

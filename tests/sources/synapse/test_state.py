@@ -176,6 +176,8 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     state.cancel_retirement(sql, "events", "event1")
     with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; first stop the worker"):
         state.read_retired_id(sql, "event1", "events")
+    with pytest.raises(BadSetting, match="the stream events has no writer event9; for its writers, run: "):
+        state.read_retired_id(sql, "event9", "events")
 
 
 @pytest.mark.parametrize(

@@ -388,8 +388,8 @@ def _source_ranges(
 
 
 def _transaction_ranges(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """An open range for each writer of a bridge's stream with a reported transaction. The writer has no gap, because a
-    bridge sends nothing beyond an open ID."""
+    """Yield an open range for each writer that has reported an open transaction. For streams of a bridge only: a bridge
+    sends nothing beyond an open ID, so its writers have no gaps."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.last_seen)

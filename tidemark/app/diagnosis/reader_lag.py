@@ -227,7 +227,8 @@ class ReaderLag:
         )
 
     def _since(self, stored: "StoredPlace") -> datetime | None:
-        """When the stream passed the reader's place, as `PositionHistory.passed_at`. Caches the time."""
+        """The time at which the linear position passed the reader's place; None if it has not passed the place (see
+        `PositionHistory.passed_at`). The time is cached, None is not."""
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]

@@ -140,7 +140,9 @@ class Hub:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """If a task has failed, restart all tasks, because clients cannot distinguish a failure from idle streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("The follower of streams for the line protocol failed", problem=repr(problem))
+            log.error(
+                "A task of the line protocol failed; restarting all tasks of the line protocol", problem=repr(problem)
+            )
             self._stop()
             self._running = {self._create_task(self._restart())}
 

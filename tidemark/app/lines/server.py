@@ -350,7 +350,8 @@ class LineServer:
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, listener_config: ListenerConfig) -> AsyncIterator[None]:
-        """Serve on a listening socket during the block. At its end, all clients get an ERROR command."""
+        """Serve on a listening socket during the block. At its end, send an ERROR command to all clients, and close
+        their connections. Connections that are still open after `_STOP_TIMEOUT_SECONDS` are aborted."""
         self._listener = listener_config.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
         try:

@@ -185,7 +185,11 @@ def open_engine(settings: Settings) -> Iterator[Engine]:
 
 
 def _cluster(settings: Settings) -> Cluster:
-    """The settings of a cluster. Raises `BadSetting` if the master cannot be reached."""
+    """The configuration of a cluster. Does not connect to the master.
+
+    Raises:
+        BadSetting: `spark_driver_host` is not set, and the host name of the master is unknown or has no route.
+    """
     return Cluster(
         driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
         executors=settings.spark_executors,
@@ -214,11 +218,14 @@ def _jars(directory: Path | None) -> list[Path]:
 
 
 def _own_address(master: str) -> str:
-    """The address of this machine from which the master can be reached. Raises `BadSetting`."""
+    """The address of this machine from which packets to the master are sent. Raises `BadSetting` if there is none."""
     try:
         return local_address_for(master)
     except (OSError, ValueError) as error:
-        raise BadSetting("TIDEMARK_SPARK_MASTER", f"{master} cannot be reached: {error}") from None
+        raise BadSetting(
+            "TIDEMARK_SPARK_MASTER",
+            f"no route to {master}: {error}; correct the address, or set TIDEMARK_SPARK_DRIVER_HOST",
+        ) from None
 
 
 def _extra_properties(settings: Settings, cluster: Cluster | None) -> dict[str, str]:

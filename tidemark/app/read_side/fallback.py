@@ -1,4 +1,5 @@
-"""Answers the requests of followers from Redis, or from Postgres while Redis is down.
+"""Answers the requests of followers from Redis. Postgres answers if Redis is down, refuses the request, does not know
+the stream, or has older positions than Postgres.
 
 Postgres has no list of advances as Redis has. So an answer from Postgres contains positions without entries, and the
 follower then reads the advances from the history.

@@ -184,8 +184,10 @@ class ReplayReader:
         self.responses = ResponseCache()
 
     async def read_missed(self, stream: str, place: Place) -> MissedPage | None:
-        """Read the first page of events after `place`. Clients at places up to `MAX_SHARED_IDS` lower may share the
-        read; then the page begins at the lowest of their places. The read begins after this call.
+        """Read the first page of events after `place`. The read begins after this call.
+
+        The page may begin at a place that is up to `MAX_SHARED_IDS` lower, because clients at near places share a
+        read: skip the events up to `place`.
 
         Returns:
             None if no server has the stream.

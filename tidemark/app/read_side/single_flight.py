@@ -130,7 +130,7 @@ class CircuitBreaker:
             raise
         except (Unavailable, Stop) as problem:
             if self.problem is None:
-                log.warning(f"{self._name} does not answer", problem=str(problem))
+                log.warning(f"{self._name} does not answer, or refuses the request", problem=str(problem))
             self.problem = problem
             now = self._now()
             self._refuse_until = now + max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (now - began))

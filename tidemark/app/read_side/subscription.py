@@ -36,7 +36,8 @@ alive, so that its `id` stays unique."""
 
 @dataclass(frozen=True, slots=True)
 class StreamAdded:
-    """A stream to which the listener is subscribed now, because it did not exist when the listener subscribed."""
+    """Tells a listener that it is now subscribed to a new stream. The stream did not exist when the listener subscribed
+    to all streams."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
 
-CHECK_INTERVAL_SECONDS = 1.0
+FILE_CHECK_INTERVAL_SECONDS = 1.0  # between two checks of `FileWatcher` whether its files have changed
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class FileWatcher(Generic[T]):
 
     def content(self) -> T:
         """The current content. Checks at most once a second whether the files have changed, and then reloads them."""
-        if self._now() - self._checked_at >= CHECK_INTERVAL_SECONDS:
+        if self._now() - self._checked_at >= FILE_CHECK_INTERVAL_SECONDS:
             self._checked_at = self._now()
             self._check()
         return self._content

@@ -28,8 +28,11 @@ _ITERATIONS_AFTER_SLOW_ONE = 8  # more than the steps of a small request: it end
 
 
 class AdmissionQueue:
-    """Starts waiting requests round-robin by address, one in an iteration of the event loop. If an iteration was slow,
-    its request was large, and no request starts in the next iterations. For one event loop."""
+    """Starts waiting requests, at most one per iteration of the event loop, round-robin by client address.
+
+    A slow iteration (over `_SLOW_ITERATION_SECONDS`) indicates a large request: then no request starts for
+    `_ITERATIONS_AFTER_SLOW_ONE` iterations, so that small requests can end first. For one event loop.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._queue = FairQueue()
@@ -256,7 +259,8 @@ class AdmittedConnection(HttpToolsProtocol):
             self._send_refusal()
 
     def send_400_response(self, msg: str) -> None:
-        """Send the refusal now, or after the answers to earlier requests."""
+        """Send the refusal (400, or the status of an earlier refusal), now or after the answers to earlier requests.
+        Overrides uvicorn's method. `msg` is not used."""
         self._refusal = self._refusal or HTTPStatus.BAD_REQUEST
         queued = self.pipeline and self.pipeline[0][0] is self.cycle
         if self._is_body_refused and queued:

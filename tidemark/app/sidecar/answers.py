@@ -78,7 +78,10 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What blocks a position now, longest first.")]
     linear_lag: Annotated[
         LinearLagAnswer | None,
-        Meta(description="What blocks the linear position; null also if it has reached the allocated ID."),
+        Meta(
+            description="What blocks the linear position. Null if the linear position has reached the highest allocated"
+            " ID and no writer is unknown, and until Postgres answers for the first time."
+        ),
     ]
     last_seen: Annotated[
         dict[str, datetime] | None,
@@ -269,12 +272,19 @@ class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Deferred records of `writer` that are being read again from Kafka. `gone` counts records that Kafka no longer
-    has: they are lost, and their IDs stay open until the writer's next JOIN."""
+    """Deferred records of `writer` that are read again from Kafka, or that are lost. `gone`: how many of them may be
+    lost. The IDs of lost records stay open until the writer's next JOIN."""
 
     writer: Name
     since: datetime
-    gone: Annotated[int, Meta(ge=0, description="An upper bound of the records that are gone from Kafka.")]
+    gone: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="The number of offsets whose record can no longer be read again: at most this many records of"
+            " the writer are lost.",
+        ),
+    ]
     problem: Annotated[
         str | None, Meta(description="Why the records are not read yet, or why they are gone; for people.")
     ]
@@ -287,7 +297,10 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: list[BlockerAnswer]
     linear_lag: Annotated[
         LinearLagAnswer | None,
-        Meta(description="What blocks the linear position below the allocated ID; null if nothing does."),
+        Meta(
+            description="What blocks the linear position. Null if the linear position has reached the highest allocated"
+            " ID and no writer is unknown."
+        ),
     ]
     open_transactions: Annotated[
         dict[str, list[str]],

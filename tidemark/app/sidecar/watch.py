@@ -95,7 +95,8 @@ class LateSummaryAnswer(msgspec.Struct, frozen=True):
 
 
 class CopiesAnswer(msgspec.Struct, frozen=True):
-    """Linear positions that differ between Redis and Postgres. This sidecar read them one after the other."""
+    """The linear positions of a stream in Redis and in Postgres, if they differ. `since`: when the difference began.
+    The sidecar reads them one after the other, so a short difference is normal."""
 
     redis: StreamId
     postgres: StreamId
@@ -115,8 +116,8 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     linear_lag: Annotated[
         LinearLagAnswer | None,
         Meta(
-            description="What blocks the linear position below the allocated ID; null if nothing does, and until"
-            " Postgres answers for the first time."
+            description="What blocks the linear position. Null if the linear position has reached the highest allocated"
+            " ID and no writer is unknown, and until Postgres answers for the first time."
         ),
     ]
     remedies: Annotated[list[RemedyAnswer], Meta(description="One for each writer that blocks a position.")]

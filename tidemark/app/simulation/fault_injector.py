@@ -515,9 +515,10 @@ class Servers:
         self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
-        """Kill the next server, or shut it down in the mode `immediate`.
+        """Kill the next server (SIGKILL), or shut it down in the mode `immediate` (SIGQUIT). The servers take turns.
 
-        Returns the server and the signal as text; '' if the server is down.
+        Returns the server and the signal as text; '' if the server is down or is not managed by `tidemark up`: then
+        nothing happens.
         """
         owner, number = next(self._crashes)
         process = process_of(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None

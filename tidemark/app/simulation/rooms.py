@@ -157,7 +157,7 @@ def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], 
 def compare_answer(
     client: str, about: str, upto: VectorPosition, answer: Mapping[str, Any], stored: StoredRooms
 ) -> RoomCount:
-    """Compare one answer of a client that does not sync with the tables.
+    """Compare one answer of a client with the tables. For all kinds of clients except `LINEAR` and `VECTOR`.
 
     Args:
         client: the kind of client.

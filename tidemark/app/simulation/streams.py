@@ -421,7 +421,8 @@ class StreamsVerification(Verification):
                 self.late_streams.add(stream)
 
     def _delete_verified(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        """Delete the rows that all readers have read, and keep their counts."""
+        """Delete the rows up to the lowest linear place of the readers, and store their counts. Does nothing if a
+        reader lacks one of these rows. The place of the reader `vector` is not used."""
         lowest = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
         verified = [comparison.up_to(lowest) for comparison in comparisons]
         counts = {

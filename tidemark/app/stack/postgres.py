@@ -75,7 +75,7 @@ class PostgresServer(ServerProcess):
             self._forget_standbys()
             return
         # Created under another name and renamed when complete: an interrupted initdb looks complete to Postgres.
-        new = self.new_directory()
+        new = self.create_new_directory()
         self.password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
@@ -117,8 +117,9 @@ class PostgresServer(ServerProcess):
         lines = settings.read_text().splitlines(keepends=True)
         settings.write_text("".join(line for line in lines if not line.startswith("synchronous_standby_names")))
 
-    def new_directory(self) -> Path:
-        """Create an empty directory next to the data directory. The user of Postgres may write into it."""
+    def create_new_directory(self) -> Path:
+        """Create the empty directory `new` next to the data directory, owned by the user of Postgres. Deletes an
+        existing `new` first."""
         new = self.data.with_name("new")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
@@ -207,7 +208,7 @@ class PostgresReplica(PostgresServer):
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
-        new = self.new_directory()
+        new = self.create_new_directory()
         arguments = [
             "-D",
             str(new),
@@ -253,7 +254,8 @@ class PostgresReplica(PostgresServer):
         self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
     def replace_origin(self) -> None:
-        """Stop the replica, kill the origin, and move the replica's data to the origin, for the origin's next start."""
+        """Stop the replica, move its data to the data directory of the origin, kill the suspended origin, and delete
+        the origin's old data. The origin's next start uses the data of the replica."""
         self.stop()
         shutil.rmtree(self._origin.old_data, ignore_errors=True)
         self._origin.data.rename(self._origin.old_data)

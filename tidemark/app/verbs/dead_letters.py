@@ -221,7 +221,7 @@ def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: 
 
 def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
     """The fields of the JSON of a dead letter. `key` and `value` are text. If the bytes are not UTF-8, the field is
-    null, and `key_base64` or `value_base64` has the bytes."""
+    null, and `key_base64` or `value_base64` has the bytes. `replayed`: as in `to_text`."""
     fields: dict[str, Any] = {
         "partition": letter.partition,
         "offset": letter.offset,
@@ -242,7 +242,10 @@ def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> d
 
 
 def to_text(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    """A dead letter with all its fields. Untrusted text is JSON-encoded, so that a terminal does not execute it."""
+    """A dead letter with all its fields as text. `replayed`: origin -> number of the override that replayed the record.
+
+    Key, value and headers are JSON-encoded, so that a terminal does not execute them.
+    """
     fields = plain(letter, replayed)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
     lines = [f"{name}: {fields[name]}" for name in shown if fields[name] is not None]
@@ -277,7 +280,7 @@ def dead_letters() -> None:
 
 @dead_letters.command("list")
 @click.argument("stream", required=False)
-@click.option("--reason", help="Only dead letters with this reason.")
+@click.option("--reason", help="Only dead letters with this reason, such as wrong_type: see the column REASON.")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
 def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:

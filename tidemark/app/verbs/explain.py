@@ -364,7 +364,8 @@ class Moment(click.ParamType[datetime]):
     type=Moment(),
     nargs=2,
     metavar="A B",
-    help="Explain every wait of ten seconds or longer between two times.",
+    help="Explain every wait of ten seconds or longer between the times A and B, such as 10:03 or 2026-11-22T10:03. UTC"
+    " unless the time has an offset.",
 )
 @click.option("--reader", help="First show what this reader of STREAM waits for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
@@ -438,6 +439,7 @@ def _read_open_ranges(settings: "Settings", stream: str, encoded: bytes, now: da
 def _too_early(stream: str, begins: datetime | None) -> CommandFailed:
     if begins is None:
         return CommandFailed(
-            f"the stored history of {stream} has no advance: give a time at which the linear position moved"
+            f"the stored history of {stream} has no move of the linear position: either it has never moved, or"
+            f" retention has dropped the history. For the current state, run: tidemark gaps {stream}"
         )
     return CommandFailed(f"the stored history of {stream} begins at {timestamp(begins)}, after the given time")

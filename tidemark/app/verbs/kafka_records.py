@@ -212,7 +212,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     show = to_line if as_json else to_text
     key = None if stream is None else stream.encode()
     with RecordReader(settings.kafka) as kafka:
-        partitions = topic_bounds(settings, kafka)
+        partitions = read_offset_ranges(settings, kafka)
         next_offsets = {
             partition: low if everything else max(low, high - last) for partition, (low, high) in partitions.items()
         }
@@ -238,8 +238,8 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
             time.sleep(0.5)
 
 
-def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
-    """Read the bounds of all partitions of the facts topic and the control topic from Kafka.
+def read_offset_ranges(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
+    """Read the range of stored offsets of every partition of the facts topic and the control topic from Kafka.
 
     Returns:
         (topic, partition) -> (first offset, offset after the last record).
@@ -275,7 +275,7 @@ def read_topics(settings: Settings, facts: str, max_records: int) -> Iterator[Re
     """
     with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})
-        partitions = topic_bounds(changed, kafka)
+        partitions = read_offset_ranges(changed, kafka)
         number = sum(high - low for low, high in partitions.values())
         if number > max_records:
             raise CommandFailed(

@@ -37,7 +37,11 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
 @_dsn
 @click.option("--stream", "streams", multiple=True, help="Create this stream if it does not exist; may be repeated.")
 @click.option(
-    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Direction of the streams' IDs."
+    "--direction",
+    type=click.Choice(["forward", "backward"]),
+    default="forward",
+    show_default=True,
+    help="Direction of the IDs of the streams of --stream: forward (1, 2, ...) or backward (-1, -2, ...).",
 )
 @wait_for_servers
 @json_option

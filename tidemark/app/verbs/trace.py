@@ -1,4 +1,4 @@
-"""`tidemark trace`: the history of one ID, from its record in Kafka to the position that shows it.
+"""`tidemark trace`: the history of one ID, from its record in Kafka to the published position that has passed the ID.
 
 Postgres has the batch that settled the ID, and so the range of offsets that contains its record. This range is read
 from Kafka. If retention removed the record, the output shows this. Only the record shows to which writer an ID belongs,
@@ -43,7 +43,7 @@ from tidemark.streaming.wire import records
 MAX_RECORDS: Final = 100  # in the result
 MAX_RECORD_CHARS: Final = 16_384
 
-Statement = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
+RecordMeaning = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
 IdState = Literal["complete", "open", "silent", "unknown"]
 
 
@@ -68,7 +68,7 @@ class TracedRecord:
     kind: str | None
     writer: str | None
     epoch: int | None
-    says: Statement
+    says: RecordMeaning
     text: str
     cut: bool
 
@@ -289,7 +289,7 @@ def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
     try:
         record = records.decode(message.value)
     except BadRecord:
-        says: Statement | None = "mentions" if _has_number(value, id) else None
+        says: RecordMeaning | None = "mentions" if _has_number(value, id) else None
     else:
         says = statement_of(record, id)
         kind, writer = records.kind_of(record).name, record.writer
@@ -313,7 +313,7 @@ def _has_number(value: bytes, id: int) -> bool:
     return False
 
 
-def statement_of(record: records.Record, id: int) -> Statement | None:
+def statement_of(record: records.Record, id: int) -> RecordMeaning | None:
     """What a record states about the ID; None if the record is not about it."""
     match record:
         case records.Rdata(id=int(top)):
@@ -333,7 +333,7 @@ def statement_of(record: records.Record, id: int) -> Statement | None:
     return None
 
 
-def _edge_statement(prev: int, top: int, id: int, completed: Statement) -> Statement | None:
+def _edge_statement(prev: int, top: int, id: int, completed: RecordMeaning) -> RecordMeaning | None:
     """What the edge `(prev, top]` states about the ID: `completed` if the ID is `top`, `passed` if it is below."""
     if top == id:
         return completed
@@ -381,7 +381,7 @@ def try_to_add(trace: IdTrace, server: str, add: Callable[[], None]) -> None:
 MAX_SHOWN: Final = 10  # lines of each kind in the text; the JSON has all
 MAX_SHOWN_CHARS: Final = 300  # of a record in the text
 
-_STATEMENTS: Final[dict[Statement, str]] = {
+_STATEMENTS: Final[dict[RecordMeaning, str]] = {
     "fact": "has the fact of this ID",
     "void": "the ID was rolled back",
     "announced": "this writer has no fact with this ID",

@@ -65,7 +65,8 @@ class Replica(Protocol):
         """The name of the replica in the output."""
 
     def names(self) -> set[str]:
-        """Read the names of all streams in the replica; empty if another replica has the same names."""
+        """Read the names of all streams in the replica. A replica that shares its list of names with another replica
+        returns an empty set, so that the list is read once."""
 
     def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
         """Read the positions of these streams, by stream. `streams` must be sorted, and must not be empty."""

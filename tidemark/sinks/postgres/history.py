@@ -223,7 +223,8 @@ CLOCK_TOLERANCE = 60_000  # ms by which the clock of a later pipeline may lag
 
 @dataclass(frozen=True, slots=True)
 class DurableMark:
-    """A point in the changes of all streams.
+    """A point from which the changes of all streams can be read later (`changes_since`). Times are comparable only
+    within one lease, because each pipeline has its own clock.
 
     Attributes:
         lease: the token of the lease.

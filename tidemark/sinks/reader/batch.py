@@ -128,11 +128,8 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         return True
 
     def _can_park(self, error: BaseException | None) -> bool:
-        """Whether the fact is parked for `error`.
-
-        If so, `parking` was called with the class of the error, a retry cannot solve the error, and the error is not a
-        `Stop` of Tidemark.
-        """
+        """Whether the fact may be parked for `error`. True if `parking` was called with a class of the error, a retry
+        cannot solve the error, and the error is not a `Stop`."""
         if not isinstance(error, self._errors) or isinstance(error, Retry | Stop):
             return False
         cause = psycopg_error(error)

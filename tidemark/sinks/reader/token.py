@@ -178,7 +178,12 @@ def as_token(value: Token | str | int) -> Token:
             return Token.parse(value)
         case int() if not isinstance(value, bool) and -(2**63) <= value < 2**63:
             return Token(value)
-    raise BadToken(str(value), f"give a Token, its text, or a stream ID as an int, and not a {type(value).__name__}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise BadToken(str(value), "a stream ID must fit into 64 bits")
+    raise BadToken(
+        str(value),
+        f"give a Token, its text, or a stream ID as an int; the type {type(value).__name__} is not supported",
+    )
 
 
 ZERO = Token(0)

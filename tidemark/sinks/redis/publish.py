@@ -96,7 +96,8 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
 def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
     """Read the time at which the position of `writer` moved to `id` or beyond: ms since 1970, by the clock of Redis.
 
-    Reads the list of advances from its newest entry. None if the list no longer has this move.
+    Reads the list of advances from its newest entry. None if the writer has not reached `id`, or if the list no longer
+    has this move.
     """
     newest = "+"
     while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):

@@ -324,7 +324,8 @@ class WriterChains:
         return ranges
 
     def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
-        """The unsent ranges `(low, high]` between neighbouring cuts, in ascending order."""
+        """The ranges `(low, high]` of the chain that were not sent, in ascending order. A range that contains common
+        cuts is divided at each cut."""
         top = max([chain.sent_upto, self.last_common_cut, *chain.sent.highs[-1:].tolist()])
         gaps = list[tuple[int, int]]()
         for low, high in chain.sent.missing(chain.sent_upto, top):

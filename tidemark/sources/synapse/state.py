@@ -416,7 +416,10 @@ def read_retired_id(connection: Connection, writer: str, stream: str) -> int | N
     row = connection.execute(
         "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
-    if row is None or row[0] == "active":
+    if row is None:
+        problem = f"the stream {stream} has no writer {writer}; for its writers, run: tidemark status {stream}"
+        raise BadSetting("WRITER", problem)
+    if row[0] == "active":
         problem = f"{writer} is alive: it announced a position after the request to retire, and stays in {stream}"
         raise BadSetting("WRITER", f"{problem}; first stop the worker and remove it from Synapse's stream_writers")
     return int(row[1]) if row[0] == "retired" else None

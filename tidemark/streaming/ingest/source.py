@@ -160,7 +160,7 @@ class PacketReader(DataSourceStreamReader):
             for number, stop in stops.items()
         ]
         ranges = [range_ for range_ in ranges if range_.start < range_.end]
-        return [_Task(task) for task in ([ranges] if self._config.one_task else split_ranges(ranges))]
+        return [_Task(task) for task in ([ranges] if self._config.one_task else group_into_tasks(ranges))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
@@ -301,8 +301,9 @@ def grown_limit(limit: int, highest_limit: int) -> int:
     return min(highest_limit, limit + max(1, limit // 64))
 
 
-def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """Distribute ranges over tasks of about `RECORDS_PER_TASK` records, and return the ranges of each task.
+def group_into_tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
+    """Group the ranges into tasks of about `RECORDS_PER_TASK` records. Ranges are not split: a task with a longer range
+    has more records.
 
     The longest range comes first. Each range goes to the task that has the fewest records so far.
     """
