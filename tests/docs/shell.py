@@ -54,8 +54,9 @@ def commands(block: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def alike(line: str) -> str:
-    """A line without what differs from run to run: numbers, times, and the widths of columns."""
-    line = re.sub(r"\d+(?: s| min| h)?\b|\d+", "0", line)
+    """A line without what differs from run to run: numbers, times, whether a batch read one record or several (`7..9`),
+    and the widths of columns."""
+    line = re.sub(r"\d+(?: s| min| h)?\b|\d+", "0", line).replace("0..0", "0")
     return " ".join(line.split())
 
 
