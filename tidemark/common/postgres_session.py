@@ -418,7 +418,7 @@ def _backend_pid(connection: Connection) -> int:
 def describe_sessions(connection: Connection, pids: list[int]) -> str:
     """Describe server processes for a message: pid, user, application name, state, start of the transaction.
 
-    `pids`: process IDs; 0 stands for prepared transactions, as in `pg_blocking_pids`.
+    `pids`: process IDs; 0 means prepared transactions, as in `pg_blocking_pids`.
     """
     rows = connection.execute(
         """

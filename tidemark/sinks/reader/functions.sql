@@ -773,7 +773,6 @@ declare
     _mode text;
     _now tidemark_reader.positions;
     _place tidemark_reader.places;
-    _highest bigint;
     _between text;
 begin
     select known.mode into _mode from tidemark_reader.places as known
@@ -785,20 +784,18 @@ begin
     end if;
     delete from tidemark_reader.places as known where known.stream = seek.stream and known.reader = seek.reader;
     delete from tidemark_reader.delivered as known where known.stream = seek.stream and known.reader = seek.reader;
-    if (tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now)).reader is null then
+    _place := tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now);
+    if _place.reader is null then
         raise exception using errcode = 'object_not_in_prerequisite_state',
             message = format('stream %L is at %L and has not reached %L yet', seek.stream, _now.token, seek.token),
             hint = 'Try again later.';
     end if;
-    select * into _place from tidemark_reader.places as known
-    where known.stream = seek.stream and known.reader = seek.reader;
-    select greatest(abs(_place.linear), max(abs(at::bigint))) into _highest
-    from jsonb_each_text(_place.positions) as each (writer, at);
     -- The writer of a parked fact is not stored: between the positions of several writers nobody knows whether the reader
     -- reads the fact again.
     select string_agg(known.id::text, ', ' order by abs(known.id)) into _between from tidemark_reader.parked as known
     where known.stream = seek.stream and known.reader = seek.reader
-        and abs(known.id) > abs(_place.linear) and abs(known.id) <= _highest;
+        and abs(known.id) > abs(_place.linear)
+        and abs(known.id) <= tidemark_reader.farthest(_place.linear, _place.positions);
     if _between is not null then
         raise exception using errcode = 'object_not_in_prerequisite_state',
             message = format('parked facts of reader %L of stream %L are between the positions of %s: %s', seek.reader,

@@ -114,7 +114,7 @@ class Decoder:
 
     Args:
         topic: the topic of the records.
-        not_storable: offsets of records to reject with the reason `not_storable`, whatever they contain.
+        not_storable: offsets of records to reject with the reason `not_storable`, regardless of their content.
 
     Attributes:
         writer_epochs: the numbers of the writer epochs in `edges()`.
