@@ -15,13 +15,13 @@ from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Topic, row
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Topic, encode_row
 
 STREAM = "events"
 
 
 def fact(writer: str, id: int, prev: int) -> Record:
-    return Rdata(stream=STREAM, writer=writer, epoch=1, prev=prev, id=id, row=row({"id": id}))
+    return Rdata(stream=STREAM, writer=writer, epoch=1, prev=prev, id=id, row=encode_row({"id": id}))
 
 
 class Recording:
@@ -90,6 +90,6 @@ class Recording:
         self.batch(*(Join(stream=STREAM, writer=name, epoch=1, id=0) for name in ("a", "b")))
         over = Position(stream=STREAM, writer="b", epoch=1, prev=3, id=5)
         self.batch(fact("a", 1, 0), fact("a", 5, 4), fact("b", 3, 0), over)
-        run = FactRun(stream=STREAM, writer="a", epoch=1, prev=1, ids=[2, 4], rows=[[], [row("x\u009b2J")]])
+        run = FactRun(stream=STREAM, writer="a", epoch=1, prev=1, ids=[2, 4], rows=[[], [encode_row("x\u009b2J")]])
         self.batch(run)
         self.batch(fact("b", 12, 10), fact("b", 8, 5), Position(stream=STREAM, writer="a", epoch=1, prev=5, id=12))

@@ -208,7 +208,7 @@ class _Cut(_Empty):
     """As of a shard whose facts were too many: Spark has planned more than the eight records that it read."""
 
     def collect(self) -> list[Any]:
-        cut = ShardEffects(0, 0, [], [], [Progress("facts", 0, 8)], cut=True)
+        cut = ShardEffects(0, 0, [], [], [Progress("facts", 0, 8)], is_cut_short=True)
         return [{"effects": effects.encode(cut)}]
 
 

@@ -12,7 +12,7 @@ from tests.app.running import PATIENCE, Running
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
-from tidemark.streaming.wire.records import Join, Rdata, row
+from tidemark.streaming.wire.records import Join, Rdata, encode_row
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def overfull(site: Site) -> None:
     """A chain with room for one span waits for its first ID, so that two facts are put off. When it comes, they are
     recalled; the pipeline dies before they are in Kafka."""
-    first, *more = [Rdata(stream="full", writer="w", epoch=1, id=id, row=row({})) for id in (2, 4, 6, 1, 3, 5)]
+    first, *more = [Rdata(stream="full", writer="w", epoch=1, id=id, row=encode_row({})) for id in (2, 4, 6, 1, 3, 5)]
     site.send(Join(stream="full", writer="w", epoch=1, id=0), first, *more)
     doomed = site.start(
         module=("tests.app.killers", "SIGKILL", "requeue", "1"), pending_bound=1, max_records_per_batch=4

@@ -13,11 +13,11 @@ from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
 from tidemark.sinks.postgres.database import SCHEMA
 from tidemark.sources.topics import Topics
-from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, encode_row
 
 pytestmark = pytest.mark.slow
 
-NOTHING = row({})
+NOTHING = encode_row({})
 
 
 def admin(site: Site) -> AdminClient:

@@ -7,7 +7,7 @@ from tests.app.proofs import dead_letters, verified
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.waiting import eventually
-from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, encode_row
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ FACTS = 40
 
 
 def fact(stream: str, writer: str, id: int, prev: int, epoch: int = 1) -> Record:
-    return Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=row({}))
+    return Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=encode_row({}))
 
 
 def override(site: Site, record: Skip) -> None:

@@ -7,11 +7,11 @@ from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, encode_row
 
 
 def fact(id: int, prev: int) -> Record:
-    return Rdata(stream="orders", writer="shop", epoch=1, prev=prev, id=id, row=row({}))
+    return Rdata(stream="orders", writer="shop", epoch=1, prev=prev, id=id, row=encode_row({}))
 
 
 def test_transactions_and_both_topics_are_read_to_their_ends(site: Site) -> None:

@@ -39,9 +39,9 @@ from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.synapse.bridge import BridgeMetrics
-from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Void, encode, encode_row
 
-NOTHING = row({})
+NOTHING = encode_row({})
 
 
 @pytest.fixture(scope="module")

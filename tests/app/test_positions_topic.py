@@ -10,7 +10,7 @@ from tests.fix_pipeline import Site
 from tests.waiting import eventually
 from tidemark.common.kafka import ErrorListener, PartitionReader
 from tidemark.sources.topics import Topics, positions_plan
-from tidemark.streaming.wire.records import Join, Rdata, row
+from tidemark.streaming.wire.records import Join, Rdata, encode_row
 
 KILLS = 2
 
@@ -29,7 +29,7 @@ def records(site: Site, topic: str, isolation: str = "read_committed") -> list[d
 
 
 def fact(id: int) -> Rdata:
-    return Rdata(stream="orders", writer="shop", epoch=1, id=id, prev=id - 1, row=row(None))
+    return Rdata(stream="orders", writer="shop", epoch=1, id=id, prev=id - 1, row=encode_row(None))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader
 from tidemark.streaming.ingest.record_batch import PlannedRange
-from tidemark.streaming.wire.records import Rdata, Topic, encode, row
+from tidemark.streaming.wire.records import Rdata, Topic, encode, encode_row
 
 WAYS = ["scram", "mutual", "tokens"]
 
@@ -145,7 +145,7 @@ def sender(kafka: GuardedKafka, topic: str) -> Callable[[int], None]:
     producer = RecordProducer(KafkaConnection(kafka.bootstrap_servers), topic, give_up_after=60)
 
     def send(id: int) -> None:
-        producer.send("orders", encode(Rdata(stream="orders", writer="shop", id=id, row=row({}))))
+        producer.send("orders", encode(Rdata(stream="orders", writer="shop", id=id, row=encode_row({}))))
         producer.deliver(60)
 
     return send

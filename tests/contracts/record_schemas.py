@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Marker, Record, Retire, Skip, Topic
+from tidemark.streaming.wire.records import CURRENT_EPOCH, OverridableRecord, Record, Retire, Skip, Topic
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE: Final = "#/$defs/"
@@ -55,7 +55,7 @@ def schemas(topic: Topic, reference: str = REFERENCE) -> dict[str, Schema]:
 
 
 def _admits(topic: Topic, kind: type[msgspec.Struct]) -> bool:
-    return kind is not Skip if topic is Topic.FACTS else kind in get_args(Marker)
+    return kind is not Skip if topic is Topic.FACTS else kind in get_args(OverridableRecord)
 
 
 def _of_kind(topic: Topic, kind: type[msgspec.Struct], schema: Schema) -> Schema:
@@ -66,7 +66,7 @@ def _of_kind(topic: Topic, kind: type[msgspec.Struct], schema: Schema) -> Schema
         fields["by"] = fields["why"] = _said()
         if kind is Retire:
             fields["writer"] = fields["stream"]  # "*" too: all writers that never joined
-    elif kind in get_args(Marker):
+    elif kind in get_args(OverridableRecord):
         fields["by"] = fields["why"] = {"type": "null", "default": None}
     if fields["epoch"].get("default") == CURRENT_EPOCH:
         if topic is Topic.CONTROL:

@@ -20,7 +20,7 @@ from tests.docs.shell import ROOT, VISIBLE_SECONDS, Shell, blocks
 from tests.docs.test_how_to import typed
 from tests.waiting import eventually
 from tidemark.app.verbs import overrides
-from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, encode_row
 
 RUNBOOKS = ROOT / "docs/how-to/runbooks"
 FIRST_READER = "docs/tutorials/first-stream.md"
@@ -29,7 +29,7 @@ CUT = -9
 
 
 def fact(stream: str, writer: str, id: int, prev: int, epoch: int = 1) -> Rdata:
-    return Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=row({}))
+    return Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=encode_row({}))
 
 
 @dataclass

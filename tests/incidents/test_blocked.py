@@ -7,9 +7,9 @@ from confluent_kafka import Producer
 
 from tests.fix_pipeline import Site
 from tests.incidents.scene import Scene
-from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, encode_row
 
-NOTHING = row({})
+NOTHING = encode_row({})
 
 
 def fact(stream: str, writer: str, id: int, prev: int | None = None) -> Rdata:

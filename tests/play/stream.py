@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from tests.play.truth import StreamTruth
-from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Void, row
+from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Void, encode_row
 
 
 class _Signature(TypedDict):
@@ -96,8 +96,11 @@ class SimulatedWriter:
         prev, id_ = self._signed(reservation.prev), self._signed(reservation.id)
         if reservation.rows == 0:
             return [Void(**self._signature(), prev=prev, id=id_)]
-        batch = [Rdata(**self._signature(), id="batch", row=row({"part": part})) for part in range(1, reservation.rows)]
-        return [*batch, Rdata(**self._signature(), prev=prev, id=id_, row=row({"part": reservation.rows}))]
+        batch = [
+            Rdata(**self._signature(), id="batch", row=encode_row({"part": part}))
+            for part in range(1, reservation.rows)
+        ]
+        return [*batch, Rdata(**self._signature(), prev=prev, id=id_, row=encode_row({"part": reservation.rows}))]
 
     def heartbeat(self) -> list[Record]:
         """Announce what the sequence gave last, if that is news: whoever owns it, nothing in between is ours."""

@@ -18,7 +18,7 @@ from tidemark.sinks.postgres.positions import PendingRequeue, RequeueStatus
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.core.effects import RequeuedRange, WriterRow
-from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, encode_row
 
 HEADERS = [("own", b"1")]
 
@@ -45,7 +45,7 @@ def requeuer(config: RequeueConfig, store: Postgres, lease: Lease) -> Iterator[R
 
 
 def fact(id: int, writer: str = "a", epoch: int = 1, text: str = "") -> Rdata:
-    return Rdata(stream="s", writer=writer, epoch=epoch, id=id, row=row(text))
+    return Rdata(stream="s", writer=writer, epoch=epoch, id=id, row=encode_row(text))
 
 
 def produce(connection: KafkaConnection, topic: str, *records: Record, **more: str) -> Producer:
@@ -75,7 +75,7 @@ def kept(first: int, last: int, **more: Any) -> PendingRequeue:
 def test_the_writers_edges_come_again_as_they_were(connection: KafkaConnection, facts: str, requeuer: Requeuer) -> None:
     """Key, value, headers and partition are the same; other writers', other epochs' and markers stay where they are."""
     ours: list[Record] = [fact(1), Void(stream="s", writer="a", epoch=1, prev=1, id=2)]
-    ours.append(FactRun(stream="s", writer="a", epoch=1, prev=2, ids=[3, 5], rows=[[row(1), row(2)], []]))
+    ours.append(FactRun(stream="s", writer="a", epoch=1, prev=2, ids=[3, 5], rows=[[encode_row(1), encode_row(2)], []]))
     ours.append(Position(stream="s", writer="a", epoch=1, prev=5, id=9))
     others: list[Record] = [fact(3, "b"), fact(3, epoch=2), Join(stream="s", writer="a", epoch=1, id=0)]
     others.append(Retire(stream="s", writer="a", epoch=1, id=9))

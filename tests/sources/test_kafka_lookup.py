@@ -11,7 +11,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import MAX_RECORDS_PER_READ, Tail
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.wire.records import FactRun, Rdata, Record, Void, encode, row
+from tidemark.streaming.wire.records import FactRun, Rdata, Record, Void, encode, encode_row
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def tail(connection: KafkaConnection, prefix: str) -> Iterator[Tail]:
 
 
 def fact(id: int) -> Record:
-    return Rdata(stream="s", writer="w", id=id, row=row(id))
+    return Rdata(stream="s", writer="w", id=id, row=encode_row(id))
 
 
 def sent(producer: RecordProducer, *values: bytes) -> None:
@@ -67,7 +67,7 @@ def test_records_come_from_the_given_place_on(producer: RecordProducer, tail: Ta
 
 def test_facts_of_one_record_come_one_by_one(producer: RecordProducer, tail: Tail) -> None:
     """A RUN is given as the records that say the same, each row of a fact with its own."""
-    one, other = row("a"), row("b")
+    one, other = encode_row("a"), encode_row("b")
     sent(
         producer,
         encode(FactRun(stream="s", writer="w", epoch=2, prev=3, ids=[5, 6, 9], rows=[[one], [], [one, other]])),

@@ -85,7 +85,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
             rejected[bad.reason].append(message.offset)
             continue
         segment = segments[record.stream]
-        if isinstance(record, records.Marker | records.Open):
+        if isinstance(record, records.OverridableRecord | records.Open):
             result.markers.append(_marker(record, message))
             segments[record.stream] += not isinstance(record, records.Skip)
         elif isinstance(record, records.FactRun):
@@ -113,7 +113,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
     return result
 
 
-def _marker(record: records.Marker | records.Open, message: Message) -> tuple[object, ...]:
+def _marker(record: records.OverridableRecord | records.Open, message: Message) -> tuple[object, ...]:
     if isinstance(record, records.Open):
         nothing = (0, 0, Direction.UNKNOWN, False, None, None)
         who = record.stream, record.writer, record.epoch, "OPEN"

@@ -63,7 +63,7 @@ def numbered(records: Iterable[records.Record], first: int = 100) -> list[Messag
 
 
 def fact(id: int, prev: int, writer: str = "w", stream: str = "events", epoch: int = 0) -> records.Rdata:
-    return records.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=records.row({"x": 1}))
+    return records.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=records.encode_row({"x": 1}))
 
 
 # -- random logs: few writer epochs and few IDs, so that edges repeat, touch and overlap
@@ -156,7 +156,7 @@ def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message
         taken = [it for it in left if it.offset < progress.offset]
         left = left[len(taken) :]
         assert taken
-        assert done.cut == bool(left)
+        assert done.is_cut_short == bool(left)
         before = taken[: (len(taken) - 1) // batch_size * batch_size]  # the last may be a part of one
         assert sum(facts(packet) for _, packet in packets(before)) < len(before) + most
         whole.feed_packets(packed(map(as_taken, taken)))
@@ -355,7 +355,7 @@ def test_ids_at_both_ends_of_64_bits_chain_up() -> None:
 def test_offsets_too_far_apart_for_a_run_divide_it() -> None:
     """A topic whose offsets have holes of billions still packs them into 32 bits each."""
     near, far = numbered([fact(1, 0), fact(3, 2)]), numbered([fact(2, 1), fact(4, 3)], first=100 + 2**32)
-    batch_rows = [records.Rdata(stream="events", writer="w", id="batch", row=records.row({})) for _ in range(2)]
+    batch_rows = [records.Rdata(stream="events", writer="w", id="batch", row=records.encode_row({})) for _ in range(2)]
     far.append(message(records.Join(stream="events", writer="v", epoch=1, id=0), 2**32 + 500))
     far.extend(numbered(batch_rows[:1], first=2**33 + 7))
     near.extend(numbered(batch_rows[1:], first=102))
@@ -453,8 +453,8 @@ def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
     run = records.FactRun(stream="events", writer="w", epoch=0, prev=2, ids=[3, 4, 5], rows=[[], [], []])
     log = numbered([fact(1, 0), fact(2, 1), run, fact(6, 5)])
     read, left = of_range(100, 104, log[:3], log[3:], most=2)
-    assert (read.next_offset, read.cut) == (103, True)
-    assert (left.next_offset, left.cut, left.runs) == (100, True, PackedRuns())
+    assert (read.next_offset, read.is_cut_short) == (103, True)
+    assert (left.next_offset, left.is_cut_short, left.runs) == (100, True, PackedRuns())
 
 
 def test_ranges_that_come_by_turns_are_packed_as_one_after_the_other() -> None:
@@ -475,12 +475,16 @@ def test_a_cut_leaves_each_of_the_ranges_that_are_read_together_where_it_stood()
     log = [fetched([as_taken(it)]) for it in numbered([fact(1, 0), run, fact(6, 5)])]
     in_turn = [(here, log[0]), (there, log[0]), (here, log[1]), (there, log[1]), (here, log[2])]
     found = [decoder.decode(packet) for _, packet in rows_of([([here, there, third], in_turn)], most=3)]
-    assert [(it.partition, it.next_offset, it.cut) for it in found] == [(0, 102, True), (1, 101, True), (2, 100, True)]
+    assert [(it.partition, it.next_offset, it.is_cut_short) for it in found] == [
+        (0, 102, True),
+        (1, 101, True),
+        (2, 100, True),
+    ]
 
 
 def test_records_of_a_fact_each_are_never_too_many() -> None:
     """A batch has as many of them as it may have, in one task or in several."""
     log = numbered([fact(1, 0), fact(2, 1), fact(3, 2)])
-    assert [(packet.next_offset, packet.cut) for packet in of_range(100, 103, log[:2], log[2:], most=1)] == [
+    assert [(packet.next_offset, packet.is_cut_short) for packet in of_range(100, 103, log[:2], log[2:], most=1)] == [
         (103, False)
     ] * 2

@@ -259,15 +259,15 @@ def test_evidence_does_not_come_through_the_control_topic(record: dict[str, Any]
 
 def test_prev_of_a_fact_defaults_to_the_neighbour_towards_zero() -> None:
     """A single writer without a chain of its own need not send `prev`."""
-    facts = [records.Rdata(stream="events", writer="w", id=id, row=records.row({})) for id in (1, 7, -1, -7)]
+    facts = [records.Rdata(stream="events", writer="w", id=id, row=records.encode_row({})) for id in (1, 7, -1, -7)]
     assert [records.effective_prev(fact) for fact in facts] == [0, 6, 0, -6]
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        records.Rdata(stream="events", writer="w", epoch=2, prev=3, id=9, row=records.row({"a": [1, None]})),
-        records.Rdata(stream="events", writer="w", id="batch", row=records.row(None)),
+        records.Rdata(stream="events", writer="w", epoch=2, prev=3, id=9, row=records.encode_row({"a": [1, None]})),
+        records.Rdata(stream="events", writer="w", id="batch", row=records.encode_row(None)),
         records.Void(stream="events", writer="w", prev=-3, id=-9),
         records.Position(stream="events", writer="w", epoch=1, prev=0, id=MAX_ID),
         records.Join(stream="events", writer="w", epoch=1, id=0, unseen=True),

@@ -43,7 +43,7 @@ from tidemark.sinks.reader import (
 )
 from tidemark.sinks.reader_database import KnownStream, PublishedLate, StreamUpdate, reader_session
 from tidemark.sinks.redis.client import STREAMS, RedisAddress, RedisSession, channel_pattern, database_of, stream_of
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 log = get_logger(__name__)
 
@@ -245,7 +245,7 @@ class PositionFollower:
         is_decided_here = known is not None and known.is_decided_here
         if stream in self._local_writers:
             after, writers = self._local_writers[stream]
-            if any(writer not in writers and beyond(id, after) for writer, id in keys.positions.items()):
+            if any(writer not in writers and is_beyond(id, after) for writer, id in keys.positions.items()):
                 reason = "the stream has writers in other databases"
             elif known is not None and is_decided_here and self._is_overridden(stream, keys, known, writers):
                 reason = "an operator has settled IDs that are open in this database"
@@ -272,7 +272,7 @@ class PositionFollower:
         An override of an earlier epoch is ignored, because the override is from before a restore. Only an iteration
         that reads all streams checks this; in other iterations, the result is False.
         """
-        if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
+        if keys.linear is None or not is_beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
             isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
@@ -287,7 +287,7 @@ class PositionFollower:
         if self._published.get(stream) == published:
             return None
         self._published[stream] = published
-        writers = {writer: id for writer, id in keys.positions.items() if beyond(id, keys.linear)}
+        writers = {writer: id for writer, id in keys.positions.items() if is_beyond(id, keys.linear)}
         known = self._known.get(stream)
         if known is None:
             return StreamUpdate(keys.linear, writers, late_after=keys.late)

@@ -27,7 +27,7 @@ from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS, TableWriter, read_table_writers, synapse_session
 from tidemark.sources.transactions import is_reported
-from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
+from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer_name
 
 REDIS_TIMEOUT_SECONDS = 5.0
 
@@ -80,7 +80,7 @@ class BridgePlan:
 def _parse_writers(text: str) -> tuple[str, Sequence[str]]:
     stream, sign, names = text.partition("=")
     workers = names.split(",")
-    if not sign or not all(map(is_writer, workers)):
+    if not sign or not all(map(is_writer_name, workers)):
         raise BadSetting("--writers", f"{text!r} is not a list of workers such as events=event1,event2")
     return stream, workers
 

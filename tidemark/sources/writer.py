@@ -22,8 +22,7 @@ from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
 from tidemark.common.postgres_session import address, first_line, row_security_problem
-from tidemark.streaming.wire.records import explain_bad_name, is_name, is_writer
-from tidemark.streaming.wire.records import row as encoded
+from tidemark.streaming.wire.records import encode_row, explain_bad_name, is_name, is_writer_name
 
 MAX_ROW_BYTES = 900_000
 """The largest JSON of a row in bytes: Kafka's default limit (1 MB) minus room for the rest of the record."""
@@ -119,7 +118,7 @@ class AsyncWriter:
 
 def _check_writer(name: str | None) -> str:
     """Return the name, or an empty text for None. Raises `BadSetting` if the name is invalid."""
-    if name is not None and not is_writer(name):
+    if name is not None and not is_writer_name(name):
         raise BadSetting("writer", explain_bad_name(name))
     return name or ""
 
@@ -186,7 +185,7 @@ def _encode_array(stream: str, rows: Iterable[object], max_bytes: int | None = N
     bodies, size = [], 0
     for row in rows:
         try:
-            body = bytes(encoded(row))
+            body = bytes(encode_row(row))
             text = body.decode()
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(stream, f"it is not JSON: {error}") from error

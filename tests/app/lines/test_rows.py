@@ -15,10 +15,10 @@ from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.sinks.reader import events
 from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.store import States
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.values.limits import Evidence
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
-from tidemark.streaming.wire.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Retire, Topic, Void, encode, encode_row, read
 
 BIG = 1 << 30
 
@@ -56,11 +56,11 @@ def texts(told: Iterable[Announcement]) -> list[str]:
 
 def fact(id: int, prev: int | None = None, epoch: int = 0, text: str = "") -> Record:
     start = msgspec.UNSET if prev is None else prev
-    return Rdata(stream="s", writer="w", epoch=epoch, prev=start, id=id, row=row(text or id))
+    return Rdata(stream="s", writer="w", epoch=epoch, prev=start, id=id, row=encode_row(text or id))
 
 
 def part(text: str, epoch: int = 0) -> Record:
-    return Rdata(stream="s", writer="w", epoch=epoch, id="batch", row=row(text))
+    return Rdata(stream="s", writer="w", epoch=epoch, id="batch", row=encode_row(text))
 
 
 def void(prev: int, id: int, epoch: int = 0) -> Record:
@@ -315,7 +315,7 @@ class Wild:
             if isinstance(record, Rdata):
                 last = next(it for it in records[at:] if isinstance(it, Rdata) and it.id != "batch")
                 part = {"of": [last.writer, last.epoch, last.id], "row": bytes(record.row).decode()}
-                yield msgspec.structs.replace(record, row=row(part))
+                yield msgspec.structs.replace(record, row=encode_row(part))
             else:
                 yield record
 
@@ -342,7 +342,7 @@ class Wild:
             true = {
                 id: rows
                 for id, rows in self.facts[writer].items()
-                if beyond(id, announcement.prev) and not beyond(id, announcement.id)
+                if is_beyond(id, announcement.prev) and not is_beyond(id, announcement.id)
             }
             if announcement.kind != "fetch":
                 assert sent(announcement.commands) == dict(sorted(true.items(), key=lambda item: abs(item[0])))

@@ -16,7 +16,7 @@ from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, encode_row
 
 
 class FactsOfTest:
@@ -39,11 +39,11 @@ def topic(kafka: KafkaServer, prefix: str) -> FactsOfTest:
 
 
 def fact(id: int, writer: str = "w", epoch: int = 1, name: str = "s") -> Record:
-    return Rdata(stream=name, writer=writer, epoch=epoch, id=id, row=row({"of": id}))
+    return Rdata(stream=name, writer=writer, epoch=epoch, id=id, row=encode_row({"of": id}))
 
 
 def part(text: str) -> Record:
-    return Rdata(stream="s", writer="w", epoch=1, id="batch", row=row(text))
+    return Rdata(stream="s", writer="w", epoch=1, id="batch", row=encode_row(text))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tidemark.app.verbs import overrides
 from tidemark.app.verbs.overrides import IdRange
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.values.limits import Policies
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Join, Marker, Retire, Skip, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Join, OverridableRecord, Retire, Skip, Timeline
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def retire(writer: str) -> Retire:
     return Retire(stream=STREAM, writer=writer, id=0, by="ada", why="host is gone")
 
 
-def shown(stored: bytes, act: Marker) -> list[str]:
+def shown(stored: bytes, act: OverridableRecord) -> list[str]:
     return [*overrides.attempt(stored, act, 1000.0).lines()]
 
 
-def refusal(stored: bytes, act: Marker) -> str:
+def refusal(stored: bytes, act: OverridableRecord) -> str:
     with pytest.raises(BadRecord) as caught:
         overrides.attempt(stored, act, 1000.0)
     return str(caught.value)
@@ -114,7 +114,7 @@ def test_what_is_settled_of_a_stranger_is_said() -> None:
 
 
 @pytest.mark.parametrize("act", [skip(2, 4), retire("b")])
-def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: bytes, act: Marker) -> None:
+def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: bytes, act: OverridableRecord) -> None:
     """Whether it owes anything or not: heard of within a minute, or with a transaction that it says to be open."""
     assert [*overrides.attempt(stored, act, 61.0).objections()] == []
     (objection,) = overrides.attempt(stored, act, 59.0).objections()
@@ -124,7 +124,9 @@ def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: byte
 
 
 @pytest.mark.parametrize("act", [retire("aa"), Join(stream=STREAM, writer="aa", id=2, by="ada", why="it sends none")])
-def test_a_name_that_no_record_has_named_is_refused_unless_that_is_overruled(stored: bytes, act: Marker) -> None:
+def test_a_name_that_no_record_has_named_is_refused_unless_that_is_overruled(
+    stored: bytes, act: OverridableRecord
+) -> None:
     """A mistyped JOIN would hold the line for ever, and a mistyped RETIRE would leave the right one as it is."""
     (objection,) = overrides.attempt(stored, act, 1000.0).objections()
     assert objection.startswith("events has no writer aa: ")
@@ -144,7 +146,7 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
     shard = Shard()
     shard.feed(builders.join("a", 2), builders.join("b", 2), rdata("a", 5, 4, epoch=1), rdata("b", 9, 8, epoch=1))
 
-    def refused(act: Marker, now: float) -> str:
+    def refused(act: OverridableRecord, now: float) -> str:
         with pytest.raises(BadRecord) as problem:
             overrides.attempt(shard.states[STREAM], act, now)
         return str(problem.value)

@@ -12,7 +12,7 @@ from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs.trace import statement_of
-from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
+from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, encode_row
 
 S = STREAM
 
@@ -119,12 +119,12 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        (Rdata(stream=S, writer="a", id=-4, row=row(1)), None),
-        (Rdata(stream=S, writer="a", id="batch", row=row(1)), None),
-        (Rdata(stream=S, writer="a", id=4, row=row(1)), "fact"),
-        (Rdata(stream=S, writer="a", id=6, row=row(1)), None),
+        (Rdata(stream=S, writer="a", id=-4, row=encode_row(1)), None),
+        (Rdata(stream=S, writer="a", id="batch", row=encode_row(1)), None),
+        (Rdata(stream=S, writer="a", id=4, row=encode_row(1)), "fact"),
+        (Rdata(stream=S, writer="a", id=6, row=encode_row(1)), None),
         (Void(stream=S, writer="a", prev=3, id=6), "passed"),
-        (FactRun(stream=S, writer="a", prev=3, ids=[4, 6], rows=[[], [row(1)]]), "void"),
+        (FactRun(stream=S, writer="a", prev=3, ids=[4, 6], rows=[[], [encode_row(1)]]), "void"),
         (FactRun(stream=S, writer="a", prev=4, ids=[6], rows=[]), None),
         (Join(stream=S, writer="a", id=4), "settled"),
         (Retire(stream=S, writer="a", id=3), None),

@@ -19,7 +19,7 @@ from tidemark.sinks.reader.requests import (
     StreamHistory,
     StreamKeys,
 )
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 Fields = dict[str, str]
 
@@ -328,8 +328,8 @@ class StreamModel:
         left = most
         for name, position in self.positions.items():
             here = place.positions.get(name, place.linear)
-            if left and beyond(position, here):
-                found = [it for it in self._advances(name) if beyond(it.id, here)][:left]
+            if left and is_beyond(position, here):
+                found = [it for it in self._advances(name) if is_beyond(it.id, here)][:left]
                 left -= len(found)
                 chains[name] = (position if left else found[-1].id, found)
         late = [parse_entry(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]

@@ -20,7 +20,7 @@ from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram
 from tidemark.sinks.reader.requests import AwaitEntry, Driver, Request
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 NAMES = ("a", "b", "c")
 WHATS = ("fact", "fact", "void", "announced")
@@ -234,7 +234,7 @@ class ModelReader:
                 self.caught_up = True
                 line, shown = self.model.shown_line, self.model.shown
                 # Who is gone and was passed by the line is like one that never was: it may begin at the line.
-                self.covered = {it: at for it, at in self.covered.items() if it in shown or beyond(at, line)}
+                self.covered = {it: at for it, at in self.covered.items() if it in shown or is_beyond(at, line)}
                 if self.mode == "vector":
                     assert self.following.writers <= len(shown) + len(self.covered.keys() - shown.keys())
             case Advance():
@@ -253,7 +253,7 @@ class ModelReader:
             case LinearMove():
                 assert self.mode == "linear"
                 assert event.prev == self.line
-                assert beyond(event.id, event.prev)
+                assert is_beyond(event.id, event.prev)
                 self.line = event.id
                 facts = self._facts(event.prev, event.id, lambda _: True)
                 if event.proven_empty:
@@ -271,14 +271,16 @@ class ModelReader:
                 self.excused = True
 
     def _covers(self, writer: str, prev: int, id: int) -> None:
-        assert beyond(id, prev)
+        assert is_beyond(id, prev)
         # A writer that we meet for the first time begins where the line was that we had seen settled.
         assert prev == self.covered.get(writer, prev)
         self.covered[writer] = id
 
     def _facts(self, prev: int, id: int, whose: Callable[[str | None], bool]) -> set[int]:
         return {
-            fact for fact, who in self.model.facts.items() if whose(who) and beyond(fact, prev) and not beyond(fact, id)
+            fact
+            for fact, who in self.model.facts.items()
+            if whose(who) and is_beyond(fact, prev) and not is_beyond(fact, id)
         }
 
     def _read(self, prev: int, id: int, whose: Callable[[str | None], bool]) -> None:
@@ -294,7 +296,7 @@ class ModelReader:
         line = self.model.shown_line
         for fact, who in self.model.facts.items():
             position = line if self.mode == "linear" else self.model.shown.get(who or "", line)
-            if not beyond(fact, position) and fact not in self.model.untold() and not self.excused:
+            if not is_beyond(fact, position) and fact not in self.model.untold() and not self.excused:
                 assert fact in self.read | self.late, f"{fact} of {who} was stepped over"
         assert self.late_upto >= self.model.shown_late
 

@@ -11,7 +11,7 @@ from tests.sinks.reader.service import ReadingService, effect
 from tests.sinks.reader.test_follow_model import FollowWorld
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader.requests import Answer, AwaitEntry, Pause, Request
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 
 class Idle(Exception):
@@ -150,7 +150,7 @@ class ReadWorld(FollowWorld):
         line = self.model.shown_line
         for fact, who in self.model.facts.items():
             position = line if mode == "linear" else self.model.shown.get(who or "", line)
-            if not beyond(fact, position) and fact not in self.model.untold() and self.model.known:
+            if not is_beyond(fact, position) and fact not in self.model.untold() and self.model.known:
                 assert fact in ids, f"{fact} of {who} was stepped over"
 
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ from psycopg import sql
 
 from tests.examples import SHARING
 from tidemark.sinks.reader.table import Range, Table
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 NAMES = ("a", "b", "c")
 WRITERS = (*NAMES, None)
@@ -68,7 +68,10 @@ def test_rows_of_all_ranges_come_in_order_and_once(
         (
             row
             for row in rows
-            if any(is_of(row[1], span) and beyond(row[0], span.prev) and not beyond(row[0], span.id) for span in ranges)
+            if any(
+                is_of(row[1], span) and is_beyond(row[0], span.prev) and not is_beyond(row[0], span.id)
+                for span in ranges
+            )
         ),
         key=lambda row: (abs(row[0]), row[2]),
     )

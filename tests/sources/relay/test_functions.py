@@ -10,7 +10,7 @@ from tidemark.app import relay
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.queries import SCHEMA, session_of
-from tidemark.streaming.wire.records import is_name, is_writer
+from tidemark.streaming.wire.records import is_name, is_writer_name
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_a_writer_may_have_every_name_that_a_record_may_have(sql: psycopg.Connec
     codes = [*range(1, 0x3100), *range(0xFE00, 0x10000), *range(0x1BC90, 0x1BCB0), *range(0x1D170, 0x1D180)]
     every = [chr(code) for code in (*codes, *range(0xE0000, 0xE0200))]
     found = sql.execute("select writer from unnest(%s::text[]) as given (writer) where pg_temp.taken(writer)", [every])
-    assert {name for (name,) in found.fetchall()} == {name for name in every if is_writer(name)}
+    assert {name for (name,) in found.fetchall()} == {name for name in every if is_writer_name(name)}
 
 
 def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.reader_database import count_late_after, known_streams
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -113,7 +113,7 @@ class PositionSamples:
         return count_late_after(self._session, pairs)
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        return next((time for time, linear in self._samples.get(stream, ()) if beyond(linear, id)), None)
+        return next((time for time, linear in self._samples.get(stream, ()) if is_beyond(linear, id)), None)
 
 
 class ReaderMetrics:
@@ -232,7 +232,7 @@ class ReaderLag:
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]
-        has_advanced = cached is not None and beyond(stored.linear, cached[0])
+        has_advanced = cached is not None and is_beyond(stored.linear, cached[0])
         since = self._history.passed_at(stored.stream, stored.linear, cached[1] if cached and has_advanced else None)
         if since is not None:
             self._passed[_key(stored)] = stored.linear, since
@@ -250,7 +250,7 @@ def _state(
         return "stream unknown"
     if not stored.has_begun:
         return "not begun"
-    if beyond(stored.linear, linear):
+    if is_beyond(stored.linear, linear):
         return "ahead"
     if not ids:
         return "current"

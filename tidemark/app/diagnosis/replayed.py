@@ -20,7 +20,7 @@ from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import pack
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import RecordBatch
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.values.limits import Bounds, Evidence
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Topic
@@ -84,8 +84,8 @@ class Replayed:
 
     def reaches(self, batch: StoredBatch) -> bool:
         """Whether the linear position and the positions of writers have reached the positions after the batch."""
-        return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
-            beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
+        return not is_beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
+            is_beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
 
 
@@ -173,7 +173,7 @@ class ReplayStart:
     def is_linear_comparable(self, now: Replayed) -> bool:
         """Whether the linear position of the replay can be compared. True if the linear position of `now` has reached
         `highest`, and each writer of `joining` has moved."""
-        return not beyond(self.highest, now.linear) and all(
+        return not is_beyond(self.highest, now.linear) and all(
             now.positions.get(writer, position) != position for writer, position in self.joining.items()
         )
 
@@ -223,7 +223,9 @@ def _start_after(
         if writer.is_named_later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
-        joins_later = writer.is_named_later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
+        joins_later = writer.is_named_later and not is_beyond(
+            writer.position, joins.get((writer.writer, writer.epoch), 0)
+        )
         epoch = writer.epoch - 1 if joins_later and writer.epoch else writer.epoch
         joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
         first = first_records.get(writer.writer)

@@ -18,7 +18,7 @@ from tidemark.common.log import get_logger
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.wire.line_protocol import PositionCommand
 from tidemark.streaming.wire.records import Record
 
@@ -98,7 +98,7 @@ class Hub:
         return [
             (stream, writer)
             for (stream, writer), id in announced.items()
-            if stream in known and writer not in known[stream].vector and not beyond(id, known[stream].linear)
+            if stream in known and writer not in known[stream].vector and not is_beyond(id, known[stream].linear)
         ]
 
     async def _forget_removed_writers(self) -> None:

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from tidemark.sinks.reader import Advance
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.values.direction import farther, is_beyond
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
@@ -97,7 +97,7 @@ class UnannouncedRows:
                     batch.append(records.format_row(record.row))
                     self.size += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._batch_rows(record.epoch) if beyond(id, self._highest_named) else None
+                batch = self._batch_rows(record.epoch) if is_beyond(id, self._highest_named) else None
                 rows = None if batch is None else (*batch, records.format_row(record.row))
                 self._begin_fact(record.epoch)
                 self._add_edge(records.effective_prev(record), _Edge(id, record.epoch, rows))
@@ -120,7 +120,7 @@ class UnannouncedRows:
                 return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
                 return MissingRows.NOT_YET  # until a JOIN of this epoch or of a later one is read
-            if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
+            if edge.rows is None or edge.epoch > advance.epoch or is_beyond(edge.id, advance.id):
                 return MissingRows.LOST
             if edge.rows:
                 facts.append(UnannouncedFact(edge.id, edge.rows))
@@ -133,7 +133,7 @@ class UnannouncedRows:
         while self._ends and self._ends[0][0] <= abs(self._position):
             _, prev = heappop(self._ends)
             edge = self._edges.get(prev)
-            if edge is not None and not beyond(edge.id, self._position):
+            if edge is not None and not is_beyond(edge.id, self._position):
                 self._drop_edge(prev)
 
     def _batch_rows(self, epoch: int) -> list[str] | None:
@@ -150,7 +150,7 @@ class UnannouncedRows:
 
     def _add_edge(self, prev: int, edge: _Edge) -> None:
         self.reach = farther(edge.id, self.reach)
-        if not beyond(edge.id, self._position):
+        if not is_beyond(edge.id, self._position):
             return
         known = self._edges.get(prev)
         if known is not None:
@@ -174,7 +174,7 @@ class UnannouncedRows:
             del self._batches[epoch]
         self._begin_fact(join.epoch)
         for prev, edge in list(self._edges.items()):
-            if edge.epoch < join.epoch and beyond(edge.id, join.id):
+            if edge.epoch < join.epoch and is_beyond(edge.id, join.id):
                 self._drop_edge(prev)  # the database of the writer was restored to an earlier state
         if not join.unseen:
             self._add_empty_edges(join.id, join.epoch)
@@ -183,12 +183,12 @@ class UnannouncedRows:
         """Add empty edges for the open IDs up to `upto`."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
-            if beyond(prev, upto):
+            if is_beyond(prev, upto):
                 break
-            if beyond(prev, at):
+            if is_beyond(prev, at):
                 self._add_edge(at, _Edge(prev, epoch, ()))
             at = farther(edge.id, at)
-        if beyond(upto, at):
+        if is_beyond(upto, at):
             self._add_edge(at, _Edge(upto, epoch, ()))
 
 
@@ -346,7 +346,7 @@ class Announcer:
         """
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
-            if announced is None or beyond(position, announced):
+            if announced is None or is_beyond(position, announced):
                 waiting = self._waiting.pop((stream, writer), None)
                 id = farther(waiting[-1].advance.id, position) if waiting else position
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
@@ -391,7 +391,7 @@ class Announcer:
         """
         advance, (stream, name) = waiting.advance, writer
         announced = self._announced.get(writer, advance.prev)
-        if not beyond(advance.id, announced):
+        if not is_beyond(advance.id, announced):
             return None
         if announced != advance.prev:  # an advance is missing, or this advance is partly announced
             return self._announce(stream, name, advance.id, announced, None)
@@ -463,7 +463,7 @@ class AnnouncedPositions:
         """
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)
-        if not beyond(announcement.id, announced):
+        if not is_beyond(announcement.id, announced):
             return ()
         self._positions[writer] = announcement.id
         return announcement.commands if announced == announcement.prev else (announcement.fetch_command,)

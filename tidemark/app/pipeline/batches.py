@@ -52,7 +52,7 @@ from tidemark.streaming.ingest.ranges import RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, RECORDS_PER_TASK
 from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, encode_row
 from tidemark.streaming.wire.runs import Packet
 
 log = get_logger(__name__)
@@ -225,7 +225,7 @@ class BatchHandler:
             read = self._collector.new_offsets(effects)
             if read > RECORDS_PER_TASK:
                 self._large_at = time.monotonic()
-            if any(shard.cut for shard in effects):
+            if any(shard.is_cut_short for shard in effects):
                 # This query ends before it computes another batch. The next query reads the rest of the range.
                 self._publish(collected)
                 raise BatchTooLarge(read, max(1, read // RETRY_DIVISOR))
@@ -464,8 +464,8 @@ class RefusedRecordFinder:
         """Make a test batch for an unused stream: facts and an operator's SKIP. A healthy database accepts it."""
         facts: list[Record] = [
             Join(stream=_PROBE, writer="probe", epoch=1, id=0),
-            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=row({})),
-            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=2, id=3, row=row({})),
+            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=encode_row({})),
+            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=2, id=3, row=encode_row({})),
         ]
         skip = Skip(stream=_PROBE, writer="probe", epoch=1, prev=1, id=2, by="tidemark", why="a probe")
         records = [

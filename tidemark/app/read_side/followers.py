@@ -43,7 +43,7 @@ from tidemark.sinks.reader import (
     ReadNewest,
     Request,
 )
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 log = get_logger(__name__)
 
@@ -161,7 +161,7 @@ class Follower:
         if before is None:
             self._replay_buffer.begin_stream(self._stream, after)
             self._put_item(FollowerStarted(after))
-        elif events or beyond(after.linear, before.linear):
+        elif events or is_beyond(after.linear, before.linear):
             batch = EventBatch(self._stream, before, after, events)
             self._replay_buffer.add(batch)
             self._put_item(batch)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tidemark.app.diagnosis.reader_lag import ReaderMetrics
 from tidemark.sinks.reader import Answer, ListEntry, ReadList, ReadNewest, StreamKeys
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
@@ -65,24 +65,24 @@ class ChainChecker:
                 yield from self._check_advance(entry)
         if keys.linear is not None and keys.last != NO_LIST:
             before, self._linear = self._linear, keys.linear
-            if before is not None and beyond(before, keys.linear):
+            if before is not None and is_beyond(before, keys.linear):
                 yield ChainFault("regress", None, before, keys.linear, before, keys.last)
 
     def _check_advance(self, entry: ListEntry) -> Iterator[ChainFault]:
         writer, prev, id = entry.fields["writer"], int(entry.fields["prev"]), int(entry.fields["id"])
         reached = self._reached.get(writer)
         kind: FaultKind | None = None
-        if not beyond(id, prev) or not any(int(entry.fields[count]) for count in EVIDENCE_COUNTS):
+        if not is_beyond(id, prev) or not any(int(entry.fields[count]) for count in EVIDENCE_COUNTS):
             kind = "empty"
         elif reached is None or prev == reached:
             pass
-        elif not beyond(id, reached):
+        elif not is_beyond(id, reached):
             kind = "regress"
         else:
-            kind = "hole" if beyond(prev, reached) else "overlap"
+            kind = "hole" if is_beyond(prev, reached) else "overlap"
         if kind is not None:
             yield ChainFault(kind, writer, prev, id, reached, entry.name)
-        if reached is None or beyond(id, reached):
+        if reached is None or is_beyond(id, reached):
             self._reached[writer] = id
 
 

@@ -22,7 +22,7 @@ from tidemark.app.read_side.subscription import EventBatch
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.history import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
-from tidemark.streaming.values.direction import beyond, nearer
+from tidemark.streaming.values.direction import is_beyond, nearer
 
 MAX_SHARED_IDS = 10_000  # the distance of places that share a read
 MAX_SHARED_MILLISECONDS = 5_000  # the distance of marks that share a read
@@ -376,10 +376,10 @@ class ReplayBuffer:
 def has_reached(place: Place, other: Place) -> bool:
     """Whether `place` is at or beyond `other` for every writer."""
     return (
-        not beyond(other.linear, place.linear)
+        not is_beyond(other.linear, place.linear)
         and place.late >= other.late
         and not any(
-            beyond(other.positions.get(writer, other.linear), place.positions.get(writer, place.linear))
+            is_beyond(other.positions.get(writer, other.linear), place.positions.get(writer, place.linear))
             for writer in {*place.positions, *other.positions}
         )
     )

@@ -20,7 +20,7 @@ from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader import MonotonicPositions, PublishedPositions
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 SERVERS: Final = ("redis", "postgres")
 
@@ -56,7 +56,7 @@ class DivergenceDetector:
         for stream, position in positions.items():
             self._linear[server][stream] = position
             before = self._differences.get(stream)
-            if stream in other and beyond(other[stream], position):
+            if stream in other and is_beyond(other[stream], position):
                 since = before[1].since if before and before[0] == server else self._now()
                 pair = (position, other[stream]) if server == "redis" else (other[stream], position)
                 self._differences[stream] = server, PositionDifference(*pair, since)

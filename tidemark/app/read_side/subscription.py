@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Event, Place
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class EventBatch:
     @property
     def linear(self) -> int | None:
         """The linear position after the events; None if it did not move."""
-        return self.after.linear if beyond(self.after.linear, self.before.linear) else None
+        return self.after.linear if is_beyond(self.after.linear, self.before.linear) else None
 
     def encode_once(self, encode: Callable[["EventBatch"], T]) -> T:
         """Call `encode(self)`, once for all listeners, and return the result."""

@@ -147,7 +147,7 @@ def nearest_blockers(details: Details) -> Iterable[Blocker]:
     """The nearest gap of each writer, and the writers that never joined. These block a position now. Oldest first."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
-        key = gap.writer, gap.epoch, gap.unknown
+        key = gap.writer, gap.epoch, gap.is_unknown
         if key not in nearest or abs(gap.low) < abs(nearest[key].low):
             nearest[key] = gap
     return sorted(nearest.values(), key=lambda gap: (gap.since, gap.writer))
@@ -157,8 +157,8 @@ def blocker_answer(gap: Blocker) -> BlockerAnswer:
     return BlockerAnswer(
         writer=gap.writer,
         epoch=gap.epoch,
-        low=None if gap.unknown else gap.low,
-        top=None if gap.unknown else gap.top,
+        low=None if gap.is_unknown else gap.low,
+        top=None if gap.is_unknown else gap.top,
         since=moment(gap.since),
     )
 

@@ -25,7 +25,7 @@ from tidemark.app.sidecar.answers import BadRequest, LinearMoveAnswer, StoppingP
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 EVENT_STREAM = "text/event-stream"
 
@@ -228,7 +228,7 @@ def encode_events_after(stream: str, place: Place, item: FollowerStarted | Event
             new_events = [new for event in item.events for new in _merge_event(merge, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in new_events]
     merge.mark_settled(after.linear, after.positions)
-    if beyond(after.linear, place.linear):
+    if is_beyond(after.linear, place.linear):
         blocks.append(_encode_linear(stream, after.linear))
     if merge.place == place:
         return blocks, place
@@ -290,6 +290,6 @@ def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[byte
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
     if page.is_complete:
         merge.mark_settled(page.place.linear, page.place.positions)
-        if beyond(page.place.linear, place.linear):
+        if is_beyond(page.place.linear, place.linear):
             blocks.append(_encode_linear(stream, page.place.linear))
     return b"".join(blocks), page.place if merge.place == page.place else merge.place

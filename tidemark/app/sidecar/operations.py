@@ -62,7 +62,7 @@ from tidemark.sinks.reader import (
     WaitConfig,
     wait_for_token,
 )
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 PLAIN_TEXT = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000, description="The largest number of entries in the answer.")]
@@ -273,14 +273,14 @@ async def _check_reachable(call: OperationCall, token: Token) -> None:
     """
     read_side = call.service.read_side
     known = await read_side.snapshots.positions(call.stream)
-    if known is None or known.allocated is None or not beyond(token.farthest(), known.allocated):
+    if known is None or known.allocated is None or not is_beyond(token.farthest(), known.allocated):
         return
     try:
         async with asyncio.timeout(LAST_ID_TIMEOUT_SECONDS):
             last_id = await read_side.stream_history.last_id(call.stream)
     except (Unavailable, Stop, TimeoutError):
         return
-    if last_id is None or beyond(known.allocated, last_id) or not beyond(token.farthest(), last_id):
+    if last_id is None or is_beyond(known.allocated, last_id) or not is_beyond(token.farthest(), last_id):
         return
     answer = await _read_stream_answer(call)
     raise UnreachableToken(

@@ -28,7 +28,7 @@ from tidemark.common.log import get_logger
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.core.effects import Blocker
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.values.direction import farther, is_beyond
 
 MAX_GAPS_PER_WRITER = 50
 
@@ -204,7 +204,7 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
     known, details = snapshot.positions, snapshot.details
     gaps: dict[str, list[Blocker]] = {}
     for gap in details.gaps if details else ():
-        if not gap.unknown:
+        if not gap.is_unknown:
             gaps.setdefault(gap.writer, []).append(gap)
     return WatchedStreamAnswer(
         stream=snapshot.stream,
@@ -287,7 +287,7 @@ def _gaps_start(name: str, known: KnownPositions, details: Details | None) -> in
 
 def _gap_answers(blockers: Iterable[Blocker], start: int) -> list[GapAnswer]:
     gaps = [
-        GapAnswer(farther(gap.low, start), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, start)
+        GapAnswer(farther(gap.low, start), gap.top, moment(gap.since)) for gap in blockers if is_beyond(gap.top, start)
     ]
     return sorted(gaps, key=lambda gap: abs(gap.low))
 
@@ -301,7 +301,7 @@ def _remedy_answers(details: Details) -> list[RemedyAnswer]:
 
 
 def _unknown_writer_answers(details: Details) -> list[UnknownWriterAnswer]:
-    return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.unknown]
+    return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.is_unknown]
 
 
 log = get_logger(__name__)

@@ -32,7 +32,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import BRIEF_WAIT
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.values.limits import Evidence
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: dateti
 
 def _stay_at(past: StreamInspection, stream: str, now: StreamState, when: datetime) -> LinearStay | None:
     stay, linear = past.linear_at(stream, when), now.direction.signed(now.linear.position)
-    if stay is not None and stay.until is None and beyond(linear, stay.linear):
+    if stay is not None and stay.until is None and is_beyond(linear, stay.linear):
         return replace(stay, went_to=linear)
     return stay
 
@@ -191,7 +191,7 @@ def _explain_stay(
         stay,
         is_idle,
         blockers,
-        [advance for advance in moved if beyond(advance.id, stay.linear)],
+        [advance for advance in moved if is_beyond(advance.id, stay.linear)],
         [
             advance.writer
             for advance in moved
@@ -279,7 +279,7 @@ def _blocker_text(blocker: PastBlocker, explanation: Explanation) -> str:
 def _outcome_text(gap: StoredGap, explanation: Explanation) -> str:
     """How a gap was closed. The evidence of an advance is a sum. The evidence shows what happened to the IDs of the gap
     only if all IDs of the advance have evidence of one kind."""
-    covering = [move for move in explanation.moved if move.writer == gap.writer and not beyond(gap.top, move.id)]
+    covering = [move for move in explanation.moved if move.writer == gap.writer and not is_beyond(gap.top, move.id)]
     if gap.closed_by == "completed" and covering and gap.closed == explanation.stay.until:
         facts, empty, *others = covering[0].evidence.counts
         if not any(others) and not (facts and empty):

@@ -47,7 +47,7 @@ from tidemark.streaming.wire import records, runs
 from tidemark.streaming.wire.records import ANY_WRITER, Topic
 from tidemark.streaming.wire.runs import PackedRuns
 
-KINDS: Final[dict[str, type[records.Marker]]] = {
+KINDS: Final[dict[str, type[records.OverridableRecord]]] = {
     "SKIP": records.Skip,
     "RETIRE": records.Retire,
     "JOIN": records.Join,
@@ -77,7 +77,7 @@ class Trial:
         silent_seconds: a writer is silent after this many seconds without a record.
     """
 
-    record: records.Marker
+    record: records.OverridableRecord
     before: StreamState
     after: StreamState
     effects: StreamEffects
@@ -226,7 +226,7 @@ def effect_lines(effects: StreamEffects) -> Iterator[str]:
         yield f"the linear position of {effects.stream} moves from {effects.linear_prev} to {effects.linear}"
 
 
-def attempt(stored: bytes, record: records.Marker, now: float, policies: Policies = NO_POLICIES) -> Trial:
+def attempt(stored: bytes, record: records.OverridableRecord, now: float, policies: Policies = NO_POLICIES) -> Trial:
     """Apply an override to a copy of its stream's state.
 
     Args:
@@ -270,7 +270,9 @@ def attempt(stored: bytes, record: records.Marker, now: float, policies: Policie
     return trial
 
 
-def _retire_conflict(record: records.Marker, before: StreamState, now: float, silent_seconds: float) -> str | None:
+def _retire_conflict(
+    record: records.OverridableRecord, before: StreamState, now: float, silent_seconds: float
+) -> str | None:
     """Explain why the pipeline refuses a RETIRE, and what to do instead.
 
     Returns:
@@ -294,7 +296,7 @@ def _retire_conflict(record: records.Marker, before: StreamState, now: float, si
     return f"{record.writer} is alive, {_last_record(seen, now)}: stop the writer first; then {settles}"
 
 
-def bridge_objections(record: records.Marker, bridged: Collection[str]) -> Iterator[str]:
+def bridge_objections(record: records.OverridableRecord, bridged: Collection[str]) -> Iterator[str]:
     """The objection to a RETIRE in a stream that a bridge sends: another command retires a worker of Synapse.
 
     Args:
@@ -333,7 +335,7 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     return {**fields, "epoch": epoch, "id": reach if fields["id"] is None else fields["id"]}
 
 
-def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
+def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
     """Make the record of an override. Raises `BadRecord` if a FENCE does not fit the stored state.
 
     Args:

@@ -34,7 +34,7 @@ from tidemark.sinks.postgres.inspect import LateCompletions
 from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.reader import ZERO, ParkedFact, ReaderPlaces, StoredPlace, Token
 from tidemark.streaming.core.effects import OperatorOverride
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 HEADINGS: Final = (
     "STREAM", "READER", "PARTITION", "STATE", "PLACE", "LAG (IDS)", "LAG", "LAST COMMIT", "COPIES", "PARKED", "LATE",
@@ -189,7 +189,7 @@ def readers_seek(
         again = [
             (late.writer, late.prev, late.id)
             for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
-            if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
+            if late.number <= stored.late and is_beyond(late.id, goal.at(late.writer))
         ]
         databases.store.check_seek(stored, goal)
         would = (
@@ -345,7 +345,7 @@ def _parse_goal(text: str, stored: StoredPlace, linear: int) -> Token:
         goal.compare(Token(linear))
     except BadToken as problem:
         raise click.UsageError(str(problem)) from None
-    if beyond(goal.linear, linear):
+    if is_beyond(goal.linear, linear):
         raise CommandFailed(
             f"{goal} is beyond the linear position {linear} of {stored.stream}: the reader would miss facts"
         )
@@ -360,7 +360,7 @@ def _distance_text(before: int, after: int) -> str:
         return "the linear position does not change; facts read beyond it are read again"
     number = abs(abs(after) - abs(before))
     ids = f"{count(number, 'ID')} {'is' if number == 1 else 'are'}"
-    return f"{ids} skipped" if beyond(after, before) else f"{ids} read again"
+    return f"{ids} skipped" if is_beyond(after, before) else f"{ids} read again"
 
 
 def _read_parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:

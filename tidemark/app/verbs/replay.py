@@ -24,7 +24,7 @@ from tidemark.common.errors import BadRecord
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.inspect import AppliedOverride, BatchHistory, StoredBatch, StreamBatches
 from tidemark.sources.kafka_lookup import RecordedMessage
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.values.limits import Bounds, Evidence, Policies
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
@@ -289,7 +289,7 @@ def compare_stream(
 
 def _is_beyond_history(now: Replayed, past: StreamBatches) -> bool:
     """Whether the replay has moved any writer beyond its newest position in the history."""
-    return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
+    return any(is_beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
 def _advance_to(
@@ -389,7 +389,7 @@ def _applied_overrides(
             record = records.read(message.value, message.key, Topic.CONTROL)
         except BadRecord:
             continue
-        assert isinstance(record, records.Marker)
+        assert isinstance(record, records.OverridableRecord)
         for entry in unmatched:
             prev = record.prev if isinstance(record, records.Skip) else entry.prev
             fields = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)

@@ -164,9 +164,9 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
         else {
             "writer": oldest.writer,
             "epoch": oldest.epoch,
-            "low": None if oldest.unknown else oldest.low,
-            "top": None if oldest.unknown else oldest.top,
-            "unknown": oldest.unknown,
+            "low": None if oldest.is_unknown else oldest.low,
+            "top": None if oldest.is_unknown else oldest.top,
+            "unknown": oldest.is_unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
         "linear_lag": None if stream.summary.linear_lag is None else _lag_object(stream.summary.linear_lag, now),
@@ -234,7 +234,7 @@ def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
 def open_ids(blocker: Blocker, now: float) -> str:
     """The oldest open IDs of a stream as text, such as `359 (tidemark, 4 s)`, or the writer that has not joined."""
     age = duration(now - blocker.since / 1000)
-    if blocker.unknown:
+    if blocker.is_unknown:
         return f"{blocker.writer} has not joined ({age})"
     return f"{id_range(blocker.low, blocker.top)} ({blocker.writer}, {age})"
 

@@ -37,7 +37,7 @@ from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.values.direction import Direction, beyond
+from tidemark.streaming.values.direction import Direction, is_beyond
 from tidemark.streaming.wire import records
 
 MAX_RECORDS: Final = 100  # in the result
@@ -418,7 +418,7 @@ def _headline(trace: IdTrace) -> str:
     if trace.known:
         passed = "passed" if trace.passed else "not passed yet"
         return f"{passed}; linear position {trace.linear}"
-    if beyond(trace.id, trace.highest):
+    if is_beyond(trace.id, trace.highest):
         return f"not allocated; highest ID {trace.highest}, linear position {trace.linear}"
     return f"wrong sign: the highest ID is {trace.highest}"
 

@@ -27,7 +27,7 @@ from tidemark.sinks.postgres.status import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token
 from tidemark.sinks.redis.publish import Redis, RedisConfig, RedisPositions
 from tidemark.streaming.core import codec
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 PAGE_SIZE = 1000  # streams in one answer of a sidecar
 SIDECAR_TIMEOUT_SECONDS = 10.0
@@ -320,11 +320,11 @@ def _replica_differences(
 def _values_ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
     """The values in the replica that are beyond those in Postgres."""
     for name, copied, stored in _compared_values(rows, shown):
-        if copied is not None and beyond(copied, stored):
+        if copied is not None and is_beyond(copied, stored):
             yield Difference(copy, stream, None, name, copied, stored, "ahead")
     for writer, copied in shown.positions.items():
         known = rows.writers.get(writer)
-        if known is None or beyond(copied, known.position):
+        if known is None or is_beyond(copied, known.position):
             yield Difference(
                 copy, stream, writer, "position", copied, None if known is None else known.position, "ahead"
             )
@@ -338,11 +338,11 @@ def _values_behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPo
     if not shown.listed:
         yield Difference(copy, stream, None, "name", None, stream, "behind")
     for name, copied, stored in _compared_values(rows, shown):
-        if (copied is None and name == "linear") or (copied is not None and beyond(stored, copied)):
+        if (copied is None and name == "linear") or (copied is not None and is_beyond(stored, copied)):
             yield Difference(copy, stream, None, name, copied, stored, "behind")
     for writer, stored in rows.positions.items():
         at = shown.positions.get(writer, None if shown.has_all_writers else shown.linear)
-        if at is None or beyond(stored, at):
+        if at is None or is_beyond(stored, at):
             yield Difference(copy, stream, writer, "position", at, stored, "behind")
 
 
@@ -384,7 +384,7 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
             yield differs(name, "position", position, None)
             continue
         if position != row.position and not (
-            beyond(row.position, position) and audit.end_of_history(stream, name, position) == row.position
+            is_beyond(row.position, position) and audit.end_of_history(stream, name, position) == row.position
         ):
             yield differs(name, "position", position, row.position)
         if known.epoch > row.epoch:

@@ -30,7 +30,7 @@ from tidemark.common.postgres_session import Connection, PostgresSession, fetch_
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.positions import NEWEST_ADVANCES, positions_since, stored_positions
 from tidemark.streaming.core.effects import LateCompletion, WriterAdvance
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import is_beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +260,9 @@ class StreamChange:
             late: the number of the newest late completion that the reader knows.
         """
         return (
-            not beyond(self.linear, linear)
+            not is_beyond(self.linear, linear)
             and late >= self.late
-            and not any(beyond(id, positions.get(writer, linear)) for writer, id in self.positions.items())
+            and not any(is_beyond(id, positions.get(writer, linear)) for writer, id in self.positions.items())
         )
 
 

@@ -34,7 +34,7 @@ from tidemark.sinks.reader.requests import (
     repeat_while_unavailable,
 )
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.values.direction import farther, is_beyond
 
 
 class LinearEvidence:
@@ -58,7 +58,7 @@ class LinearEvidence:
 
     def add_event(self, event: Advance | Reread) -> None:
         """Add an event of a writer. The evidence of the event is used for later moves."""
-        if beyond(event.id, self.linear):
+        if is_beyond(event.id, self.linear):
             self._events.append(event)
 
     def mark_uncertain(self) -> None:
@@ -72,17 +72,17 @@ class LinearEvidence:
             linear: the published linear position.
             writers: writer -> its published position. Every event up to these positions must have been added.
         """
-        if beyond(linear, self.linear):
-            overlapping = [event for event in self._events if beyond(linear, event.prev)]
+        if is_beyond(linear, self.linear):
+            overlapping = [event for event in self._events if is_beyond(linear, event.prev)]
             known = (
                 self._watched_from is not None
-                and not beyond(self._watched_from, self.linear)
-                and not any(beyond(linear, position) for position in writers.values())
+                and not is_beyond(self._watched_from, self.linear)
+                and not any(is_beyond(linear, position) for position in writers.values())
                 and not any(isinstance(event, Reread) for event in overlapping)
             )
             advances = tuple(event for event in overlapping if isinstance(event, Advance))
             prev, self.linear = self.linear, linear
-            self._events = [event for event in self._events if beyond(event.id, linear)]
+            self._events = [event for event in self._events if is_beyond(event.id, linear)]
             yield LinearMove(prev, linear, advances, known)
         if self._watched_from is None:
             self._watched_from = max((linear, *writers.values()), key=abs)
@@ -132,16 +132,16 @@ class EventMerge:
 
         If so, the evidence of the IDs between the two is missing.
         """
-        return beyond(advance.prev, self.position_of(advance.writer))
+        return is_beyond(advance.prev, self.position_of(advance.writer))
 
     def add_advance(self, advance: Advance) -> Iterator[Advance | Reread]:
         """Yield the new part of the advance, after a `Reread` of the gap before it. Nothing if no part is new."""
         reached = self.position_of(advance.writer)
-        if beyond(advance.id, reached):
+        if is_beyond(advance.id, reached):
             if self.leaves_gap(advance):
                 yield from self.move_to(advance.writer, advance.prev)
             self._positions[advance.writer] = advance.id
-            yield replace(advance, prev=reached) if beyond(reached, advance.prev) else advance
+            yield replace(advance, prev=reached) if is_beyond(reached, advance.prev) else advance
 
     def move_to(self, writer: str, position: int) -> Iterator[Reread]:
         """Move the writer to `position` without advances, and yield the range as a `Reread`.
@@ -149,7 +149,7 @@ class EventMerge:
         Yields nothing if the writer is already at or beyond `position`.
         """
         reached = self.position_of(writer)
-        if beyond(position, reached):
+        if is_beyond(position, reached):
             self._positions[writer] = position
             yield Reread(writer, reached, position)
 
@@ -177,7 +177,7 @@ class EventMerge:
         """
         for retired_writer in sorted(self._positions.keys() - writers.keys()):
             yield from self.move_to(retired_writer, linear)
-        if beyond(linear, self._linear):
+        if is_beyond(linear, self._linear):
             self._add_writers(writers)
             prev, self._linear = self._linear, linear
             yield Reread(None, prev, linear, frozenset(self._positions))
@@ -211,7 +211,7 @@ class EventMerge:
         for retired_writer in [
             writer
             for writer in self._positions
-            if writer not in listed and not beyond(self._positions[writer], self._linear)
+            if writer not in listed and not is_beyond(self._positions[writer], self._linear)
         ]:
             del self._positions[retired_writer]
 
@@ -226,7 +226,7 @@ class EventMerge:
             positions: writer -> its published position.
             late: the number of the newest published late completion.
         """
-        return late > self._late or any(beyond(id, self.position_of(writer)) for writer, id in positions.items())
+        return late > self._late or any(is_beyond(id, self.position_of(writer)) for writer, id in positions.items())
 
 
 log = get_logger(__name__)

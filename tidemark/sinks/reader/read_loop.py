@@ -43,7 +43,7 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.values.direction import farther, is_beyond
 
 log = get_logger(__name__)
 
@@ -83,10 +83,12 @@ class ReadPlan:
         `facts_upto`: the farthest ID that may have a fact, according to the events before this batch; None if unknown.
         """
         span = Range(None, checkpoint.place.linear, self.goal.linear, has_null=True)
-        if any(span.writer is None for span in self.ranges) or not beyond(span.id, span.prev):
+        if any(span.writer is None for span in self.ranges) or not is_beyond(span.id, span.prev):
             return self
         farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
-        if not any(beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.ranges, *self.must_read)))):
+        if not any(
+            is_beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.ranges, *self.must_read)))
+        ):
             return self
         return replace(self, ranges=(*self.ranges, span))
 
@@ -167,7 +169,7 @@ def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int,
 
 
 def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
-    return tuple(span for span in must_read if beyond(span.id, _position_of(place, span.writer)))
+    return tuple(span for span in must_read if is_beyond(span.id, _position_of(place, span.writer)))
 
 
 def _split_late(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
@@ -193,7 +195,7 @@ def _position_of(place: Place, writer: str | None) -> int:
 
 def _overlaps(must_read: Range, span: Range) -> bool:
     same = span.writer in {None, must_read.writer} and must_read.writer not in span.besides
-    return same and beyond(must_read.id, span.prev) and beyond(span.id, must_read.prev)
+    return same and is_beyond(must_read.id, span.prev) and is_beyond(span.id, must_read.prev)
 
 
 RANGES_PER_QUERY = 64  # branches of one query of the table
@@ -445,9 +447,9 @@ class ReadProgram:
             page = (yield from self._page([span])) if late.facts else TablePage([], [])
             done, rows = page.unread[0].prev if page.unread else span.id, page.rows
             withdrawn: Sequence[tuple[int, int]] = ()
-            if late.why == REGRESSED and not beyond(span.id, _position_of(before.place, late.writer)):
+            if late.why == REGRESSED and not is_beyond(span.id, _position_of(before.place, late.writer)):
                 done, withdrawn = yield from self._find_withdrawn(replace(span, id=done), rows)
-                rows = [row for row in rows if not beyond(row[self._config.table.id], done)]
+                rows = [row for row in rows if not is_beyond(row[self._config.table.id], done)]
             left = span.after(done)
             remaining = [*([left] if left else []), *remaining[1:]]
             if late.why == "skipped":
@@ -456,7 +458,7 @@ class ReadProgram:
                 yield self._begin_portion(rows, late, withdrawn)
             position = before.place.positions.get(late.writer, before.place.linear)
             ids = [row[self._config.table.id] for row in rows]
-            remembered = [id for id in ids if late.why == "skipped" or beyond(id, position)]
+            remembered = [id for id in ids if late.why == "skipped" or is_beyond(id, position)]
             delivered = (DeliveredFact(id, late.writer, late.epoch) for id in remembered)
             yield from self._save(replace(self._checkpoint, late_part=(late.number, done)), delivered)
         yield from self._lock()
@@ -515,7 +517,7 @@ class ReadProgram:
         """Yield the delivered IDs that cannot be read again: passed by the place, and of an earlier epoch."""
         for fact in self._checkpoint.delivered.values():
             position = place.positions.get(fact.writer, place.linear)
-            if epochs.get(fact.writer, fact.epoch) > fact.epoch and not beyond(fact.id, position):
+            if epochs.get(fact.writer, fact.epoch) > fact.epoch and not is_beyond(fact.id, position):
                 yield fact.id
 
     def _lock(self) -> Generator[Request, Answer, None]:

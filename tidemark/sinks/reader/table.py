@@ -10,7 +10,7 @@ from typing import LiteralString
 from psycopg import sql
 
 from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
-from tidemark.streaming.values.direction import beyond, farther, nearer
+from tidemark.streaming.values.direction import farther, is_beyond, nearer
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class Range:
 
     def contains(self, id: int) -> bool:
         """Whether `id` is in `(prev, id]`, of any writer."""
-        return beyond(id, self.prev) and not beyond(id, self.id)
+        return is_beyond(id, self.prev) and not is_beyond(id, self.id)
 
     def overlaps(self, other: "Range") -> bool:
         """Whether a row may belong to both ranges."""
-        if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
+        if not (is_beyond(self.id, other.prev) and is_beyond(other.id, self.prev)):
             return False
         if self._includes_null and other._includes_null:
             return True
@@ -166,11 +166,11 @@ class Range:
 
     def after(self, id: int) -> "Range | None":
         """Return the part of the range beyond `id`; None if this part is empty."""
-        return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
+        return replace(self, prev=farther(self.prev, id)) if is_beyond(self.id, id) else None
 
     def upto(self, id: int) -> "Range | None":
         """Return the part of the range up to `id`; None if this part is empty."""
-        return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
+        return replace(self, id=nearer(self.id, id)) if is_beyond(id, self.prev) else None
 
 
 @dataclass(frozen=True, slots=True)

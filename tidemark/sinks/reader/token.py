@@ -19,7 +19,7 @@ from typing import Self
 from urllib.parse import unquote
 
 from tidemark.common.errors import BadToken
-from tidemark.streaming.values.direction import Direction, DirectionName, beyond, farther, nearer
+from tidemark.streaming.values.direction import Direction, DirectionName, farther, is_beyond, nearer
 
 TOKEN_PATTERN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"
 """A regular expression for the text of a token, for interface descriptions. `Token.parse` checks more."""
@@ -111,10 +111,10 @@ class Token:
         """
         other = as_token(other)
         _check_direction(self, other)
-        if beyond(other.linear, self.linear):
+        if is_beyond(other.linear, self.linear):
             return False
         own = dict(self.positions)
-        return not any(beyond(id, own.get(name, self.linear)) for name, id in other.positions)
+        return not any(is_beyond(id, own.get(name, self.linear)) for name, id in other.positions)
 
     def compare(self, other: "Token | str | int") -> Order:
         """Compare this token with `other`: a token, its text, or an ID of all writers.
@@ -129,8 +129,8 @@ class Token:
         other = as_token(other)
         _check_direction(self, other)
         pairs = [(self.linear, other.linear), *((own, other_id) for _, own, other_id in self._writers_of_both(other))]
-        less = any(beyond(other_id, own) for own, other_id in pairs)
-        more = any(beyond(own, other_id) for own, other_id in pairs)
+        less = any(is_beyond(other_id, own) for own, other_id in pairs)
+        more = any(is_beyond(own, other_id) for own, other_id in pairs)
         if less and more:
             return Order.INCOMPARABLE
         return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL

@@ -23,7 +23,7 @@ from tidemark.sinks.reader.requests import (
     StreamKeys,
 )
 from tidemark.sinks.reader.token import Token, as_token
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.values.direction import farther, is_beyond
 
 log = get_logger(__name__)
 
@@ -149,9 +149,9 @@ class MonotonicPositions(Generic[P]):
         """
         linear = farther(published.linear, before.linear)
         vector = {name: farther(id, before.vector.get(name, id)) for name, id in published.vector.items()} | {
-            name: id for name, id in before.vector.items() if name not in published.vector and beyond(id, linear)
+            name: id for name, id in before.vector.items() if name not in published.vector and is_beyond(id, linear)
         }
-        lower = published.allocated is None or beyond(before.allocated or 0, published.allocated)
+        lower = published.allocated is None or is_beyond(before.allocated or 0, published.allocated)
         return replace(
             published,
             linear=linear,
@@ -240,7 +240,7 @@ def wait_for_token(
             unknown_since = now if unknown_since is None else unknown_since
             if now - unknown_since >= config.grace:
                 raise StreamNotKnown(stream)
-        is_ahead = keys.allocated is not None and beyond(token.farthest(), keys.allocated)
+        is_ahead = keys.allocated is not None and is_beyond(token.farthest(), keys.allocated)
         if now >= deadline:
             text = str(snapshot.token) if isinstance(snapshot, PositionSnapshot) else None
             raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead)

@@ -35,7 +35,7 @@ from tidemark.sources.run_loop import LoopMetrics, RunLoop, set_lock_timeout
 from tidemark.sources.transactions import SourceReports, read_server_history
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Void, explain_bad_name, is_writer
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Void, explain_bad_name, is_writer_name
 
 MAX_RUN_FACTS = 200
 """The default of the largest number of edges in a RUN record."""
@@ -365,7 +365,7 @@ class AppendRelay(RunLoop):
         """
         history = read_server_history(connection, self._session.where, OUTBOX)
         self._writer = self._configured_writer or connection.info.dbname
-        if not is_writer(self._writer):
+        if not is_writer_name(self._writer):
             raise BadSetting("writer", explain_bad_name(self._writer))
         stream_epochs = epochs.begin(connection, history, self._writer, self._unknown_writers)
         for stream_epoch in stream_epochs:

@@ -91,7 +91,7 @@ def apply_batch(shard: int, states: States, packets: list[Packet], now: int, bou
         streams,
         [_merge_refusals(*key, refusals) for key, refusals in sorted(rejected.items())],
         _progress(packets),
-        any(packet.cut for packet in packets),
+        any(packet.is_cut_short for packet in packets),
     )
 
 

@@ -223,7 +223,7 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     low: int
     top: int
     since: int
-    unknown: bool
+    is_unknown: bool
 
 
 class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -354,7 +354,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         now: time (ms) of the batch.
         streams: the streams that had records, by name.
         progress: the next offset of each partition that was read.
-        cut: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
+        is_cut_short: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
         computation_start: time (ms) at which the computation of the shard began; 0 if it was not measured.
     """
 
@@ -363,7 +363,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     streams: list[StreamEffects]
     rejected: list[RejectedRecords]
     progress: list[Progress]
-    cut: bool = False
+    is_cut_short: bool = False
     computation_start: int = 0
 
 
@@ -391,12 +391,12 @@ def summarize(stream: "StreamState") -> Summary:
     chains = [writer.chain for writer in stream.writers.decoded.values()]
     chains += [writer.chain for writer in stream.unjoined.values()]
     oldest = [
-        Blocker(writer.name, writer.epoch, signed(writer.low), signed(writer.top), writer.since, unknown=False)
+        Blocker(writer.name, writer.epoch, signed(writer.low), signed(writer.top), writer.since, is_unknown=False)
         for writer in waiting
     ]
     return Summary(
         pending=sum(chain.pending_edges for chain in chains) + sum(writer.pending_edges for writer in waiting),
-        gaps=sum(not blocker.unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
+        gaps=sum(not blocker.is_unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
         oldest=min([*blocked, *oldest], key=_age_key, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
         completed=len(stream.linear.completed),
@@ -425,9 +425,9 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
     signed = stream.direction.signed
     for name, writer in stream.writers.decoded.items():
         for low, top, since in writer.chain.gaps():
-            yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
+            yield Blocker(name, writer.epoch, signed(low), signed(top), since, is_unknown=False)
     for (name, epoch), unjoined in stream.unjoined.items():
-        yield Blocker(name, epoch, 0, 0, unjoined.since, unknown=True)
+        yield Blocker(name, epoch, 0, 0, unjoined.since, is_unknown=True)
 
 
 def _age_key(blocker: Blocker) -> tuple[int, str, int]:

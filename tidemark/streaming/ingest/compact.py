@@ -9,8 +9,8 @@ JOIN, RETIRE and OPEN records cut the records of their stream into *segments*, a
 (docs/decisions/0001-segments.md). A run also ends where its offsets would need more than 32 bits.
 
 The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early if
-there are too many facts. The packets of the task then have the flag `Packet.cut` and the next offset to read. A new
-query reads the rest (`app.pipeline.batches`).
+there are too many facts. The packets of the task then have the flag `Packet.is_cut_short` and the next offset to read.
+A new query reads the rest (`app.pipeline.batches`).
 """
 
 from bisect import bisect

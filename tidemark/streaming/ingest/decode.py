@@ -19,7 +19,7 @@ from tidemark.streaming.ingest.jit_loader import get_module, load_field_scan
 from tidemark.streaming.ingest.record_batch import Edges, RecordBatch, WriterEpochs
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
+from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer_name
 from tidemark.streaming.wire.runs import UNBOUNDED, PossibleFacts
 
 _ABSENT: Final = Raw(b"null")
@@ -62,7 +62,7 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
     stream, key_stream = _string(fields.stream), _utf8(key)
     if is_name(stream):
         writer, epoch = _string(fields.writer), 0 if fields.epoch is _ABSENT else _integer(fields.epoch)
-        if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
+        if is_writer_name(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
             yield PossibleFacts(stream, writer, epoch, _reach(kind, fields), offset)
         else:
             yield PossibleFacts(stream, None, 0, UNBOUNDED, offset)
@@ -131,7 +131,7 @@ class Decoder:
         self.topic = topic
         self._not_storable = frozenset(not_storable)
         self.writer_epochs = WriterEpochs()
-        self.markers: list[tuple[records.Marker | records.Open, int, int]] = []
+        self.markers: list[tuple[records.OverridableRecord | records.Open, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
         self.possible_facts: list[PossibleFacts] = []
         self.next_offset = 0
@@ -202,7 +202,7 @@ class Decoder:
             self.rejected[Reason(error.reason)].append(offset)
             self.possible_facts.extend(possible_facts(value, key, self.topic, offset))
             return
-        if isinstance(record, records.Marker | records.Open):
+        if isinstance(record, records.OverridableRecord | records.Open):
             self.markers.append((record, offset, time))
             return
         number = self.writer_epochs.number(record.stream, record.writer, record.epoch)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.records import Topic, is_name, is_writer
+from tidemark.streaming.wire.records import Topic, is_name, is_writer_name
 from tidemark.streaming.wire.runs import Mask
 
 Bytes = npt.NDArray[np.uint8]
@@ -219,7 +219,7 @@ class WriterEpochs:
         table.names[begin:end] = np.frombuffer(stream + writer, np.uint8)
         table.bounds[number] = begin, middle, end, missing.epoch
         table.hashes[number] = missing.hash
-        table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
+        table.legal[number] = is_name(stream.decode()) and is_writer_name(writer.decode())
         _insert(table.slots, missing.hash, number)
 
     def prefetch(self, records: int) -> None:

@@ -22,7 +22,7 @@ class Direction(IntEnum):
 
     @classmethod
     def of(cls, id: int) -> "Direction":
-        """The direction of a stream with the signed `id`."""
+        """The direction of a stream that has the signed `id`; `UNKNOWN` for 0."""
         return cls((id > 0) - (id < 0))
 
     @classmethod
@@ -30,7 +30,7 @@ class Direction(IntEnum):
         return cls.FORWARD if name == "forward" else cls.BACKWARD
 
     def signed(self, magnitude: int) -> int:
-        """The signed ID; `abs` is the inverse."""
+        """The signed ID for a magnitude; `abs` is the inverse."""
         return -magnitude if self is Direction.BACKWARD else magnitude
 
     def opposes(self, other: "Direction") -> bool:
@@ -38,16 +38,16 @@ class Direction(IntEnum):
         return self * other < 0
 
 
-def beyond(a: int, b: int) -> bool:
+def is_beyond(a: int, b: int) -> bool:
     """Whether `a` is farther from 0 than `b`."""
     return abs(a) > abs(b)
 
 
 def farther(a: int, b: int) -> int:
     """The ID farther from 0; `b` if both are equally far."""
-    return a if beyond(a, b) else b
+    return a if is_beyond(a, b) else b
 
 
 def nearer(a: int, b: int) -> int:
     """The ID nearer to 0; `a` if both are equally far."""
-    return b if beyond(a, b) else a
+    return b if is_beyond(a, b) else a

@@ -1,7 +1,7 @@
 """Sets of stream IDs as sorted, disjoint, half-open intervals `(low, high]`. Pure; magnitudes only.
 
-An `Intervals` is immutable. Operations work on whole arrays, so a set of a million IDs costs one sort and not a million
-steps.
+An `Intervals` is immutable. Most operations work on whole arrays with numpy, so a set of a million IDs costs one sort.
+Only `intersection` and `difference` take a step of Python for each interval of one of the two sets.
 """
 
 from array import array
@@ -21,7 +21,7 @@ more, and a step that does not fit requires repacking the set.
 """
 
 _BITMAP_BITS_PER_ID_MAX = 8
-"""The largest number of bits of a bitmap for each ID. Such a bitmap takes a tenth of the time of sorting."""
+"""IDs are sorted by a bitmap if it needs at most this many bits for each ID. It takes a tenth of the time of a sort."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Intervals:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Self:
-        """The union of `(low, high)` pairs, in any order; they may overlap."""
+        """The union of the intervals `(low, high]`, in any order; they may overlap. `low` must be below `high`."""
         listed = [*pairs]
         if not listed:
             return cls(_NO_IDS, _NO_IDS)
@@ -45,7 +45,7 @@ class Intervals:
 
     @classmethod
     def from_ids(cls, ids: Ids) -> Self:
-        """The set of single IDs, given in any order. Each ID is the interval `(id - 1, id]`."""
+        """The set of `ids`, given in any order; an ID may be repeated. Each ID is the interval `(id - 1, id]`."""
         if not len(ids):
             return cls(_NO_IDS, _NO_IDS)
         if (bitmap := _bitmap(ids)) is None:
@@ -58,7 +58,7 @@ class Intervals:
 
     @classmethod
     def from_bounds(cls, lows: Ids, highs: Ids) -> Self:
-        """The union of the intervals `(lows[i], highs[i]]`, given in any order; they may overlap."""
+        """The union of the intervals `(lows[i], highs[i]]`, given in any order; they may overlap. None may be empty."""
         return cls._merge(lows, highs)
 
     @classmethod
@@ -115,7 +115,7 @@ class Intervals:
         return Intervals(lows[open_], highs[open_])
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """A mask of the `ids`, in any order, that are in the set."""
+        """A mask of `ids`, which may be in any order: True for each ID that is in the set."""
         if not len(self):
             return np.zeros(len(ids), np.bool_)
         at = np.minimum(np.searchsorted(self.highs, ids, side="left"), len(self) - 1)
@@ -129,7 +129,7 @@ class Intervals:
         return Intervals.of(part for low, high in self for part in other.missing(low, high))
 
     def highest(self, count: int) -> "Intervals":
-        """The `count` highest intervals of the set; all of them if there are fewer."""
+        """The `count` highest intervals of the set; all of them if there are fewer. `count` must be positive."""
         if len(self) <= count:
             return self
         return Intervals(self.lows[-count:], self.highs[-count:])
@@ -148,9 +148,10 @@ class Intervals:
         return position
 
     def pack(self) -> bytes:
-        """Encode the set: the bytes per step (1 byte), the last bound (8 bytes), and the steps from bound to bound.
+        """Encode the set as bytes. An empty set is encoded as no bytes.
 
-        An empty set is encoded as no bytes.
+        The first byte is the width of a step in bytes, and the next 8 bytes are the last bound. The rest are the steps,
+        which are the differences from bound to bound.
         """
         if not len(self):
             return b""
@@ -190,7 +191,10 @@ class Intervals:
 
 
 def _bitmap(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
-    """The ID of the first bit, and a bitmap from below the lowest ID to above the highest. None if `ids` are sparse."""
+    """A bitmap of `ids`, and the ID of its first bit. None if `ids` are sparse.
+
+    The bitmap has one more bit below the lowest ID, and one more above the highest.
+    """
     low, high = int(ids.min()) - 1, int(ids.max())
     if high - low > _BITMAP_BITS_PER_ID_MAX * len(ids):
         return None
@@ -200,7 +204,6 @@ def _bitmap(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
 
 
 def are_distinct(ids: Ids) -> bool:
-    """Whether all `ids` are distinct."""
     if not len(ids):
         return True
     bitmap = _bitmap(ids)
@@ -251,7 +254,7 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
 
     Args:
         packed: a packed set.
-        added: at most `count_max` intervals, which begin at the end of the set or beyond.
+        added: at most `count_max` intervals, none of them below the last bound of the set; None for no interval.
         count_max: the largest number of intervals of the result.
 
     Returns:
@@ -283,7 +286,7 @@ def append_steps(packed: bytes, added: PackedSteps | None, count_max: int) -> by
 
 
 def _repack(packed: bytes, added: PackedSteps, count_max: int) -> bytes:
-    """Like `append_steps`, for any intervals: unpack both sets, and pack their union."""
+    """Like `append_steps`, but slower and for any sets: unpack both, and pack their union."""
     added_set = Intervals.unpack(bytes([added.step_bytes]) + added.high.to_bytes(8, "little") + added.steps)
     return Intervals.unpack(packed).union(added_set).highest(count_max).pack()
 

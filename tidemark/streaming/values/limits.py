@@ -1,8 +1,8 @@
-"""Bounds of a stream's state, reasons for rejecting a record, evidence, and the shard of a stream.
+"""Bounds of a stream's state and policies, reasons for rejecting a record, evidence, and the shard of a stream.
 
 If a bound is reached, records are deferred or rejected, old data is dropped, or streams are marked as uncertain. Each
-of these can only delay positions (docs/design.md, rule 9). This module does not import numpy: services that only write
-or read import this module, and do not need numpy.
+of these may delay a position, but never moves a position (docs/design.md, rule 9). This module must not import numpy:
+services that only write or read import this module, and do not need numpy.
 
 *Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names and a
 `*`. For each setting, the most specific policy that has the setting applies. If no policy has it, the default applies.
@@ -18,10 +18,12 @@ import msgspec
 
 
 def policy_names(name: str) -> Iterator[str]:
-    """The names of policies that apply to a stream, the most specific first: its name, then each prefix with a `*`.
+    """Yield the names of all policies that may apply to a stream, the most specific first.
+
+    These names are the name of the stream, and each prefix of the name with a `*`.
 
     Args:
-        name: a stream's name, or a prefix with a `*`.
+        name: the name of a stream. Or the name of a policy with a `*`: then the policies for its streams, itself first.
     """
     beginning = name.removesuffix("*")
     if beginning == name:
@@ -38,11 +40,12 @@ class Bounds:
         completed: largest number of intervals of completed IDs above the linear position. If there are more, the
             highest ones are forgotten.
         unjoined: largest number of incarnations of a stream that never joined. Records of further incarnations are
-            rejected.
-        retired: largest number of retired writers of a stream. If there are more, those that retired first are dropped.
-        retirement_ms: milliseconds after which a retired writer is dropped.
+            rejected, and the stream is marked as uncertain.
+        retired: largest number of retired writers of a stream, not counting writers beyond the linear position. If
+            there are more, those that retired first are dropped.
+        retirement_ms: milliseconds after which a retired writer is dropped. A writer beyond the linear position stays.
         unreadable: largest number of streams of a shard that only unreadable records have named. If there are as many,
-            each new stream is marked as uncertain.
+            each new stream begins as uncertain.
         by_policy: policy name (`policy_names`) -> bounds of the streams to which the policy applies.
     """
 
@@ -55,7 +58,7 @@ class Bounds:
     by_policy: Mapping[str, "Bounds"] = field(default_factory=dict)
 
     def for_stream(self, stream: str) -> "Bounds":
-        """The bounds of the most specific policy for the stream; these bounds if there is no policy."""
+        """The bounds of the most specific policy for the stream; these bounds if no policy applies."""
         return (
             next((self.by_policy[name] for name in policy_names(stream) if name in self.by_policy), self)
             if self.by_policy
@@ -64,7 +67,7 @@ class Bounds:
 
 
 class Reason(StrEnum):
-    """Why a record was sent to the dead letters: one exact reason for every kind of bad record."""
+    """Why a record was rejected. The dead letter of the record has the reason."""
 
     # detected while decoding
     NOT_JSON = "not_json"
@@ -96,8 +99,8 @@ class Reason(StrEnum):
 class RejectedRecords(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Records of one partition that are rejected for one reason. They go to the dead letters unchanged.
 
-    `offsets` are ascending, as little-endian int64. `ids` has the rejected ID nearest to 0 of each record; 0 if the
-    whole record is rejected. `ids` is empty if all records are rejected as a whole.
+    `offsets` are ascending, as little-endian int64. `ids` has for each record its rejected ID nearest to 0, signed, as
+    little-endian int64; 0 if the whole record is rejected. `ids` is empty if all records are rejected as a whole.
     """
 
     topic: str
@@ -115,10 +118,10 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How the IDs of a range were settled (docs/design.md 1).
 
     Attributes:
-        facts: number of IDs that were read as RDATA.
+        facts: number of IDs whose fact was read, from an RDATA or a RUN.
         empty: number of IDs that their writer declared void, and the widths of the ranges that the writer announced, or
-            settled by its JOIN or RETIRE.
-        unseen: the widths of the ranges that a JOIN or RETIRE settled, but that may have facts that nobody announced.
+            settled as empty by its JOIN or RETIRE.
+        unseen: the widths of the ranges that a JOIN or RETIRE settled, and that may have facts that nobody announced.
         skipped: the widths of the ranges that an operator settled.
     """
 
@@ -142,11 +145,11 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def proves_empty(self) -> bool:
-        """Whether the range certainly has no fact. A reader then need not read the table of the facts."""
+        """Whether the range certainly has no fact of its writer. Then a reader need not read the table of the facts."""
         return not (self.facts or self.unseen or self.skipped)
 
     def at_most(self, width: int) -> "Evidence":
-        """The upper bounds of the counts for a part of the range that has `width` IDs."""
+        """Upper bounds of the counts for a part of the range. `width`: the number of IDs of the part."""
         return Evidence(*(min(count, width) for count in self.counts))
 
 
@@ -157,9 +160,9 @@ class EncodedState(NamedTuple):
     """The stored parts of an encoded state (`core.codec`).
 
     Attributes:
-        whole: the complete state. The table of retired writers, if there is one, replaces the last byte of `state`.
+        whole: the complete state. If there are retired writers, their table replaces the last byte of `state`.
         state: the state without the table of retired writers. Can be decoded alone.
-        retired: the table of retired writers; None if it has not changed.
+        retired: the encoded table of retired writers; None if the table need not be stored again.
     """
 
     whole: bytes
@@ -168,7 +171,7 @@ class EncodedState(NamedTuple):
 
 
 def replace_unprintable(text: str) -> str:
-    """Replace the unprintable characters of untrusted text, because a terminal may execute control characters."""
+    """Replace each unprintable character of untrusted text by U+FFFD. A terminal may execute control characters."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
@@ -184,7 +187,7 @@ class PolicySetting(NamedTuple):
     """A setting of a policy.
 
     Attributes:
-        default: the value without a policy; None if the setting has no effect then.
+        default: the value if neither a policy nor `Policies.defaults` has one; None if the setting has no effect then.
         maximum: the largest value.
         meaning: its description, for people.
     """
@@ -215,7 +218,7 @@ POLICY_SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """All policies. Unknown settings are ignored, because a newer version may have written them.
+    """All policies. Settings that this version does not know are ignored, because a newer version may have set them.
 
     Attributes:
         by_name: policy name -> setting -> value.
@@ -230,13 +233,16 @@ class Policies:
         return next((name for name in policy_names(stream) if setting in self.by_name.get(name, ())), None)
 
     def value(self, stream: str, setting: str) -> int | None:
-        """The value of the setting for the stream; None if no policy sets the setting and it has no default."""
+        """The value of the setting for the stream: from a policy, from `defaults`, or from `POLICY_SETTINGS`.
+
+        None if none of these has a value. `setting` must be a key of `POLICY_SETTINGS`.
+        """
         if (name := self.policy_name(stream, setting)) is not None:
             return self.by_name[name][setting]
         return self.defaults.get(setting, POLICY_SETTINGS[setting].default)
 
     def bounds(self) -> Bounds:
-        """The bounds of all streams, including the bounds that policies set for some streams (`Bounds.by_policy`)."""
+        """The bounds of streams without a policy. `Bounds.by_policy` has the bounds of the policies."""
         bound_settings = {setting for setting, _ in _BOUND_SETTINGS.values()}
         by_policy = {
             name: self._bounds(name, {}) for name, values in self.by_name.items() if bound_settings & values.keys()
@@ -248,7 +254,8 @@ class Policies:
         return Bounds(**limits, by_policy=by_policy)
 
 
-# For each field of `Bounds`: the setting, which has a default, and the factor from its unit to the unit of the field.
+# For each bound that policies can set: the setting, which has a default, and the factor from its unit to that of the
+# field of `Bounds`.
 _BOUND_SETTINGS: Final = {
     "pending": ("pending_bound", 1),
     "completed": ("completed_bound", 1),

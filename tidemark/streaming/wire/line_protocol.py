@@ -1,7 +1,7 @@
 """The commands of the line protocol, parsed from lines and formatted as lines. Pure.
 
-A line is UTF-8, without characters below U+0020 except the tab. The first word of a line is the command. Relayed
-commands are for other processes: this module only checks their syntax, and passes them on unchanged.
+A line is UTF-8, without characters below U+0020 except the tab. The first word of a line is the command. Some commands
+are relayed from client to client. This module checks only their syntax, and keeps their text unchanged.
 """
 
 import re
@@ -17,7 +17,7 @@ class LineSplitter:
     """Splits the bytes that a connection receives into lines.
 
     Args:
-        max_bytes: the largest number of bytes of a complete or incomplete line, without its newline.
+        max_bytes: the largest number of bytes of a line, without its newline. Also applies to an incomplete line.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -31,7 +31,7 @@ class LineSplitter:
             The lines that `data` completes, without their newlines.
 
         Raises:
-            BadCommand: a line is too long. The connection can no longer be used.
+            BadCommand: a line has more than `max_bytes` bytes. Close the connection: its next line cannot be found.
         """
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
@@ -48,7 +48,7 @@ class LineSplitter:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """The first line on a connection: the name of the server."""
+    """The name of the server. This is the first line that a server sends on a connection."""
 
     name: str
 
@@ -58,7 +58,7 @@ class ServerCommand:
 
 @dataclass(frozen=True, slots=True)
 class PingCommand:
-    """A heartbeat. `time` is the sender's clock (ms since 1970), for information only."""
+    """A heartbeat. `time`: the sender's clock, usually ms since 1970. Any text is accepted; `time` is not used."""
 
     time: str
 
@@ -68,7 +68,7 @@ class PingCommand:
 
 @dataclass(frozen=True, slots=True)
 class NameCommand:
-    """A name of the connection, for people."""
+    """A name that a client gives to its connection, for people."""
 
     text: str
 
@@ -78,7 +78,7 @@ class NameCommand:
 
 @dataclass(frozen=True, slots=True)
 class ReplicateCommand:
-    """A request for the positions of all streams."""
+    """A client's request for the positions of all streams."""
 
     def __str__(self) -> str:
         return "REPLICATE"
@@ -86,7 +86,10 @@ class ReplicateCommand:
 
 @dataclass(frozen=True, slots=True)
 class PositionCommand:
-    """`writer` has no row in `(prev, id]`. A client with a position below `prev` has missed rows."""
+    """`writer` has no row in `(prev, id]`, and has reached `id`. IDs are signed.
+
+    A client whose position of this writer is nearer to 0 than `prev` has missed rows.
+    """
 
     stream: str
     writer: str
@@ -99,7 +102,7 @@ class PositionCommand:
 
 @dataclass(frozen=True, slots=True)
 class RdataCommand:
-    """One row as JSON without newlines. If `id` is None, more rows of the fact follow; the last row has the ID."""
+    """One row of a fact, as JSON without newlines. If `id` is None, more rows follow, and the last row has the ID."""
 
     stream: str
     writer: str
@@ -122,7 +125,7 @@ class ErrorCommand:
 
 @dataclass(frozen=True, slots=True)
 class RelayedCommand:
-    """A command between clients, which the server passes on."""
+    """A command from a client to other clients, which the server relays. `line`: the whole command, unchanged."""
 
     line: str
 
@@ -141,7 +144,7 @@ Command = (
     | RelayedCommand
 )
 
-# The syntax of the arguments of relayed commands. Only Synapse's workers use the last four.
+# Relayed command -> syntax of its arguments. Only Synapse's workers use the last four.
 RELAYED_COMMANDS: Final = {
     "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # with or without a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),
@@ -152,23 +155,23 @@ RELAYED_COMMANDS: Final = {
     "NEW_ACTIVE_TASK": re.compile(r".*"),
     "CANCEL_TASK": re.compile(r".*"),
 }
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows unescaped
-_ID = re.compile(r"-?[0-9]{1,19}")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows unescaped
+_ID_PATTERN = re.compile(r"-?[0-9]{1,19}")
 
 
 def encode_commands(commands: Iterable[Command]) -> bytes:
-    """The lines of commands, in UTF-8."""
+    """Encode commands as lines in UTF-8, each with its newline."""
     return "".join(f"{command}\n" for command in commands).encode()
 
 
 def parse(line: bytes) -> Command | None:
-    """Parse a line without its newline.
+    """Parse a line without its newline. A carriage return at its end is ignored.
 
     Returns:
-        The command, None for a blank line.
+        The command; None for a blank line.
 
     Raises:
-        BadCommand: the line is not a command.
+        BadCommand: the line is not UTF-8, has a control character, or is not a command with valid arguments.
     """
     try:
         text = line.decode().removesuffix("\r")
@@ -176,8 +179,8 @@ def parse(line: bytes) -> Command | None:
         raise BadCommand("the line is not UTF-8") from None
     if not text.strip():
         return None
-    if _CONTROL.search(text):
-        raise BadCommand("the line has control characters")
+    if _CONTROL_CHARACTER.search(text):
+        raise BadCommand("the line has a control character")
     word, _, rest = text.partition(" ")
     if syntax := RELAYED_COMMANDS.get(word):
         if not syntax.fullmatch(rest):
@@ -199,21 +202,21 @@ def parse(line: bytes) -> Command | None:
         case "SERVER" if is_name(rest):
             return ServerCommand(rest)
         case "SERVER":
-            raise BadCommand("SERVER needs one name")
+            raise BadCommand("SERVER needs one legal name")
     raise BadCommand(f"unknown command {word[:40]!r}")
 
 
 def _parse_position(rest: str) -> PositionCommand:
     words = rest.split(" ")
     if len(words) != 4:
-        raise BadCommand("POSITION needs stream, writer, prev and new position")
+        raise BadCommand("POSITION needs a stream, a writer, a previous ID and an ID")
     return PositionCommand(_parse_name(words[0]), _parse_name(words[1]), _parse_id(words[2]), _parse_id(words[3]))
 
 
 def _parse_rdata(rest: str) -> RdataCommand:
     words = rest.split(" ", 3)
     if len(words) != 4:
-        raise BadCommand("RDATA needs stream, writer, token and row")
+        raise BadCommand("RDATA needs a stream, a writer, an ID or batch, and a row")
     stream, writer, token, row = words
     return RdataCommand(_parse_name(stream), _parse_name(writer), None if token == "batch" else _parse_id(token), row)
 
@@ -225,6 +228,6 @@ def _parse_name(word: str) -> str:
 
 
 def _parse_id(word: str) -> int:
-    if not _ID.fullmatch(word) or abs(int(word)) > MAX_ID:
+    if not _ID_PATTERN.fullmatch(word) or abs(int(word)) > MAX_ID:
         raise BadCommand(f"{word[:40]!r} is not a stream ID")
     return int(word)

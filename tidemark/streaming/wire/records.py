@@ -1,7 +1,7 @@
 """The records on Kafka (docs/design.md 3): typed structs, encoding, and decoding with one exact reason for rejection.
 
-`read` defines the meaning of records. `streaming.ingest.decode` is faster for batches of records. It accepts a record
-only if `read` would accept it with the same content, and leaves all others to `read`.
+`read` defines the meaning of records. `streaming.ingest.decode` has faster code for batches. The faster code accepts a
+record only if `read` would accept the record with the same content, and leaves all other records to `read`.
 
 Integers are JSON integers: `1.0` and `1e3` have the wrong type. Unknown fields of a kind are ignored. IDs are signed.
 """
@@ -24,7 +24,7 @@ ANY_WRITER: Final = "*"
 """The `writer` of an operator's RETIRE of all writers that never joined. Not a legal name of a writer."""
 
 CURRENT_EPOCH: Final = -1
-"""The `epoch` of an operator's record without this field: the current epoch of the writer. Not a legal epoch."""
+"""Stands for the writer's current epoch in an operator's record that has no `epoch`. Not a legal epoch."""
 
 MAX_NAME_LENGTH: Final = 255
 """The largest number of characters in the name of a stream or writer."""
@@ -66,7 +66,8 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3). `kind` on Kafka is the name; columns, runs and markers have the number.
 
-    RDATA, VOID and POSITION are edges. JOIN, RETIRE, SKIP and OPEN are markers. The number 3 is `ROW`.
+    RDATA, VOID and POSITION are edges; a RUN is a chain of edges. JOIN, RETIRE, SKIP and OPEN are markers. The number 3
+    belongs to `ROW`.
     """
 
     RDATA = 0
@@ -80,7 +81,9 @@ class Kind(IntEnum):
 
 
 ROW: Final = 3
-"""The kind, in columns, of a batch row: an RDATA with `"id": "batch"`, or a further row of a fact in a RUN."""
+"""The number of batch rows, in columns of kinds. A batch row is an RDATA with `"id": "batch"`, or a row of a fact in a
+RUN after the first row.
+"""
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -95,8 +98,9 @@ class _EdgeRecord(_Record, kw_only=True, frozen=True):
 class _OverridableRecord(_Record, kw_only=True, frozen=True):
     """A record that operators may send too, on the control topic with `by` and `why`.
 
-    The default `epoch` is the writer's current epoch on the control topic, and 0 on the facts topic. `beyond`: `id` may
-    be beyond the stream's allocated IDs; ignored on the facts topic.
+    Attributes:
+        epoch: if the field is missing, 0 on the facts topic, and the writer's current epoch on the control topic.
+        beyond: True if `id` may be beyond the stream's allocated IDs. Ignored on the facts topic.
     """
 
     epoch: Epoch = CURRENT_EPOCH
@@ -106,7 +110,10 @@ class _OverridableRecord(_Record, kw_only=True, frozen=True):
 
 
 class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
-    """A row of the fact `id`, which is complete. If `id` is `"batch"`, the ID comes with the last row of the fact."""
+    """A row of the fact `id`, which is complete. A missing `prev` means the neighbour of `id` towards 0.
+
+    If `id` is `"batch"`, more rows of the fact follow, and the last row has the ID.
+    """
 
     prev: Id | UnsetType = UNSET
     id: Id | Literal["batch"]
@@ -114,14 +121,17 @@ class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
 
 
 class Void(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.VOID.name):
-    """`id` is complete and has no fact, usually because the transaction was rolled back."""
+    """`id` is complete and has no fact, usually because its transaction was rolled back.
+
+    None of the IDs between `prev` and `id` is the writer's.
+    """
 
     prev: Id
     id: Id
 
 
 class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
-    """The writer has no ID in `(prev, id]`."""
+    """No ID in `(prev, id]` is the writer's. `id` may belong to another writer and be open."""
 
     prev: Id
     id: Id
@@ -140,16 +150,16 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """The state of the database in which a writer joined. Shows whether the database was restored.
+    """What a JOIN reports of its writer's database. Shows whether the database was restored.
 
     If `after` is not the token of the writer's last known start, the database was restored. If a JOIN is sent again for
-    the same start, both tokens are the same again.
+    the same start, `start` and `after` are the same again.
 
     Attributes:
         database: a value that changes when the database is restored, such as its system identifier and its Postgres
             timeline; None if it is unknown.
         start: a new token that this start of the writer stored in the database.
-        after: the token of the writer's previous start, as the database had it.
+        after: the token of the writer's previous start that was in the database; None if there was none.
     """
 
     database: str | None
@@ -163,7 +173,8 @@ class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     Attributes:
         unseen: True if open IDs up to `id` may be facts that nobody announced.
         published: according to the database, earlier epochs of the writer published no ID beyond this one, and no
-            published fact up to this ID is lost. The new epoch publishes facts beyond `id` again.
+            published fact up to this ID is lost. The new epoch publishes facts beyond `id` again. None: not known.
+        timeline: the writer's database and start; None if the writer does not report them.
     """
 
     id: Id
@@ -179,17 +190,17 @@ class Retire(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name
 
 
 class Skip(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
-    """An operator settles `(prev, id]` without evidence."""
+    """An operator settles the writer's open IDs in `(prev, id]`, without evidence. For the control topic only."""
 
     prev: Id
     id: Id
 
 
 class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
-    """A report of what blocks the writer, for people. Moves no position. Each OPEN replaces the previous one.
+    """A report of what blocks the writer, for people. Moves no position. Replaces the writer's previous OPEN.
 
     Attributes:
-        transactions: the transactions with the writer's open IDs, one line of text for each.
+        transactions: the open transactions with IDs of the writer, one line of text for each.
         blocked: why the writer sends no new record of the stream; empty if it is not blocked.
         heartbeat: the writer sends at least one record of the stream within this many seconds; 0: no promise.
     """
@@ -201,25 +212,25 @@ class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
     heartbeat: Annotated[int, Meta(ge=0, le=MAX_HEARTBEAT_SECONDS)] = 0
 
 
-Marker = Join | Retire | Skip
-Record = Rdata | Void | Position | FactRun | Open | Marker
+OverridableRecord = Join | Retire | Skip
+Record = Rdata | Void | Position | FactRun | Open | OverridableRecord
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-_NAME = re.compile(rf"[^{_NOT_IN_NAMES}]{{1,{MAX_NAME_LENGTH}}}")
+_NAME_PATTERN = re.compile(rf"[^{_NOT_IN_NAMES}]{{1,{MAX_NAME_LENGTH}}}")
 
 
 def kind_of(record: Record) -> Kind:
     return Kind[str(record.__struct_config__.tag)]
 
 
-def row(value: object) -> Raw:
-    """Encode a JSON value as the opaque `row` of an RDATA."""
+def encode_row(value: object) -> Raw:
+    """Encode a value as JSON for the `row` of an RDATA. Tidemark does not read the content of rows."""
     return Raw(_encoder.encode(value))
 
 
 def format_row(row: Raw) -> str:
-    """The JSON of a row, without newlines. Removes the newlines that a sender may have put between tokens."""
+    """The JSON of a row in one line. If the row has newlines, removes all white space between its tokens."""
     text = bytes(row)
     return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
 
@@ -233,12 +244,12 @@ def encode(record: Record) -> bytes:
 
 
 def is_name(name: str) -> bool:
-    """Whether `name` is a legal name of a stream."""
-    return _NAME.fullmatch(name) is not None
+    """Whether `name` is a legal name of a stream. Names of writers have one more rule: see `is_writer_name`."""
+    return _NAME_PATTERN.fullmatch(name) is not None
 
 
-def is_writer(name: str) -> bool:
-    """Whether `name` is a legal name of a writer."""
+def is_writer_name(name: str) -> bool:
+    """Whether `name` is a legal name of a writer, which must not be `*`."""
     return name != ANY_WRITER and is_name(name)
 
 
@@ -247,27 +258,31 @@ def explain_bad_name(name: str) -> str:
     begin = name[: MAX_NAME_LENGTH + 1]
     return (
         f"{begin!r} is not a legal name: use 1 to {MAX_NAME_LENGTH} characters, without white space, control characters"
-        f" and invisible characters; `{ANY_WRITER}` alone is reserved"
+        f" and invisible characters; no writer may be called `{ANY_WRITER}`"
     )
 
 
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message.
 
+    Returns:
+        The record. A JOIN or RETIRE without `epoch` has epoch 0 on the facts topic, and `CURRENT_EPOCH` on the control
+        topic.
+
     Raises:
-        BadRecord: the record is not valid. If several reasons apply, the error has the first one in this order: the
-            JSON, its fields (missing, then of the wrong type, then out of range), names, key, topic, `by` and `why`,
+        BadRecord: the record is not valid. If several reasons apply, the error has the first one. Order of the reasons:
+            the JSON, missing fields, fields of the wrong type, fields out of range, names, key, topic, `by` and `why`,
             the order of `prev` and `id`.
     """
     record = decode(value)
     is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
     for field, name, is_legal in (
         ("stream", record.stream, is_name(record.stream)),
-        ("writer", record.writer, is_any_writer or is_writer(record.writer)),
+        ("writer", record.writer, is_any_writer or is_writer_name(record.writer)),
     ):
         if not is_legal:
             raise BadRecord(Reason.BAD_NAME, f"{field} {explain_bad_name(name)}")
-    if isinstance(record, Marker) and record.epoch == CURRENT_EPOCH and topic is Topic.FACTS:
+    if isinstance(record, OverridableRecord) and record.epoch == CURRENT_EPOCH and topic is Topic.FACTS:
         record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():
         raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
@@ -286,10 +301,10 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
 
 
 def effective_prev(record: Rdata) -> int:
-    """The `prev` of an RDATA with an ID. If the field is missing, the ID next to `id` towards 0.
+    """The `prev` of an RDATA with an ID. If the field `prev` is missing, this is the neighbour of `id` towards 0.
 
     Raises:
-        ValueError: the record is a batch row.
+        ValueError: the record is a batch row, which has no ID.
     """
     if isinstance(record.id, str):
         raise ValueError("a batch row has no ID")
@@ -299,7 +314,11 @@ def effective_prev(record: Rdata) -> int:
 
 
 def decode(value: bytes | None) -> Record:
-    """Decode one message without checking its key, topic and names. Raises the `BadRecord` of `read`."""
+    """Decode one message, and check only the JSON and its fields: no names, key, topic, or order of `prev` and `id`.
+
+    Raises:
+        BadRecord: the JSON or a field is not valid, with the same reason as from `read`.
+    """
     if value is None:
         raise BadRecord(Reason.NOT_JSON, "the message has no value")
     try:
@@ -311,7 +330,7 @@ def decode(value: bytes | None) -> Record:
 
 def _check_topic(record: Record, topic: Topic) -> None:
     kind = kind_of(record).name
-    if not isinstance(record, Marker):
+    if not isinstance(record, OverridableRecord):
         if topic is Topic.CONTROL:
             raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")
     elif topic is Topic.CONTROL:
@@ -338,20 +357,20 @@ def _check_range(prev: int, id: int, name: str = "id") -> None:
         raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"{name} {id} is not beyond prev {prev}")
 
 
-_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Record)}
-_FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
-_INTEGER = re.compile(rb"-?[0-9]+")
+_RECORD_TYPES: Final = {str(type_.__struct_config__.tag): type_ for type_ in get_args(Record)}
+_FIELDS: Final = {type_: msgspec.structs.fields(type_) for type_ in _RECORD_TYPES.values()}
+_INTEGER_PATTERN = re.compile(rb"-?[0-9]+")
 
-_any = msgspec.json.Decoder(Raw)
-_list = msgspec.json.Decoder(list[Raw])
-_object = msgspec.json.Decoder(dict[str, Raw])
-_text = msgspec.json.Decoder(str)
-_id = msgspec.json.Decoder(Id)
-_batch = msgspec.json.Decoder(Literal["batch"])
-_TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
-    "stream": _text,
-    "writer": _text,
-    "row": _any,
+_json_decoder = msgspec.json.Decoder(Raw)
+_list_decoder = msgspec.json.Decoder(list[Raw])
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+_text_decoder = msgspec.json.Decoder(str)
+_id_decoder = msgspec.json.Decoder(Id)
+_batch_decoder = msgspec.json.Decoder(Literal["batch"])
+_DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    "stream": _text_decoder,
+    "writer": _text_decoder,
+    "row": _json_decoder,
     "rows": msgspec.json.Decoder(list[list[Raw]]),
     **{field.name: msgspec.json.Decoder(field.type) for field in _FIELDS[Open][-3:]},
     "unseen": msgspec.json.Decoder(bool),
@@ -364,64 +383,71 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 
 
 def diagnose(value: bytes, error: Exception) -> BadRecord:
-    """Find the reason why `decode` rejected `value`. `error` is the error that msgspec or the UTF-8 decoder raised."""
+    """Find the reason why `decode` rejected `value`.
+
+    `error`: the error of msgspec or of the UTF-8 decoder. Its text is used if no other reason is found.
+    """
     try:
         value.decode()
-        _any.decode(value)
+        _json_decoder.decode(value)
     except (ValueError, RecursionError) as problem:
         return BadRecord(Reason.NOT_JSON, str(problem))
     try:
-        fields = {name: bytes(raw) for name, raw in _object.decode(value).items()}
+        fields = {name: bytes(raw) for name, raw in _object_decoder.decode(value).items()}
     except msgspec.ValidationError as problem:
         return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
     if "kind" not in fields:
         return BadRecord(Reason.MISSING_FIELD, "kind is missing")
-    if not _accepts(_text, fields["kind"]):
+    if not _accepts(_text_decoder, fields["kind"]):
         return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
-    kind = _KINDS.get(_text.decode(fields["kind"]))
-    if kind is None:
-        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_excerpt(fields['kind'])} is none of {', '.join(_KINDS)}")
-    for field in _FIELDS[kind]:
+    record_type = _RECORD_TYPES.get(_text_decoder.decode(fields["kind"]))
+    if record_type is None:
+        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_excerpt(fields['kind'])} is none of {', '.join(_RECORD_TYPES)}")
+    for field in _FIELDS[record_type]:
         if field.required and field.name not in fields:
             return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
-    given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
+    given = {field.name: fields[field.name] for field in _FIELDS[record_type] if field.name in fields}
     for name, raw in given.items():
-        if not _is_of_its_type(kind, name, raw):
+        if not _is_of_its_type(record_type, name, raw):
             label, part = _faulty_part(name, raw)
             return BadRecord(Reason.WRONG_TYPE, f"{label} is {_excerpt(part)}")
     for name, raw in given.items():
         for label, number in _integers(name, raw):
-            if not _accepts(_id, number):
+            if not _accepts(_id_decoder, number):
                 return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_excerpt(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_excerpt(given['epoch'])}")
-    return BadRecord(Reason.WRONG_TYPE, str(error))  # the field occurs twice, and only its first value is wrong
+    return BadRecord(
+        Reason.WRONG_TYPE, str(error)
+    )  # for example, a field occurs twice, and only its first value is wrong
 
 
-def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
-    if name in _TYPES:
-        return _accepts(_TYPES[name], raw)
+def _is_of_its_type(record_type: type[Record], name: str, raw: bytes) -> bool:
+    if name in _DECODERS:
+        return _accepts(_DECODERS[name], raw)
     if name == "ids":
-        return _accepts(_list, raw) and 0 < len(_list.decode(raw)) == len([*_integers(name, raw)])
-    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _accepts(_batch, raw))
+        return _accepts(_list_decoder, raw) and 0 < len(_list_decoder.decode(raw)) == len([*_integers(name, raw)])
+    return _INTEGER_PATTERN.fullmatch(raw) is not None or (
+        record_type is Rdata and name == "id" and _accepts(_batch_decoder, raw)
+    )
 
 
 def _faulty_part(name: str, raw: bytes) -> tuple[str, bytes]:
-    """The label and JSON of the first list entry with the wrong type, or of the whole field."""
-    if name in ("ids", "rows") and _accepts(_list, raw):
-        for index, entry in enumerate(map(bytes, _list.decode(raw))):
-            if not (_INTEGER.fullmatch(entry) if name == "ids" else _accepts(_list, entry)):
+    """The label and the JSON of the first entry of a wrong type in `ids` or `rows`; otherwise of the whole field."""
+    if name in ("ids", "rows") and _accepts(_list_decoder, raw):
+        for index, entry in enumerate(map(bytes, _list_decoder.decode(raw))):
+            if not (_INTEGER_PATTERN.fullmatch(entry) if name == "ids" else _accepts(_list_decoder, entry)):
                 return f"{name}[{index}]", entry
     return name, raw
 
 
 def _integers(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:
-    """The label and JSON of each integer in a field."""
+    """Yield the label and the JSON of the integer in a field, or of each integer in the list `ids`."""
     if name == "ids":
-        for index, entry in enumerate(map(bytes, _list.decode(raw))):
-            if _INTEGER.fullmatch(entry):
+        for index, entry in enumerate(map(bytes, _list_decoder.decode(raw))):
+            if _INTEGER_PATTERN.fullmatch(entry):
                 yield f"ids[{index}]", entry
-    elif _INTEGER.fullmatch(raw):
+    elif _INTEGER_PATTERN.fullmatch(raw):
         yield name, raw
 
 

@@ -1,8 +1,7 @@
-"""Packets and runs, the encoded records between compaction and the state function. Pure.
+"""Packets and runs: the form in which compaction passes records to the state function. Pure.
 
-A packet has the records of one offset range and one shard.
-
-All edges of a run are in one *segment*: between two neighbouring JOIN, RETIRE or OPEN records of the stream.
+A packet has records of one offset range and one shard. A run is a chain of edges of one writer and epoch. All edges of
+a run are in one *segment*: between two neighbouring JOIN, RETIRE or OPEN records of the stream.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,15 +20,17 @@ from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
 _RUN_FIELDS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 RUN_DTYPE = np.dtype([(name, "<i8") for name in _RUN_FIELDS])
-"""The numeric fields of a run in an array. `stop` is the index after the last edge of the run, among the edges of all
-runs. The other fields are the same as in `PackedRun`.
+"""The numeric fields of a run, as one row of an array. `stop` is the index after the run's last edge in the list of the
+edges of all runs. The other fields have the same meaning as in `PackedRun`.
 """
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An encoded run. The edges of a run are in the order of their IDs, which may not be the order of their offsets.
+    """An encoded run. Its edges are in the order of their IDs, which may not be the order of their offsets.
 
     Attributes:
+        epoch: the epoch of the writer.
+        direction: the sign of the IDs, as the number of a `Direction`. All IDs of the run are magnitudes.
         start: the `prev` of the first edge.
         ids: the IDs of the edges, as little-endian int64.
         kinds: the kinds of the edges, as uint8.
@@ -57,8 +58,9 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The encoded runs of a packet. The edges of all runs are one after the other.
 
-    The JVM copies packets several times, so the numbers of edges are narrow: a column has the narrowest of uint16,
-    uint32 and uint64 (little-endian) that fits all its numbers. Its width follows from the number of edges.
+    The JVM copies packets several times, so packets are small. `steps` and `offsets` have each the narrowest of uint16,
+    uint32 and uint64 (little-endian) that fits all their numbers. The width is not stored: it is the length of the
+    column divided by the number of edges.
 
     Attributes:
         streams: the stream of each run.
@@ -78,6 +80,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, runs: Iterable[PackedRun]) -> "PackedRuns":
+        """Join encoded runs, in the given order."""
         run_list = [*runs]
         stops = np.cumsum([len(run.kinds) for run in run_list], dtype=np.int64).tolist()
         rows = [
@@ -103,7 +106,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def _narrow(numbers: npt.NDArray[np.unsignedinteger]) -> bytes:
-    """Encode a column of a packet."""
+    """Encode a column of a packet with the narrowest type that fits all numbers."""
     highest = int(numbers.max(initial=0))
     return numbers.astype("<u2" if highest < 1 << 16 else "<u4" if highest < 1 << 32 else "<u8").tobytes()
 
@@ -116,7 +119,7 @@ def _widen(columns: Iterable[tuple[bytes, int]], dtype: str) -> npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """The runs of one or several packets as columns.
+    """The runs of one or several packets as columns. IDs are magnitudes.
 
     Attributes:
         streams: the stream of each run.
@@ -136,7 +139,7 @@ class RunColumns:
 
     @classmethod
     def of(cls, parts: Sequence[PackedRuns]) -> Self:
-        """Concatenate the runs of packets."""
+        """Decode the runs of packets, and join them in the given order."""
         rows = np.frombuffer(b"".join([part.numbers for part in parts]), RUN_DTYPE).copy()
         edges = np.array([len(part.kinds) for part in parts], np.int64)
         rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(part) for part in parts], np.int64))
@@ -173,7 +176,7 @@ class RunColumns:
         )
 
     def pack(self, first: int, stop: int) -> PackedRuns:
-        """The runs `first .. stop - 1`."""
+        """Encode the runs `first .. stop - 1`."""
         if first == stop:
             return PackedRuns()
         rows = self.rows[first:stop].copy()
@@ -192,14 +195,14 @@ class RunColumns:
         )
 
     def divide(self, groups: Ids, max_edges: int) -> Iterator[tuple[int, PackedRuns]]:
-        """Divide the runs into packets.
+        """Divide the runs into parts for packets. A part has runs of one group only, and runs are not split.
 
         Args:
-            groups: an ascending group number for each run.
-            max_edges: the largest number of edges of a packet, unless one run has more.
+            groups: for each run the number of its group, ascending.
+            max_edges: the largest number of edges of a part. A single run with more edges is a part of its own.
 
         Yields:
-            A group number, and runs of the group.
+            The number of a group, and encoded runs of the group.
         """
         stops = self.rows["stop"]
         first = edges = 0
@@ -218,7 +221,7 @@ def _begins(rows: npt.NDArray[np.void]) -> Ids:
 
 
 def _ids(rows: npt.NDArray[np.void], steps: Ids) -> Ids:
-    """The ID of each edge, from `PackedRuns.steps`."""
+    """The ID of each edge, from the `steps` of `PackedRuns`."""
     sums = np.cumsum(steps)
     sums_before = np.concatenate(([0], sums))[_begins(rows)]
     # A sum over many runs may overflow; the difference of two sums is right nevertheless.
@@ -230,13 +233,13 @@ RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
 """Codes in `Run.kinds`. Plain integers, because enum members make numpy ten times slower."""
 
 UNBOUNDED = MAX_ID
-"""The `reach` of rejected records if the highest ID of their facts is not known."""
+"""The highest ID of the facts in rejected records (`PossibleFacts.reach`), if that ID is not known."""
 
 
 class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Batch rows (`records.ROW`) of one writer and epoch. Batch rows are counted, but move no position.
 
-    `offsets` are ascending, as uint32 relative to `first_offset`.
+    `offsets` are the Kafka offsets minus `first_offset`, ascending, as little-endian uint32.
     """
 
     stream: str
@@ -254,13 +257,13 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
         epoch: `CURRENT_EPOCH` if an operator's record named no epoch.
         prev: 0 except for a SKIP.
         id: 0 for an OPEN.
-        direction: the sign of the IDs; unknown if `id` and `published` are 0.
+        direction: the sign of the IDs; `UNKNOWN` if `id` is 0, and `published` is 0 or None.
         unseen: see `records.Join`; False for other kinds.
         by, why: None unless an operator sent the marker on the control topic.
         offset: Kafka offset of the record.
         time: Kafka time of the record, ms since 1970.
-        timeline, published: see `records.Join`; None for other kinds. `published` is None for an operator's JOIN.
-        beyond: True if `id` may be beyond the stream's allocated IDs.
+        timeline, published: see `records.Join`; None for other kinds. `published` is None for an operator's JOIN too.
+        beyond: True if an operator's record may have an `id` beyond the stream's allocated IDs.
         transactions, blocked, heartbeat: see `records.Open`; empty or 0 for other kinds.
     """
 
@@ -285,16 +288,16 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def is_override(self) -> bool:
-        """True if an operator sent the marker. Such a marker is no evidence of the writer."""
+        """True if an operator sent the marker. Then the marker does not prove what the writer has completed."""
         return self.by is not None
 
     @property
     def no_reuse_up_to(self) -> int:
-        """For a JOIN: its database gives out no ID up to and including this one again, even if it was restored."""
+        """For a JOIN: IDs up to and including this one are not given out again, even if the database was restored."""
         return max(self.id, self.published or 0)
 
     @classmethod
-    def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
+    def of(cls, record: records.OverridableRecord | records.Open, offset: int, time: int) -> "Marker":
         if isinstance(record, records.Open):
             return cls(
                 record.stream,
@@ -339,9 +342,9 @@ class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         writer: the writer of the facts; None if they may be of any writer.
         epoch: the epoch of the writer; 0 if `writer` is None.
-        reach: the highest ID of the facts, as a magnitude; `UNBOUNDED` if the ID is not known; 0 for a writer's JOIN.
+        reach: the highest ID of the facts, as a magnitude; `UNBOUNDED` if that ID is not known; 0 for a writer's JOIN.
         first_offset: the lowest Kafka offset of the records.
-        is_key_only: True if only the key of the record names this stream, and the value names another one.
+        is_key_only: True if only the key of the record names this stream, and its value names another stream.
     """
 
     stream: str
@@ -355,16 +358,18 @@ class PossibleFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Records of one shard and one offset range of a Kafka partition.
 
-    The shard `partition % shards` gets the rejected records of the range, and an empty packet if the range has no
-    record at all.
+    One shard, `partition % shards`, gets the rejected records of the range. If the range has no record at all, this
+    shard gets an empty packet.
 
     Attributes:
         topic: the name of the Kafka topic.
         role: whether the topic is the topic of facts or the control topic.
-        next_offset: the next offset to read, equal in all packets of a range: the end of the range, unless `cut`.
+        next_offset: the next offset to read, equal in all packets of a range. If the packet is not cut short, this is
+            the end of the range.
         rows: the batch rows.
+        rejected: the rejected records. They are in the packets of the shard `partition % shards` only.
         possible_facts: the facts that rejected records may contain.
-        cut: True if the task had too many facts and left records of its ranges unread.
+        is_cut_short: True if the task had too many facts, and left records of its ranges unread.
     """
 
     topic: str
@@ -376,7 +381,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     markers: list[Marker]
     rejected: list[RejectedRecords]
     possible_facts: list[PossibleFacts] = []
-    cut: bool = False
+    is_cut_short: bool = False
 
 
 Mask = npt.NDArray[np.bool_]
@@ -386,7 +391,12 @@ Mask = npt.NDArray[np.bool_]
 class Run:
     """A chain of edges of one writer and epoch. Edge `i` is `(prevs[i], ids[i]]`, from the record at `offsets[i]`.
 
-    `ids` ascend strictly. `first_offset` is the lowest offset. `oldest` is the Kafka time (ms) of the oldest record.
+    Attributes:
+        start: the `prev` of the first edge.
+        ids: the IDs of the edges, as magnitudes, strictly ascending.
+        kinds: the kind of each edge: `RDATA`, `VOID` or `POSITION`.
+        first_offset: the lowest offset of the edges.
+        oldest: the lowest Kafka time (ms) of the records. A part of a run keeps the value of the whole run.
     """
 
     writer: str
@@ -427,9 +437,9 @@ class Run:
         return len(self.ids)
 
     def overlapping(self, low: int, high: int) -> tuple[int, int]:
-        """The indexes `(first, stop)` of the edges `first .. stop - 1` that overlap `(low, high]`.
+        """The range `(first, stop)` of indexes: the edges `first .. stop - 1` overlap `(low, high]`.
 
-        No edge overlaps if `first >= stop`.
+        If `first >= stop`, no edge overlaps.
         """
         if self.start >= high:
             return 0, 0
@@ -437,7 +447,7 @@ class Run:
         return int(np.searchsorted(self.ids, low, side="right")), stop
 
     def part(self, first: int, stop: int) -> "Run":
-        """The edges `first .. stop - 1`."""
+        """The edges `first .. stop - 1` as a run. There must be at least one."""
         if first == 0 and stop == len(self.ids):
             return self
         start = int(self.ids[first - 1]) if first else self.start
@@ -452,13 +462,13 @@ class Run:
         )
 
     def parts(self, chosen: Mask) -> Iterator["Run"]:
-        """Yield the parts of the run that consist of edges in the mask `chosen`, each as long as possible."""
+        """Yield the edges in the mask `chosen` as runs: one run for each group of neighbouring edges."""
         steps = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         for first, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
             yield self.part(first, stop)
 
     def evidence(self) -> Evidence:
-        """The evidence of the run: a fact counts 1, a void ID counts 1, an announcement counts its width."""
+        """The evidence of the run: each fact counts 1, each void ID counts 1, and an announcement counts its width."""
         facts, announced = self.facts, self.kinds == POSITION
         empty = len(self) - facts
         if announced.any():
@@ -467,7 +477,7 @@ class Run:
 
     @property
     def completes(self) -> Mask:
-        """A mask of the edges whose ID is complete: facts and voids. An announced ID may belong to another writer."""
+        """A mask of the edges that complete their ID: facts and voids. An announced ID may belong to another writer."""
         completes: Mask = self.kinds != POSITION
         return completes
 
@@ -476,8 +486,9 @@ class Run:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
-        """The IDs without a fact of the writer: void IDs, announced ranges, and the IDs between `prev` and `id` of an
-        edge.
+        """The IDs in the run's range without a fact of the writer.
+
+        These are void IDs, announced ranges, and the IDs between the `prev` and the `id` of an edge.
         """
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
