@@ -86,9 +86,8 @@ class ReadPlan:
         if any(span.writer is None for span in self.ranges) or not is_beyond(span.id, span.prev):
             return self
         farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
-        if not any(
-            is_beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.ranges, *self.must_read)))
-        ):
+        farthest += [span.id for span in (*self.ranges, *self.must_read)]
+        if not any(is_beyond(id, span.prev) for id in farthest):
             return self
         return replace(self, ranges=(*self.ranges, span))
 

@@ -180,7 +180,7 @@ def parse(line: bytes) -> Command | None:
     if not text.strip():
         return None
     if _CONTROL_CHARACTER.search(text):
-        raise BadCommand("the line has a control character")
+        raise BadCommand("the line has control characters")
     word, _, rest = text.partition(" ")
     if syntax := RELAYED_COMMANDS.get(word):
         if not syntax.fullmatch(rest):
@@ -202,7 +202,7 @@ def parse(line: bytes) -> Command | None:
         case "SERVER" if is_name(rest):
             return ServerCommand(rest)
         case "SERVER":
-            raise BadCommand("SERVER needs one legal name")
+            raise BadCommand("SERVER needs one name")
     raise BadCommand(f"unknown command {word[:40]!r}")
 
 
