@@ -42,7 +42,7 @@ def test_what_may_still_come_late_is_missed_in_the_end_only() -> None:
     now = facts(1, 2) + facts(3, of="new")
     meanwhile = compared(now, delivered(1, 2, 3), 3, back=2)
     assert meanwhile.count().missed == 0
-    assert replace(meanwhile, final=True).count().missed == 1
+    assert replace(meanwhile, is_final=True).count().missed == 1
     assert compared(facts(1, 2), delivered(1), 2, back=2).count().missed == 1
     assert compared(facts(1, 2), delivered(1), 2).count().missed == 1
 
@@ -64,8 +64,11 @@ def test_what_is_told_again_comes_late_each_time() -> None:
     """A database that went back twice tells what it had not settled twice, and no more often."""
     read = delivered(3) + delivered(3, 3, late=True)
     assert compared(facts(3), read, 3, back=2).count().duplicated == 1
-    assert replace(compared(facts(3), read, 3, back=2), restores=2).count().again == 1
-    assert replace(compared(facts(3), [*read, *delivered(3, late=True)], 3, back=2), restores=2).count().duplicated == 1
+    assert replace(compared(facts(3), read, 3, back=2), restore_count=2).count().again == 1
+    assert (
+        replace(compared(facts(3), [*read, *delivered(3, late=True)], 3, back=2), restore_count=2).count().duplicated
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("back", "duplicated", "lost"), [(None, 1, 0), (2, 0, 1)])

@@ -82,8 +82,8 @@ def world(database: str) -> Iterator[World]:
     workload.make_streams(dsn, simulated_streams(room_streams("")))
     with session_of(dsn, "tests") as session:
         SCHEMA.migrate(session)
-    workload.make_tables(dsn, REMOTE_TABLE)
-    workload.make_tables(dsn, ANSWERS_TABLE)
+    workload.run_script(dsn, REMOTE_TABLE)
+    workload.run_script(dsn, ANSWERS_TABLE)
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield World(dsn, connection)
 
@@ -266,7 +266,7 @@ def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
     }
 
     def kinds() -> set[ClientKind]:
-        roles = [workload.reader(databases, name, 1).room_client for name in workload.readers]
+        roles = [workload.make_reader_role(databases, name, 1).room_client for name in workload.readers]
         return {kind for role in roles if role is not None for kind in role.kinds}
 
     assert kinds() == {*ClientKind}

@@ -20,7 +20,7 @@ INSIDE = {Fault.ROLLBACK, Fault.HANG}
 
 
 def acts(seed: int, seconds: float) -> list[PlannedFault]:
-    return list(itertools.takewhile(lambda act: act.at < seconds, fault_schedule(seed, ALL_FAULTS, seconds)))
+    return list(itertools.takewhile(lambda act: act.due_seconds < seconds, fault_schedule(seed, ALL_FAULTS, seconds)))
 
 
 def test_the_same_seed_gives_the_same_script() -> None:
@@ -32,8 +32,8 @@ def test_the_same_seed_gives_the_same_script() -> None:
 def test_every_fault_comes_in_the_first_half(seed: int) -> None:
     """However short a play is, all that was asked for happens, and there is time to recover; acts come in order."""
     found = acts(seed, 20.0)
-    assert {act.fault for act in found if act.at <= 10.0} == ALL_FAULTS - INSIDE
-    assert [act.at for act in found] == sorted(act.at for act in found)
+    assert {act.fault for act in found if act.due_seconds <= 10.0} == ALL_FAULTS - INSIDE
+    assert [act.due_seconds for act in found] == sorted(act.due_seconds for act in found)
 
 
 def test_only_what_was_asked_for_happens() -> None:
@@ -52,6 +52,6 @@ def test_faults_are_asked_for_by_name() -> None:
 
 def test_a_prefix_must_be_fit_for_names_in_sql() -> None:
     """It begins the names of tables and sequences."""
-    assert WriterPlan(streams=1, prefix="mine_").stream_names() == ["mine_events"]
+    assert WriterPlan(stream_count=1, prefix="mine_").stream_names() == ["mine_events"]
     with pytest.raises(BadSetting, match="--prefix"):
         WriterPlan(prefix="Mine-")

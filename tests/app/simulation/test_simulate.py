@@ -109,6 +109,6 @@ def test_streams_that_tidemark_knows_are_not_begun_anew(
         TIDEMARK_LOG_LEVEL="error",
     )
     assert done.returncode == 2
-    assert b"Tidemark already knows the stream events" in done.stderr
+    assert b"Tidemark already has positions of the stream events" in done.stderr
     assert b"--prefix NAME" in done.stderr
     assert done.stderr.count(b"\n") == 1

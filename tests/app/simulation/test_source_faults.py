@@ -10,7 +10,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
-from tidemark.app.simulation.sql_readers import OperatorNeeded, SqlPlace, _take
+from tidemark.app.simulation.sql_readers import ReadRefused, SqlPlace, _take
 from tidemark.app.simulation.streams import StreamsVerification
 from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.app.stack.home import Home
@@ -20,7 +20,7 @@ from tidemark.sources.relay.queries import AppendStream, session_of
 from tidemark.sources.relay.sequences import SequenceState
 from tidemark.streaming.values.direction import Direction
 
-STREAM = WriterPlan(streams=1).stream_list()[0]
+STREAM = WriterPlan(stream_count=1).stream_list()[0]
 EVENTS = AppendStream(1, "events", Direction.FORWARD)
 
 
@@ -37,7 +37,7 @@ class World:
     def inject(self, fault: Fault, choice: float = 0.0) -> str:
         """Inject it, and end it as soon as its remedy is known."""
         self.faults.begin(PlannedFault(0.0, fault, choice, 0.0))
-        return self.until(lambda: next(self.faults.injected(), None))[1]
+        return self.until(lambda: next(self.faults.take_injected(), None))[1]
 
     def until(self, found: Callable[[], tuple[Fault, str] | None]) -> tuple[Fault, str]:
         for _ in range(100):
@@ -145,10 +145,11 @@ def test_a_reader_in_sql_is_moved_as_its_message_says(world: World) -> None:
         sql.execute("select tidemark_reader.publish('database', array['events'], array[9])")
         sql.execute("select tidemark_reader.take('events', 'parts', partition => 1, partitions => 3)")
         sql.execute("select tidemark_reader.went_back('events', 4)")
-        with pytest.raises(OperatorNeeded) as waiting:
+        with pytest.raises(ReadRefused) as waiting:
             _take(sql, "events", SqlPlace("parts", 1))
         with world.faults._logs[-1]._path.open("a") as file:
-            file.write(f"[warning  ] A reader in SQL needs an operator  problem={str(waiting.value)!r} reader=parts\n")
+            text = str(waiting.value)
+            file.write(f"[warning  ] A reader in SQL cannot read; trying again  problem={text!r} reader=parts\n")
         world.faults._run_remedies(float("inf"))
         assert world.value("select linear from tidemark_reader.places") == 4
         assert not _take(sql, "events", SqlPlace("parts", 1))

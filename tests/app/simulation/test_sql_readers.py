@@ -151,7 +151,7 @@ def test_places_are_named_as_the_functions_name_them(world: World) -> None:
     for place in (place for reader in READERS for place in places_of(reader)):
         row = world.sql.execute(
             "select tidemark_reader.place_name(%s, %s, %s), tidemark_reader.partition_of('w1', 3)",
-            [place.reader, place.partition, place.partitions],
+            [place.reader, place.partition, place.partition_count],
         ).fetchone()
         assert row == (place.name, sql_readers.partition_of("w1", 3))
         assert find_place(place.name) == place

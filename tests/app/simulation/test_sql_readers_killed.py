@@ -83,7 +83,7 @@ class World:
     def is_beyond_rows(self) -> bool:
         """Whether the sequences have passed all rows: until then a position waits for the IDs of rows beyond."""
         with psycopg.connect(self.dsn) as sql:
-            heads = workload.floors_and_heads(sql)
+            heads = workload.read_floors_and_heads(sql)
             query = "select coalesce(max(abs(stream_id)), 0) from demo.{}"
             rows = {stream.name: sql.execute(query.format(stream.name).encode()).fetchone() for stream in STREAMS}
             return all(row is not None and heads[name][1] >= row[0] for name, row in rows.items())
@@ -104,7 +104,7 @@ class World:
     def go_back(self, fault: Fault) -> None:
         """The positions are looked at before anybody writes again (docs/design.md 6b: a set-back between two looks)."""
         self.faults.begin(PlannedFault(0.0, fault, self.chance.random(), 0.2))
-        while self.faults.pending:
+        while self.faults.pending_count:
             with self.still:
                 self.faults._step()
                 self.keeper.round()

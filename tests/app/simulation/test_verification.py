@@ -13,7 +13,7 @@ from tidemark.app.simulation.script import WriterPlan
 from tidemark.app.simulation.sql_readers import places_of
 from tidemark.app.simulation.streams import READERS, StreamsCount, StreamsVerification
 
-STREAM = WriterPlan(streams=1).stream_list()[0]
+STREAM = WriterPlan(stream_count=1).stream_list()[0]
 
 
 class World:

@@ -78,7 +78,7 @@ def test_members_receive_the_events_of_their_stays(
         received = [(rooms.live[id - 1], id in rooms.recipients) for id in rooms.received_ids(member)]
         assert received == expected_deliveries(expected, ids, member)
     expected_at_end = ExpectedRoom(everything, {event.id: event.kind for event in order})
-    stays = expected_at_end.stays((id, turn) for turn, id in enumerate(ids))
+    stays = expected_at_end.compute_stays((id, turn) for turn, id in enumerate(ids))
     lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
     ended = [(member, stay) for member, stays_of_member in rooms.stays.items() for stay in stays_of_member]

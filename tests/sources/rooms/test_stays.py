@@ -122,7 +122,7 @@ def test_a_member_receives_its_stays_and_their_ends_despite_slow_writers(
         expected_rows = expected_deliveries(expected, [event.id for event in order], member.name)
         member.require_correct(expected_rows)
         expected_at_end = ExpectedRoom(everything, {event.id: event.kind for event in order})
-        stays = expected_at_end.stays((event.id, turn) for turn, event in enumerate(order))
+        stays = expected_at_end.compute_stays((event.id, turn) for turn, event in enumerate(order))
         assert member.rooms == [ROOM for name, _, ended, _ in stays if name == member.name and ended is None]
 
 

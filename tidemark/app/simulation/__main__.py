@@ -20,7 +20,7 @@ from tidemark.common.errors import TidemarkError
 
 
 def main() -> None:
-    """Read the role from standard input, and run it until SIGTERM."""
+    """Run the role that standard input gives, until SIGTERM or the end of standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopping = shutdown_event(numbers=[signal.SIGTERM])
     role = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessRole)
@@ -28,19 +28,19 @@ def main() -> None:
     settings = load()
     logs.configure(settings)
     if role.service:
-        services.run_service(role.service, role.facts, stopping)
+        services.run_service(role.service, role.facts_dsn, stopping)
     elif role.reader:
-        servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
+        servers = services.ReaderServers(role.facts_dsn, role.effects_dsn, settings.redis, settings.postgres())
         services.run_reader(role.reader, servers, stopping)
     elif role.sql_reader:
-        sql_readers.run_sql_reader(role.sql_reader, role.facts, stopping)
+        sql_readers.run_sql_reader(role.sql_reader, role.facts_dsn, stopping)
     elif role.room_service:
-        room_services.run_room_service(role.room_service, role.facts, stopping)
+        room_services.run_room_service(role.room_service, role.facts_dsn, stopping)
     elif role.room_client:
-        servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
+        servers = services.ReaderServers(role.facts_dsn, role.effects_dsn, settings.redis, settings.postgres())
         room_services.run_room_clients(role.room_client, servers, stopping)
     else:
-        relay.run(settings, relay.RelayPlan(role.facts, writer=None, metrics=None))
+        relay.run(settings, relay.RelayPlan(role.facts_dsn, writer=None, metrics=None))
 
 
 def _end_with_parent() -> None:

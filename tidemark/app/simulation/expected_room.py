@@ -14,7 +14,8 @@ from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent
 class ExpectedRoom:
     """Computes the expected results for one room.
 
-    An edge to a prev event that is as deep as the event, or deeper, is ignored: the depth of the event is wrong.
+    An edge to a prev event that is as deep as the event, or deeper, is ignored: the depth of the event is wrong. Edges
+    between events of `MAX_DEPTH` are valid, if they lead from a later to an earlier event.
 
     Args:
         all_events: all events of the room on all servers, with their true kinds.
@@ -33,9 +34,9 @@ class ExpectedRoom:
         self._turns = turns or {}
         self._states: dict[str, dict[StateKey, StateEntry]] = {}
 
-    def restricted_to(self, stored: Collection[str]) -> "ExpectedRoom":
+    def restricted_to(self, stored_ids: Collection[str]) -> "ExpectedRoom":
         """Return the same room, as if the tables had only the events with these IDs."""
-        room = ExpectedRoom((), {id: kind for id, kind in self._stored_kinds.items() if id in stored}, self._turns)
+        room = ExpectedRoom((), {id: kind for id, kind in self._stored_kinds.items() if id in stored_ids}, self._turns)
         room.all_events, room._states = self.all_events, self._states
         return room
 
@@ -46,10 +47,8 @@ class ExpectedRoom:
 
     @property
     def forward_extremities(self) -> set[str]:
-        """The IDs of the regular events that no regular event follows, directly or through other events.
-
-        Only soft-failed and rejected events may be between the two regular events.
-        """
+        """The IDs of the regular events that no regular event follows, directly or through soft-failed and rejected
+        events."""
         regular = {id for id, kind in self._stored_kinds.items() if kind is EventKind.REGULAR}
         followed: set[str] = set()
         frontier = [*regular]
@@ -63,7 +62,8 @@ class ExpectedRoom:
         return regular - followed
 
     def _follows(self, event: RoomEvent, prev: str) -> bool:
-        """Whether the edge from `event` to `prev` is valid: `event` is deeper, or it arrived later at `MAX_DEPTH`."""
+        """Whether the edge from `event` to `prev` is valid: `event` is deeper than `prev`, or both have `MAX_DEPTH` and
+        `event` arrived later."""
         depth = self.all_events[prev].depth
         if event.depth == MAX_DEPTH == depth:
             return self._turns[prev] < self._turns[event.id]
@@ -71,11 +71,12 @@ class ExpectedRoom:
 
     @property
     def backward_extremities(self) -> set[str]:
-        """The IDs of the prev events of non-outliers that the tables lack, or have only as outliers."""
+        """The IDs of those prev events of non-outliers that are not stored, or are stored only as outliers."""
         return {prev for id in self.non_outliers for prev in self.all_events[id].prevs} - self.non_outliers
 
     def state_at(self, id: str) -> dict[StateKey, StateEntry]:
-        """The state after an event: state key -> deepest event that is this event or an ancestor, and not rejected."""
+        """The state after an event that some server has: state key -> deepest event that is not rejected, among this
+        event and its ancestors."""
         to_visit = [id]
         while to_visit:
             event = self.all_events[to_visit[-1]]
@@ -98,7 +99,7 @@ class ExpectedRoom:
         return state
 
     def _known_prevs(self, event: RoomEvent) -> list[str]:
-        """The IDs of the prev events that some server has, without those whose edge from `event` is ignored."""
+        """The IDs of the prev events that some server has, without prev events whose edge from `event` is ignored."""
         known = [prev for prev in event.prevs if prev in self.all_events]
         return [prev for prev in known if self.all_events[prev].depth < event.depth or event.depth == MAX_DEPTH]
 
@@ -110,9 +111,9 @@ class ExpectedRoom:
             _merge_deepest(state, self.state_at(id))
         return state
 
-    def stays(self, arrivals: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
-        """The stays, each as (member, turn of the first event, turn of the last event, ID of the event that ended the
-        stay). The last two fields are None while the stay lasts.
+    def compute_stays(self, arrivals: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
+        """The stays of all members (see `rules.Stay`), each as (member, turn of the first event, turn of the last
+        event, ID of the event that ended the stay). The last two fields are None while the stay lasts.
 
         Args:
             arrivals: the IDs of the non-outliers with their turns, in ascending order of turn.

@@ -1,6 +1,7 @@
 """Starts the processes of a simulation, injects the faults of its schedule, and ends the processes.
 
-Only one thread may call this module. It must call `tick` often; one call takes at most about a second.
+Only one thread may call this module, and this thread must call `FaultInjector.tick` often. `tick` does not wait for
+servers.
 
 A simulation has two Postgres servers: Tidemark's, and one that only the services use.
 `tidemark up` runs the servers of the local stack, and restarts servers that end. This module runs the services'
@@ -44,17 +45,17 @@ from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
 
-RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answer or another server is being replaced
+RETRY_SECONDS = 2.0  # until a fault is tried again, after an error or while another server is being replaced
 
 
 class PostgresFailover:
     """Replaces Postgres servers, one at a time. Only the thread of the fault injector may call the methods.
 
     Args:
-        servers: the Postgres servers, and the thread for long work.
+        servers: the Postgres servers, and the second thread for long work.
         scheduler: the scheduler of the fault injector.
-        count_fault: counts an injected fault and its target.
-        database_users: returns the running services and the relay.
+        count_fault: called with each injected fault and its target as text.
+        services_and_relay: returns the services and the relay, without processes that are down.
     """
 
     def __init__(
@@ -62,29 +63,32 @@ class PostgresFailover:
         servers: "Servers",
         scheduler: sched.scheduler,
         count_fault: Callable[[Fault, str], None],
-        database_users: Callable[[], list[SimulatedProcess]],
+        services_and_relay: Callable[[], list[SimulatedProcess]],
     ) -> None:
         self._servers = servers
         self._scheduler = scheduler
         self._count_fault = count_fault
-        self._database_users = database_users
-        self.pending = 0
-        """Number of faults that have begun or wait for another fault to end."""
-        self._restores = 0
-        self._stopped: Sequence[SimulatedProcess] = ()
+        self._services_and_relay = services_and_relay
+        self.pending_count = 0
+        """Number of calls of `begin` whose fault is not injected yet."""
+        self._restore_count = 0
+        self._killed_processes: Sequence[SimulatedProcess] = ()
         self._replacement: Replacement | None = None
 
     def tick(self) -> None:
-        """Continue replacements whose work on the other thread has ended."""
+        """Continue the replacement if its work on the second thread has ended. Raises the errors of `Servers.tick`."""
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
-        """Start a replacement, and return at once. The new server takes over `planned.duration` s after it is ready."""
-        self.pending += 1
+        """Start a replacement, now or after the running replacement. Returns at once.
+
+        The new server takes over `planned.duration_seconds` after the preparation of the new server.
+        """
+        self.pending_count += 1
         self._prepare(planned)
 
     def _prepare(self, planned: PlannedFault) -> None:
-        """Start the preparation of a new server. If another replacement has not finished, try again later."""
+        """Start the preparation of a new server. If another replacement runs, try again after `RETRY_SECONDS`."""
         if self._replacement is not None:
             self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
             return
@@ -93,12 +97,13 @@ class PostgresFailover:
         )
         self._start_work(
             self._replacement.prepare,
-            lambda: self._scheduler.enter(planned.duration, 0, partial(self._switch, planned)),
+            lambda: self._scheduler.enter(planned.duration_seconds, 0, partial(self._switch, planned)),
             planned,
         )
 
     def end(self) -> None:
-        """Wait for the running work, cancel all events of the scheduler, and give up the current replacement."""
+        """Wait until the running work has ended, cancel all events of the fault injector, and give up the running
+        replacement. Blocks for seconds. Raises the errors of `Replacement.give_up`."""
         while self._servers.is_busy:
             time.sleep(0.1)
             self._servers.tick()
@@ -111,19 +116,21 @@ class PostgresFailover:
         """Start the takeover of the new server. At every second restore, kill the services and their relay first."""
         assert self._replacement is not None
         if planned.fault is Fault.RESTORE:
-            self._restores += 1
-            self._stopped = () if self._restores % 2 else self._database_users()
-        for process in self._stopped:
+            self._restore_count += 1
+            self._killed_processes = () if self._restore_count % 2 else self._services_and_relay()
+        for process in self._killed_processes:
             process.detach().kill()
         self._start_work(self._replacement.switch, partial(self._finish_switch, planned), planned)
 
     def _finish_switch(self, planned: PlannedFault) -> None:
-        self.pending -= 1
-        self._count_fault(planned.fault, f"{self._replacement}{', with the services down' if self._stopped else ''}")
+        self.pending_count -= 1
+        self._count_fault(
+            planned.fault, f"{self._replacement}{', with the services down' if self._killed_processes else ''}"
+        )
         self._finish()
 
     def _start_work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
-        """Run `work` on the other thread. If `work` succeeds, `tick` calls `on_success` on the fault injector's thread.
+        """Run `work` on the second thread, and return at once. If `work` succeeds, `tick` calls `on_success`.
 
         If `work` fails, give up the replacement, start the killed processes again, and try the fault again later.
         """
@@ -150,16 +157,16 @@ class PostgresFailover:
 
     def _finish(self) -> None:
         """Start the processes that `_switch` killed, and allow the next replacement."""
-        stopped, self._stopped, self._replacement = self._stopped, (), None
-        for process in stopped:
+        killed_processes, self._killed_processes, self._replacement = self._killed_processes, (), None
+        for process in killed_processes:
             process.start()
 
 
 T = TypeVar("T")
 
-RESTART_SECONDS = 1.0  # until a process that ended by itself is started again
-STOP_SECONDS = 40.0  # for the services to end their transactions
-QUICK_STOP_SECONDS = 5.0  # if nothing is verified; later, processes are killed
+RESTART_SECONDS = 1.0  # until a process that ended by itself is started again, or a fault is tried again
+STOP_SECONDS = 40.0  # until services that have not ended are killed
+QUICK_STOP_SECONDS = 5.0  # the same, if nothing is verified or the simulation is aborted
 MAX_EXTRA_SERVICES = 2  # services that may join, beyond those at the beginning
 
 
@@ -167,8 +174,13 @@ class FaultInjector:
     """Starts the processes and injects faults.
 
     Call `start`, then `inject` and `tick`, then `stop_services`. Always call `kill_all` at the end, so that no process
-    is left. Without `servers`, faults of Postgres servers are skipped. Without `source_faults`, faults of tables,
-    sequences and topics are skipped.
+    is left.
+
+    Args:
+        databases: the databases, and the folder of the logs.
+        workload: makes the roles of the processes.
+        servers: the Postgres servers. Required if the schedule has faults of Postgres servers.
+        source_faults: injects the `SOURCE_FAULTS`. If None, these faults are skipped.
     """
 
     def __init__(
@@ -183,29 +195,29 @@ class FaultInjector:
         self._writer_plan = workload.plan.writer_plan
         self._servers = servers
         self._source_faults = source_faults
-        self.injected: Counter[Fault] = Counter()
+        self.injected_counts: Counter[Fault] = Counter()
         """How often each fault was injected."""
         self._scheduler = sched.scheduler(time.monotonic)
         self._failover = (
             None
             if servers is None
-            else PostgresFailover(servers, self._scheduler, self._count_fault, self._database_users)
+            else PostgresFailover(servers, self._scheduler, self._count_fault, self._services_and_relay)
         )
         self._relay = SimulatedProcess(
-            "relay", databases.home, lambda _: ProcessRole(databases.relay, databases.effects)
+            "relay", databases.home, lambda _: ProcessRole(databases.relay_dsn, databases.effects_dsn)
         )
         self._readers = [
-            SimulatedProcess(name, databases.home, partial(workload.reader, databases, name))
+            SimulatedProcess(name, databases.home, partial(workload.make_reader_role, databases, name))
             for name in workload.readers
         ]
         self._services: list[SimulatedProcess] = []
-        self._leaving: list[ChildProcess] = []
+        self._leaving_children: list[ChildProcess] = []
 
     def start(self) -> None:
         """Start the relay, the readers and the services."""
         writer_plan = self._writer_plan
         self._services = [
-            self._service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writers + 1)
+            self._make_service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writer_count + 1)
         ]
         for process in self._processes():
             process.start()
@@ -213,12 +225,13 @@ class FaultInjector:
     def inject(self, planned: PlannedFault) -> None:
         """Inject a fault, or begin a fault that takes longer.
 
-        If the target is down, a fault of the relay or of a server of the local stack is tried again later. Other faults
-        are then skipped.
+        If the target is down, a fault of the relay, or of a server that `tidemark up` starts, is tried again after
+        `RESTART_SECONDS`. Other faults are then skipped. Raises `ValueError` for faults that services inject in their
+        own transactions.
         """
         match planned.fault:
             case Fault.CRASH:
-                target = self._crash(self._running(), planned)
+                target = self._crash(self._running_services(), planned)
             case Fault.READER:
                 target = self._crash([reader for reader in self._readers if reader.child], planned)
             case Fault.RELAY:
@@ -247,30 +260,33 @@ class FaultInjector:
                 )
         if target:
             self._count_fault(planned.fault, target)
-        elif planned.fault is Fault.RELAY or self._restarts(planned.fault):
+        elif planned.fault is Fault.RELAY or self._is_restarted_by_stack(planned.fault):
             self._scheduler.enter(RESTART_SECONDS, 0, partial(self.inject, planned))
 
     @property
     def has_pending(self) -> bool:
         """Whether a replacement of a server or a fault of a source has begun and is not finished."""
-        return (self._failover is not None and self._failover.pending > 0) or (
-            self._source_faults is not None and self._source_faults.pending > 0
+        return (self._failover is not None and self._failover.pending_count > 0) or (
+            self._source_faults is not None and self._source_faults.pending_count > 0
         )
 
-    def _restarts(self, fault: Fault) -> bool:
+    def _is_restarted_by_stack(self, fault: Fault) -> bool:
         """Whether the local stack restarts the target of the fault."""
         return fault in SERVER_FAULTS and self._databases.home.stack_env.exists()
 
     def _count_fault(self, fault: Fault, target: str) -> None:
         log.info("Injected a fault", fault=fault.value, target=target)
-        self.injected[fault] += 1
+        self.injected_counts[fault] += 1
 
     def tick(self) -> None:
-        """Inject the faults that are due, and restart processes that ended by themselves."""
+        """Continue the faults that have begun, and start processes again that ended by themselves.
+
+        Raises the error that ended a thread of the faults, if a retry cannot solve the error.
+        """
         if self._failover:
             self._failover.tick()
         if self._source_faults:
-            for fault, target in self._source_faults.injected():
+            for fault, target in self._source_faults.take_injected():
                 self._count_fault(fault, target)
         self._scheduler.run(blocking=False)
         for process in self._processes():
@@ -280,10 +296,11 @@ class FaultInjector:
                 self._scheduler.enter(RESTART_SECONDS, 0, process.start)
 
     def stop_services(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop all faults and all services, so that no transaction stays open. Kill services that have not ended after
-        `seconds`.
+        """Inject no more faults, and stop all services, so that no transaction stays open. Kill services that have not
+        ended after `seconds`. Blocks until all services have ended.
 
-        The relay and the readers go on. Readers that also write are restarted without their writing part.
+        Starts the relay and the readers that are down. Readers that also write are restarted without their writing
+        part.
         """
         for event in self._scheduler.queue:
             self._scheduler.cancel(event)
@@ -293,7 +310,9 @@ class FaultInjector:
             self._source_faults.end()
         self._workload.services_ended = True
         writing = [reader for reader in self._readers if reader.child and reader.name in self._workload.writing_readers]
-        self._stop_all([*self._leaving, *(process.detach() for process in [*self._running(), *writing])], seconds)
+        self._stop_all(
+            [*self._leaving_children, *(process.detach() for process in [*self._running_services(), *writing])], seconds
+        )
         self._services = []
         for process in self._processes():
             if process.child is None:
@@ -302,70 +321,74 @@ class FaultInjector:
     def kill_all(self) -> None:
         """Stop every process, and kill the processes that do not end within `QUICK_STOP_SECONDS`."""
         self._stop_all(
-            [*self._leaving, *(process.child for process in self._processes() if process.child)], QUICK_STOP_SECONDS
+            [*self._leaving_children, *(process.child for process in self._processes() if process.child)],
+            QUICK_STOP_SECONDS,
         )
 
-    def _service(self, name: str) -> SimulatedProcess:
-        return SimulatedProcess(name, self._databases.home, partial(self._workload.service, self._databases, name))
+    def _make_service(self, name: str) -> SimulatedProcess:
+        return SimulatedProcess(
+            name, self._databases.home, partial(self._workload.make_service_role, self._databases, name)
+        )
 
     def _processes(self) -> list[SimulatedProcess]:
         return [self._relay, *self._readers, *self._services]
 
-    def _database_users(self) -> list[SimulatedProcess]:
-        """The processes that use the services' database: the services and their relay."""
+    def _services_and_relay(self) -> list[SimulatedProcess]:
+        """The services and their relay, without processes that are down."""
         return [process for process in (self._relay, *self._services) if process.child]
 
-    def _running(self) -> list[SimulatedProcess]:
+    def _running_services(self) -> list[SimulatedProcess]:
         """The services that run now."""
         return [service for service in self._services if service.child]
 
     def _crash(self, candidates: Sequence[SimulatedProcess], planned: PlannedFault) -> str:
-        """Kill one of the processes, and start it again later. Returns its name; '' without candidates."""
+        """Kill one of the candidates, and start the process again after `planned.duration_seconds`. Returns the name of
+        the process; '' without candidates."""
         if not candidates:
             return ""
         process = _choose(candidates, planned.choice)
         process.detach().kill()
-        self._scheduler.enter(planned.duration, 0, process.start)
+        self._scheduler.enter(planned.duration_seconds, 0, process.start)
         return process.name
 
     def _pause(self, planned: PlannedFault) -> str:
-        """Freeze one of the services for a time. Returns its name; '' if no service runs."""
-        running = self._running()
+        """Suspend one of the services for `planned.duration_seconds`. Returns the name of the service; '' if no service
+        runs."""
+        running = self._running_services()
         if not running:
             return ""
         process = _choose(running, planned.choice)
         assert process.child is not None
         process.child.freeze()
-        self._scheduler.enter(planned.duration, 1, process.child.thaw)
+        self._scheduler.enter(planned.duration_seconds, 1, process.child.thaw)
         return process.name
 
     def _join(self, planned: PlannedFault) -> str:
-        """Start another service. Returns its name; '' if the maximum number of services runs."""
+        """Start one more service. Returns the name of the service; '' if there is the maximum number of services."""
         writer_plan = self._writer_plan
-        numbers = range(1, writer_plan.writers + MAX_EXTRA_SERVICES + 1)
+        numbers = range(1, writer_plan.writer_count + MAX_EXTRA_SERVICES + 1)
         free = {writer_plan.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""
-        process = self._service(_choose(sorted(free), planned.choice))
+        process = self._make_service(_choose(sorted(free), planned.choice))
         self._services.append(process)
         process.start()
         return process.name
 
     def _leave(self, planned: PlannedFault) -> str:
-        """Stop one of the services for good. Returns its name; '' if fewer than two run."""
-        running = self._running()
+        """Stop one of the services without a restart. Returns the name of the service; '' if fewer than two services
+        run."""
+        running = self._running_services()
         if len(running) < 2:
             return ""
         process = _choose(running, planned.choice)
         self._services.remove(process)
-        self._leaving.append(process.detach())
-        self._leaving[-1].stop()
+        self._leaving_children.append(process.detach())
+        self._leaving_children[-1].stop()
         return process.name
 
     def _kill_server(self, name: str) -> str:
-        """Kill a server of the local stack. Returns its name; '' if it is down."""
-        from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
-
+        """Kill a server of the local stack. Returns the name of the server; '' if the server is down."""
         process = process_of(self._databases.home, name)
         if process is None:
             return ""
@@ -384,7 +407,7 @@ class FaultInjector:
 
 
 def _choose(candidates: Sequence[T], choice: float) -> T:
-    """The candidate at `choice`, a number in [0, 1)."""
+    """Choose a candidate by `choice`, a number in [0, 1)."""
     return candidates[int(choice * len(candidates))]
 
 
@@ -397,15 +420,16 @@ class PostgresOwner(StrEnum):
 
 
 class ServicesPostgres:
-    """A context manager that runs the services' Postgres, and restarts the server when it ends.
+    """A context manager that runs the services' Postgres, and starts the server again when it ends.
 
-    Raises `AlreadyRunning` if another simulation runs the server.
+    The start waits until the server answers. Raises `AlreadyRunning` if another simulation runs the server, and
+    `StartFailed`.
     """
 
     def __init__(self, home: Home) -> None:
         self.server = PostgresServer(Home(home.root / "services"), free_port())
-        self._ending = threading.Event()
-        self._watch = threading.Thread(target=self._restart, name="services-postgres", daemon=True)
+        self._close_requested = threading.Event()
+        self._restart_thread = threading.Thread(target=self._restart_repeatedly, name="services-postgres", daemon=True)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -414,40 +438,41 @@ class ServicesPostgres:
                 server.end_leftover()
             self.server.start()
             stack.callback(self.server.stop)
-            self._watch.start()
-            self._open = stack.pop_all()
+            self._restart_thread.start()
+            self._exit_stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ending.set()
-        self._watch.join()
-        self._open.close()
+        self._close_requested.set()
+        self._restart_thread.join()
+        self._exit_stack.close()
 
-    def with_stack(self, settings: Settings, verification: Verification) -> "Servers":
-        """Make the `Servers` of the services' Postgres, and of Tidemark's Postgres if `tidemark up` runs it."""
+    def make_servers(self, settings: Settings, verification: Verification) -> "Servers":
+        """Make `Servers` of the services' Postgres, and of Tidemark's Postgres if `tidemark up` runs that server."""
         postgres = {PostgresOwner.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
         if process_of(home, PostgresServer.name) is not None:
             postgres[PostgresOwner.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
         return Servers(postgres, verification)
 
-    def _restart(self) -> None:
-        """Start the server whenever it has ended, until the context ends."""
-        while not self._ending.wait(0.2):
+    def _restart_repeatedly(self) -> None:
+        """Start the server each time that it has ended, until the context ends."""
+        while not self._close_requested.wait(0.2):
             self.server.spawn()
 
 
 @dataclass
 class Replacement:
-    """One replacement of a Postgres server. Call `prepare`, and later `switch` or `give_up`.
+    """One replacement of a Postgres server. Call `prepare`, and later `switch`. If a call fails, call `give_up`.
 
-    Each of these calls takes seconds, and raises the errors of `PostgresReplica`.
+    Each of these calls takes seconds, and raises the errors of `PostgresReplica`. `switch` also raises the errors of
+    the verification.
 
     Attributes:
         owner: whether the services' server or Tidemark's server is replaced.
         origin: the old server.
         successor: the kind of the new server.
-        verification: the verification. `switch` calls its method `prepare_*` before clients use the new server.
+        verification: paused by `switch`, and prepared for the new server before clients use this server.
     """
 
     owner: PostgresOwner
@@ -462,7 +487,8 @@ class Replacement:
         return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
-        """Copy the old server. A standby is also started."""
+        """Copy the old server. If the new server is a standby, also start it; a lagging standby is then disconnected
+        from the old server."""
         self._replica.copy(as_standby=self.successor is not Successor.BASE_BACKUP)
         if self.successor is not Successor.BASE_BACKUP:
             self._replica.start()
@@ -471,7 +497,10 @@ class Replacement:
             self._replica.fall_behind()
 
     def switch(self) -> None:
-        """End the old server, and start the new server at the address of the old one."""
+        """Give the data of the new server to the old server, and kill the old server.
+
+        `tidemark up` or `ServicesPostgres` then starts the old server again, with the new data.
+        """
         if self.successor is Successor.BASE_BACKUP:
             self._replica.start()
         with self.verification.paused():  # a comparison would block on a frozen server
@@ -488,23 +517,23 @@ class Replacement:
             self._replica.replace_origin()
 
     def give_up(self) -> None:
-        """Kill the new server, and let the old server go on without it."""
+        """Kill the new server. Resumes the old server, if `switch` has suspended it."""
         self._replica.discard()
 
 
 class Servers:
     """The Postgres servers of a simulation. Chooses the target of each fault in turn.
 
-    Only one thread may call the methods. A second thread runs the functions given to `start_work`.
+    Only one thread may call the methods. `start_work` runs functions on a second thread.
     """
 
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
         self._verification = verification
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")
-        self._running: Future[None] | None = None
+        self._work: Future[None] | None = None
         self._on_done: Callable[[Exception | None], None] = lambda _: None
-        self._failovers = cycle(
+        self._next_failovers = cycle(
             [
                 (owner, successor)
                 for successor in (Successor.LAGGING_STANDBY, Successor.SYNCHRONOUS_STANDBY)
@@ -512,15 +541,15 @@ class Servers:
             ]
         )
         signals = (signal.SIGKILL, signal.SIGQUIT, signal.SIGQUIT, signal.SIGKILL)
-        self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
+        self._next_crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
         """Kill the next server (SIGKILL), or shut it down in the mode `immediate` (SIGQUIT). The servers take turns.
 
-        Returns the server and the signal as text; '' if the server is down or is not managed by `tidemark up`: then
-        nothing happens.
+        Returns the server and the signal as text. Returns '' without a signal if the server is down, or is Tidemark's
+        server and `tidemark up` does not run it.
         """
-        owner, number = next(self._crashes)
+        owner, number = next(self._next_crashes)
         process = process_of(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None
         if process is None:
             return ""
@@ -528,33 +557,35 @@ class Servers:
         return f"{owner}, {number.name}"
 
     def new_failover(self) -> Replacement:
-        """Make a replacement of the next server by the next kind of standby. The caller must call its methods."""
-        owner, successor = next(self._failovers)
+        """Make the next replacement of a server by a standby. The servers and the kinds of standbys take turns. Does
+        not start the replacement."""
+        owner, successor = next(self._next_failovers)
         return Replacement(owner, self._postgres[owner], successor, self._verification)
 
     def new_restore(self) -> Replacement:
-        """Make a replacement of the services' server by a base backup. The caller must call its methods."""
+        """Make a replacement of the services' server by a base backup. Does not start the replacement."""
         return Replacement(
             PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.BASE_BACKUP, self._verification
         )
 
     @property
     def is_busy(self) -> bool:
-        return self._running is not None
+        return self._work is not None
 
     def start_work(self, work: Callable[[], None], on_done: Callable[[Exception | None], None]) -> None:
         """Start `work` on the second thread, and return at once. Allowed only if `is_busy` is False.
 
-        After the end of `work`, `tick` calls `on_done` with the exception of `work`, or with None.
+        After the end of `work`, `tick` calls `on_done` with the error of `work`, or with None.
         """
         assert not self.is_busy
-        self._running, self._on_done = self._worker.submit(work), on_done
+        self._work, self._on_done = self._worker.submit(work), on_done
 
     def tick(self) -> None:
-        """Call `on_done` if the work has ended. An exception that is no error of a server is raised instead."""
-        if self._running is not None and self._running.done():
-            error = self._running.exception()
-            self._running = None
+        """If the work has ended, call its `on_done`. Does not wait. An exception of the work that is not an error of
+        Tidemark, psycopg, psutil or the operating system is raised instead."""
+        if self._work is not None and self._work.done():
+            error = self._work.exception()
+            self._work = None
             if error is not None and not isinstance(error, TidemarkError | psycopg.Error | psutil.Error | OSError):
                 raise error
             self._on_done(error if isinstance(error, Exception) else None)

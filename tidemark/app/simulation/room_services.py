@@ -26,9 +26,9 @@ from tidemark.app.simulation.services import (
     ConnectionLost,
     ReaderServers,
     RolledBack,
-    connection_errors,
-    hold_open,
+    convert_connection_errors,
     run_threads,
+    sleep_in_transaction,
 )
 from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection, SessionConnection
@@ -58,16 +58,16 @@ from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, MEMBERS_CACHE, ROO
 
 ROOMS = 12
 ROOM_MEMBERS = ("@ada", "@bob")
-"""The members who join every room when it is created, and never leave."""
+"""The members who join every room when the room is created, and never leave."""
 GUEST = "@eve"
 """The member who is invited and never joins."""
 OTHER_MEMBERS = 20
 """Number of other members, `@m0` and so on. They join, leave and are banned."""
 FREQUENT_JOINER = "@m0"
 """The member who joins and leaves most often."""
-LIVE_THREADS = 2
-BACKFILL_SECONDS = 0.3  # mean time between two backfills
-COMPACTION_PROBABILITY = 0.05
+LIVE_THREADS = 2  # of one service
+BACKFILL_SECONDS = 0.3  # mean time between two backfills of one service
+COMPACTION_PROBABILITY = 0.05  # of a compaction before a backfill
 _RANDOM_KINDS = [*[EventKind.REGULAR] * 7, EventKind.SOFT_FAILED, EventKind.REJECTED]
 
 REMOTE_TABLE = """
@@ -91,15 +91,15 @@ class RoomServiceRole:
         writer: the name of the service's writer; None: the service calls `tidemark.append`, and the writer is the
             database.
         streams: the streams of the rooms.
-        faults: the faults of the simulation. The service injects those that happen inside transactions.
-        rate: transactions with live events per second, without backfill.
+        faults: the faults of the simulation. The service injects `ROLLBACK` and `HANG`, and ignores other faults.
+        transactions_per_second: number of transactions with live events, without backfill.
         seed: seed of the random choices.
     """
 
     writer: str | None
     streams: RoomStreams
     faults: Set[Fault]
-    rate: float
+    transactions_per_second: float
     seed: str
 
 
@@ -116,7 +116,10 @@ def simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
 
 
 def run_room_service(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Write live events and backfill missing history until `stopping` is set. Raises the errors of the database."""
+    """Write live events and backfill missing history until `stopping` is set.
+
+    After a lost connection, opens a new one. At another error, sets `stopping`, and raises the error.
+    """
     threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREADS)]
     run_threads(
         [*(thread.work for thread in threads), _BackfillThread(role, LIVE_THREADS, dsn, stopping).work], stopping
@@ -138,7 +141,7 @@ class _RoomThread:
         Some transactions are rolled back. Raises `ConnectionLost` if the connection to Postgres is lost.
         """
         with (
-            connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
+            convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
         ):
             writer = self._role.writer
@@ -147,12 +150,12 @@ class _RoomThread:
             while not self._stopping.wait(self._random.expovariate(1 / mean_pause_seconds)):
                 with suppress(RolledBack), connection.transaction():
                     write(connection, f"!{self._random.randrange(ROOMS)}")
-                    hold_open(self._role.faults, self._random, self._stopping)
+                    sleep_in_transaction(self._role.faults, self._random, self._stopping)
                     if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACK_PROBABILITY:
                         raise RolledBack
 
     def _store_outliers(self, connection: Connection, event_ids: Iterable[str]) -> None:
-        """Fetch those events that the tables lack from `play.remote`, and store them as outliers."""
+        """Store as outliers those of these events that the tables lack and `play.remote` has."""
         ids = [*event_ids]
         missing = {*ids} - tables.load_events(connection, ids).keys()
         for event, _ in fetch_remote_events(connection, missing):
@@ -163,14 +166,14 @@ class _LiveThread(_RoomThread):
     """Writes live events: own events and events that other servers send."""
 
     def work(self) -> None:
-        self._run_transactions(LIVE_THREADS / self._role.rate, self._write_live)
+        self._run_transactions(LIVE_THREADS / self._role.transactions_per_second, self._write_live)
 
     def _write_live(self, connection: Connection, room: str) -> None:
-        """Write one random live event; the first call for a room creates the room."""
+        """Write one random live event. If the room does not exist, create the room instead."""
         reserved_id = None
         if self._random.random() < 0.3:  # before the room is locked, so that IDs complete out of order
             reserved_id = self._appender.reserve(connection, self._role.streams.events)
-            hold_open(self._role.faults, self._random, self._stopping)
+            sleep_in_transaction(self._role.faults, self._random, self._stopping)
         prevs, depth = next_prevs_and_depth(connection, room)
         if not prevs:
             self._create_room(connection, room)
@@ -186,7 +189,7 @@ class _LiveThread(_RoomThread):
         elif chance < 0.93:
             self._receive_remote_event(connection, room, reserved_id)
         else:
-            self._de_outlier(connection, room, reserved_id)
+            self._store_outlier_again(connection, room, reserved_id)
 
     def _create_room(self, connection: Connection, room: str) -> None:
         event = RoomEvent(_new_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
@@ -210,7 +213,8 @@ class _LiveThread(_RoomThread):
         return RoomEvent(_new_id(), room, MEMBER, sender, prev_ids, depth, member, content)
 
     def _new_fork_event(self, connection: Connection, room: str) -> RoomEvent:
-        """Make an event that follows random ones of the newest events. The event may fork the room."""
+        """Make an event whose prev events are up to three random ones of the room's eight deepest events. The event may
+        fork the room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
@@ -248,8 +252,9 @@ class _LiveThread(_RoomThread):
         self._store_outliers(connection, before)
         self._store.persist(connection, event, state_ids_before=before, reserved_id=reserved_id)
 
-    def _de_outlier(self, connection: Connection, room: str, reserved_id: int | None) -> None:
-        """Store a random outlier again, now with its edges and state. Does nothing if the room has no outlier."""
+    def _store_outlier_again(self, connection: Connection, room: str, reserved_id: int | None) -> None:
+        """Store a random outlier of the room again, as the kind in `play.remote`, with its edges and state. Does
+        nothing if the room has no outlier."""
         rows = connection.execute(
             "select event from rooms.events where room = %s and held_as in ('outlier', 'out-of-band')", [room]
         ).fetchall()
@@ -260,7 +265,7 @@ class _LiveThread(_RoomThread):
 
 
 class _BackfillThread(_RoomThread):
-    """Backfills missing events of rooms as history, and compacts the states of rooms."""
+    """Backfills missing events of rooms as history, and sometimes compacts the states of rooms."""
 
     def work(self) -> None:
         self._run_transactions(BACKFILL_SECONDS, self._backfill)
@@ -279,9 +284,10 @@ class _BackfillThread(_RoomThread):
 
 
 def fetch_remote_events(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """Read events from `play.remote` by their IDs. Each event comes with the IDs of the events of the state before it.
+    """Read events from `play.remote` by their IDs, in no particular order. Events that the table lacks are left out.
 
-    Events that the table lacks are left out.
+    Returns:
+        Each event, and the IDs of the events that make up the state before the event.
     """
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
@@ -293,7 +299,7 @@ def _new_id() -> str:
 
 SYNCING_MEMBERS = (*ROOM_MEMBERS, FREQUENT_JOINER, GUEST)
 """The members for whom clients sync, with linear positions and with vectors."""
-PAUSE_SECONDS = 0.05  # between two requests of a client
+PAUSE_SECONDS = 0.05  # between two requests of a client; of a sync, the mean time
 OWN_EVENT_SECONDS = 1.0  # between two events of the client that waits for its own events
 OWN_EVENT_TIMEOUT_SECONDS = 60.0
 
@@ -351,13 +357,16 @@ class RoomClientRole:
 
 
 def run_room_clients(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
-    """Send requests until `stopping` is set. Raises errors of Tidemark and of psycopg, unless they are temporary."""
-    with Positions(servers.redis, servers.tidemark) as positions:
-        clients = [_ClientThread(kind, role, servers, positions, stopping) for kind in role.kinds]
+    """Send requests until `stopping` is set.
+
+    After `ConnectionLost`, opens new connections. At another error, sets `stopping`, and raises the error.
+    """
+    with Positions(servers.redis, servers.tidemark_dsn) as positions:
+        clients = [_Clients(kind, role, servers, positions, stopping) for kind in role.kinds]
         run_threads([loop for client in clients for loop in client.loops()], stopping)
 
 
-class _ClientThread:
+class _Clients:
     """The clients of one kind.
 
     The caller runs each function of `loops` on its own thread. A function returns when `stopping` is set, and raises
@@ -392,7 +401,10 @@ class _ClientThread:
                 return [partial(self._sync, member) for member in SYNCING_MEMBERS]
 
     def _sync(self, member: str) -> None:
-        """Sync repeatedly, each time from the position of the last answer. The first sync starts at the first event."""
+        """Sync repeatedly, each time from the position of the last answer.
+
+        The first sync starts from the last stored answer of the incarnation, or at the first event if there is none.
+        """
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             since = answers.last_position(member)
@@ -407,7 +419,8 @@ class _ClientThread:
                 since = synced.until
 
     def _page_histories(self) -> None:
-        """Open a room and page back to its first event, repeatedly."""
+        """Open a random room, page back to the first event of the room, and store the whole history as one answer.
+        Repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             while not self._stopping.wait(PAUSE_SECONDS):
@@ -432,7 +445,8 @@ class _ClientThread:
                     answers.add("history", room, None, now, answer)
 
     def _read_caches(self) -> None:
-        """Apply the invalidations up to the vector, then read some values from the caches, repeatedly."""
+        """Apply the invalidations up to the published vector, read 20 values from the caches, and store their versions
+        as one answer. Repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             caches = Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]})
@@ -467,9 +481,10 @@ class _ClientThread:
         return cache, key, version
 
     def _write_and_sync(self) -> None:
-        """Write an event, wait until the position of the client's own writer reaches the event, and sync, repeatedly.
+        """Write an event, wait until the position of the client's own writer reaches the event, and sync. Repeatedly.
 
-        The sync must contain the event, even if other writers are slow.
+        The sync must contain the event, even if other writers are slow. Raises `NotReached` after
+        `OWN_EVENT_TIMEOUT_SECONDS`.
         """
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
@@ -503,16 +518,18 @@ class _ClientThread:
                 answers.add("own", room, None, now, answer)
 
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
-        """Open connections to the services' database and to the database that stores the answers."""
-        stack.enter_context(connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
-        facts = stack.enter_context(SessionConnection.open(self._servers.facts))
-        effects = stack.enter_context(SessionConnection.open(self._servers.effects))
+        """Open connections to the services' database and to the database that stores the answers. `stack` closes the
+        connections, and converts their errors to `ConnectionLost`."""
+        stack.enter_context(convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
+        facts = stack.enter_context(SessionConnection.open(self._servers.facts_dsn))
+        effects = stack.enter_context(SessionConnection.open(self._servers.effects_dsn))
         return facts, _Answers(effects, self._kind, self._role.store_all, incarnation(facts))
 
     def _published_position(self, stream: str) -> VectorPosition | None:
         """Read the published position of the stream: a linear position if the client is `LINEAR`, otherwise a vector.
 
-        If no position is published yet, sleeps for `PAUSE_SECONDS`, and returns None.
+        If no position is published yet, sleeps for `PAUSE_SECONDS`, and returns None. Raises `ConnectionLost` if the
+        servers do not answer.
         """
         try:
             snapshot = self._positions.get(stream)
@@ -532,7 +549,7 @@ class _Answers:
         effects: a connection to the readers' database.
         client: the kind of the client.
         store_all: see `RoomClientRole`.
-        incarnation: the number of the services' database from which the answers come. A restore begins another one.
+        incarnation: the incarnation of the services' database that gave the answers. A restore begins a new one.
     """
 
     effects: Connection
@@ -541,7 +558,8 @@ class _Answers:
     incarnation: int
 
     def last_position(self, member: str) -> VectorPosition:
-        """Read the position of the client's last sync for this member and this incarnation; 0 if there is none."""
+        """Read the position of the client's last stored sync for this member and incarnation; position 0 if none is
+        stored."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
@@ -552,7 +570,7 @@ class _Answers:
     def add(
         self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]
     ) -> None:
-        """Store one answer. If `store_all` is False, store only answers of kind `sync`, in place of the last one.
+        """Store one answer. If `store_all` is False, only a `sync` is stored, and replaces the last sync of the member.
 
         Args:
             kind: `sync`, `history`, `served` or `own`.

@@ -1,7 +1,7 @@
 """The rooms workload. Its verification compares the answers of clients with the tables, and the tables with the
-definitions of a room.
+definitions of a room (`expected_room`).
 
-The verification uses only the positions in the answers.
+Each answer is compared at the position that is stored with the answer.
 """
 
 from collections import Counter, defaultdict
@@ -82,7 +82,13 @@ class StoredRooms:
     joined_rooms_invalidations: Mapping[str | None, Sequence[TimelineRow]]
 
     def min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
-        """The lowest version that a value of the cache may have at the position `upto`. `key` is a room or a member."""
+        """The lowest version that a cached value may have when a client has applied the invalidations up to `upto`.
+
+        Args:
+            cache: the name of the cache.
+            key: the key of the value: a room or a member.
+            upto: the position in the stream `caches`.
+        """
         if cache == tables.JOINED_ROOMS_CACHE:
             return sum(
                 upto.covers(row) for member in (key, None) for row in self.joined_rooms_invalidations.get(member, ())
@@ -91,7 +97,8 @@ class StoredRooms:
         return next((version for row, version in newest_first if upto.covers(row)), 0)
 
     def expected_ids(self, member: str) -> set[int]:
-        """The stream IDs of the events that a member must receive, without the facts that report the ends of stays."""
+        """The stream IDs of the live events that a member must receive, and of the out-of-band events for the member.
+        Without the facts that report the ends of stays."""
         return {
             id
             for id, row in self.timeline.items()
@@ -99,12 +106,12 @@ class StoredRooms:
             and (
                 self.recipients[id] == member and id not in self.end_ids(member)
                 if id in self.recipients
-                else self.stay_with(member, id) is not None
+                else self.find_stay(member, id) is not None
             )
         }
 
-    def stay_with(self, member: str, id: int) -> Stay | None:
-        """The member's stay that covers an event; None if there is none."""
+    def find_stay(self, member: str, id: int) -> Stay | None:
+        """The member's stay that covers the event with this stream ID; None if no stay does."""
         stays = self.stays.get((member, self.timeline[id].room), ())
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
@@ -136,14 +143,17 @@ def compare_syncs(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iter
 
 
 def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
-    """Compare all answers to one member's client of a kind, in order, with the tables."""
+    """Compare the syncs of one kind of client for one member with the tables.
+
+    `answers`: (since, upto, answer) for each sync, in the order in which the answers were stored; not empty.
+    """
     disordered = 0
     received: list[int] = []
     ended: set[int] = set()
     for (_, before, _), (since, _, answer) in pairwise([(None, answers[0][0], None), *answers]):
         sections = [answer[kind] for kind in ("events", "sent", "left")]
         disordered += since != before or sections != [sorted(ids) for ids in sections]
-        stays = (stored.stay_with(member, id) for id in answer["events"] if id in stored.timeline)
+        stays = (stored.find_stay(member, id) for id in answer["events"] if id in stored.timeline)
         disordered += sum(stay is not None and stay.left_by in ended for stay in stays)
         ended.update(answer["left"])
         received += [id for ids in sections for id in ids]
@@ -195,18 +205,19 @@ def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], s
 
 
 def _missed_and_duplicated(expected: set[int], received: Sequence[int]) -> tuple[int, int]:
-    """The number of missed events, and the number of duplicated or unexpected events."""
+    """Compare stream IDs. Returns the number of missed events, and the number of duplicated or unexpected events."""
     counted = Counter(received)
     return len(expected - counted.keys()), sum(count - (id in expected) for id, count in counted.items())
 
 
 APPLICATION_NAME = "tidemark simulate --verify"
 MAX_REORDERED_ANSWERS = 1000
-"""Answers may be committed in another order than that of their numbers, but by fewer than this many answers."""
+"""Answers may be committed in another order than their numbers. A later comparison finds an answer whose number is at
+most this much lower than the highest compared number."""
 
 
 class RoomsDiffer(TidemarkError):
-    """A client got a wrong answer, or the tables differ from the definitions.
+    """A client got a wrong answer or lacks answers, or the tables differ from the definitions.
 
     Args:
         counts: the counts of all clients.
@@ -218,7 +229,7 @@ class RoomsDiffer(TidemarkError):
         wrong += [
             f"{kind}: never answered" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
         ]
-        wrong += [f"{kind} of {member}: no answer from the newest database" for kind, member in sorted(unanswered)]
+        wrong += [f"{kind} of {member}: no answer since the last restore" for kind, member in sorted(unanswered)]
         super().__init__(f"answers or tables of the rooms differ from what was written: {'; '.join(wrong)}")
         self.counts = counts
 
@@ -226,36 +237,36 @@ class RoomsDiffer(TidemarkError):
 class RoomsVerification(Verification):
     """Compares the answers of clients with the tables of the services' database.
 
-    A restore begins another incarnation of the database. Answers are compared only while their incarnation exists. The
-    counts of earlier incarnations are kept.
+    A restore begins a new incarnation of the database. Only answers of the newest incarnation are compared. The counts
+    of earlier incarnations are kept.
     """
 
     columns = ("STALE", "DIFFERENT")
     comparison_interval_seconds = 0.5
 
     def __init__(
-        self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, answers_stored: bool = True
+        self, facts_dsn: str, effects_dsn: str, heads: Callable[[], Mapping[str, int]], *, answers_stored: bool = True
     ) -> None:
         """
         Args:
-            facts: DSN of the services' database.
-            effects: DSN of the readers' database.
-            heads: returns stream -> highest ID that Tidemark knows.
-            answers_stored: whether the clients store all their answers (`RoomClientRole.store_all`).
+            facts_dsn: the DSN of the services' database.
+            effects_dsn: the DSN of the readers' database.
+            heads: returns stream -> highest ID of the stream in Tidemark.
+            answers_stored: whether the clients store all their answers (`RoomClientRole.store_all`). If False,
+                `counts` compares nothing.
         """
         self._answers_stored = answers_stored
         self._heads = heads
-        self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
-        self._facts = session_of(facts, APPLICATION_NAME)
-        self._effects = session_of(effects, APPLICATION_NAME)
+        self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts_dsn, effects_dsn)]
+        self._facts = session_of(facts_dsn, APPLICATION_NAME)
+        self._effects = session_of(effects_dsn, APPLICATION_NAME)
         self._lock = Lock()
         self._compared: set[int] = set()
         """Numbers of the answers that were compared."""
         self._other_counts: dict[int, dict[str, RoomCount]] = defaultdict(dict)
-        """By incarnation and client, the counts of answers other than syncs. Only the last incarnation still
-        exists."""
+        """Incarnation -> client -> the counts of answers other than syncs."""
         self._sync_counts: dict[int, Sequence[RoomCount]] = {}
-        """By incarnation, the counts of syncing clients."""
+        """Incarnation -> the counts of the kinds of syncing clients."""
         self._answered_clients: set[tuple[str, str]] = set()
         """The (client, member) pairs of syncing clients that have an answer of the newest incarnation."""
 
@@ -265,36 +276,36 @@ class RoomsVerification(Verification):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Compare once more, if possible, and then pause comparisons while the block runs."""
+        """Compare once more if the databases answer, and pause comparisons while the block runs."""
         with self._lock:
             with suppress(Unavailable):
                 self._compare()
             yield
 
-    def prepare_services_server(self, server: str, successor: Successor) -> None:
-        """Begin another incarnation on the new server if it may lack events that clients have received.
+    def prepare_services_server(self, server_dsn: str, successor: Successor) -> None:
+        """Begin a new incarnation on the new server, if this server may lack events that clients have received.
 
         Args:
-            server: DSN of the new server of the services. No other process uses it yet.
+            server_dsn: the DSN of the new server of the services. No other process uses this server yet.
             successor: the kind of the new server.
         """
         if successor is Successor.SYNCHRONOUS_STANDBY:
             return
-        with _connect(server, self._names[0]) as connection:
+        with _connect(server_dsn, self._names[0]) as connection:
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
 
-    def prepare_readers_server(self, server: str) -> None:
-        """Forget the comparisons of answers that the new server lacks, because clients will store these numbers again.
+    def prepare_readers_server(self, server_dsn: str) -> None:
+        """Drop the numbers of answers that the new server lacks: clients will store other answers with these numbers.
 
         Args:
-            server: DSN of the new server. No other process uses it yet.
+            server_dsn: the DSN of the new server of the readers' database. No other process uses this server yet.
         """
-        with _connect(server, self._names[1]) as connection:
+        with _connect(server_dsn, self._names[1]) as connection:
             ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
         self._compared = {number for number in self._compared if number <= newest}
 
     def has_begun(self) -> bool:
-        """Whether each kind of client has answers; if answers are not stored, each kind of syncing client.
+        """Whether each kind of client has stored an answer. If only syncs are stored: each kind of syncing client.
 
         False if the readers' database does not answer.
         """
@@ -340,7 +351,7 @@ class RoomsVerification(Verification):
         } - self._answered_clients
 
     def _compare(self) -> int:
-        """Compare all syncs, and the new other answers, of the newest incarnation. Returns its number."""
+        """Compare all syncs, and the new other answers, of the newest incarnation. Returns the newest incarnation."""
         with self._facts.use() as connection:
             newest = incarnation(connection)
         with self._effects.use() as connection:
@@ -376,7 +387,8 @@ class RoomsVerification(Verification):
         return newest
 
     def compare_rooms(self) -> RoomCount:
-        """Compare the extremities, states, members and timelines of all rooms with the definitions."""
+        """Compare the extremities, states, members, timelines and stays of all rooms with the definitions. Counts
+        rooms."""
         with self._lock, self._facts.use() as connection:
             rows = connection.execute("select room from rooms.rooms order by room").fetchall()
             wrong = []
@@ -389,10 +401,10 @@ class RoomsVerification(Verification):
 
 
 @contextmanager
-def _connect(server: str, name: str) -> Iterator[Connection]:
-    """Connect to the database `name` on a server while the block runs. `server` is a DSN."""
+def _connect(server_dsn: str, name: str) -> Iterator[Connection]:
+    """Connect to the database `name` on a server while the block runs."""
     with (
-        closing(session_of(make_conninfo(server, dbname=name), APPLICATION_NAME)) as session,
+        closing(session_of(make_conninfo(server_dsn, dbname=name), APPLICATION_NAME)) as session,
         session.use() as connection,
     ):
         yield connection
@@ -430,7 +442,7 @@ def _compare_initial_state(
     """Compare the state that an initial sync returned with an expected lower and upper limit for each state key.
 
     The lower limit is the entry in the state of the live events up to `upto`. The upper limit is the entry in the state
-    of these events and all history.
+    of these events and all history. A state out of the limits counts as different.
     """
     timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in timeline.items() if id > 0 and upto.covers(row)}
@@ -479,13 +491,13 @@ def _matches_definitions(connection: Connection, room: str) -> bool:
         and dict(members) == {key: entry.id for (kind, key), entry in current.items() if kind == MEMBER}
         and published == Counter(expected_room.non_outliers)
         and sent >= {id for id, kind in stored.items() if kind is EventKind.OUT_OF_BAND}
-        and _load_stays(connection, room) == {*expected_room.stays(arrivals)}
+        and _load_stays(connection, room) == {*expected_room.compute_stays(arrivals)}
         and all(len(chains.chain(group)) <= MAX_CHAIN_LENGTH for group in states)
     )
 
 
 def _load_stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
-    """The stays in the tables, in the form of `ExpectedRoom.stays`."""
+    """The stays in the tables, in the form of `ExpectedRoom.compute_stays`."""
     rows = connection.execute(
         "select stays.member, began, ended, ended_by.event from rooms.stays left join rooms.timeline as ended_by"
         " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
@@ -503,8 +515,8 @@ CLIENTS_BY_PROCESS = {
 class RoomsWorkload(Workload):
     """A chat server of several processes, and its clients.
 
-    One process writes with `tidemark.append`; its writer is the database. The others write with `tidemark.Writer`. Each
-    process also backfills history.
+    The first service appends with the SQL functions as the database's own writer. The other services append with
+    `tidemark.Writer`. Each service also backfills history.
     """
 
     readers = (*CLIENTS_BY_PROCESS,)
@@ -519,35 +531,38 @@ class RoomsWorkload(Workload):
     def streams(self) -> Sequence[SimulatedStream]:
         return simulated_streams(room_streams(self.plan.writer_plan.prefix))
 
-    def make_tables(self, facts: str, effects: str) -> None:
-        simulation_tables.make_streams(facts, self.streams)
-        with session_of(facts, simulation_tables.APPLICATION_NAME) as session:
+    def make_tables(self, facts_dsn: str, effects_dsn: str) -> None:
+        simulation_tables.make_streams(facts_dsn, self.streams)
+        with session_of(facts_dsn, simulation_tables.APPLICATION_NAME) as session:
             tables.SCHEMA.migrate(session)
-        simulation_tables.make_tables(facts, REMOTE_TABLE)
-        simulation_tables.make_tables(effects, ANSWERS_TABLE)
+        simulation_tables.run_script(facts_dsn, REMOTE_TABLE)
+        simulation_tables.run_script(effects_dsn, ANSWERS_TABLE)
 
-    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
+    def make_service_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
+        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {start_number}"
         writer = None if name == writer_plan.writer_name(1) else name
         streams = room_streams(writer_plan.prefix)
-        role = RoomServiceRole(writer, streams, self.plan.faults, writer_plan.rate / writer_plan.writers, seed)
-        return ProcessRole(databases.facts, databases.effects, room_service=role)
+        role = RoomServiceRole(
+            writer, streams, self.plan.faults, writer_plan.transactions_per_second / writer_plan.writer_count, seed
+        )
+        return ProcessRole(databases.facts_dsn, databases.effects_dsn, room_service=role)
 
-    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {incarnation}"
+    def make_reader_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
+        prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {start_number}"
         kinds = [
             kind for kind in CLIENTS_BY_PROCESS[name] if not (self.services_ended and kind is ClientKind.OWN_EVENT)
         ]
         role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, store_all=self.verify)
-        return ProcessRole(databases.facts, databases.effects, room_client=role)
+        return ProcessRole(databases.facts_dsn, databases.effects_dsn, room_client=role)
 
-    def verification(self, databases: SimulationDatabases, tidemark: str) -> RoomsVerification:
-        heads = partial(_heads, tidemark, self.streams)
-        return RoomsVerification(databases.facts, databases.effects, heads, answers_stored=self.verify)
+    def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> RoomsVerification:
+        heads = partial(_read_heads, tidemark_dsn, self.streams)
+        return RoomsVerification(databases.facts_dsn, databases.effects_dsn, heads, answers_stored=self.verify)
 
 
-def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
-    """Read stream -> highest ID that Tidemark knows (0 if none). `dsn` is the DSN of Tidemark's own database."""
+def _read_heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
+    """Read stream -> highest ID of the stream in Tidemark; 0 if Tidemark does not have the stream. `dsn`: of Tidemark's
+    own database."""
     with closing(session_of(dsn, simulation_tables.APPLICATION_NAME)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

@@ -1,6 +1,7 @@
-"""The plan of a simulation: its writers and streams, its faults, and when each is injected. Pure, values only.
+"""The plan of a simulation: its streams, writers and faults, and the times of the faults. Pure, values only.
 
-The same seed gives the same schedule of faults. The order in which the processes' steps interleave still varies.
+The same seed, kinds of faults and duration give the same schedule of faults. The steps of the processes still
+interleave differently in each run.
 """
 
 import math
@@ -15,9 +16,9 @@ from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.direction import DirectionName
 
 STREAM_NAMES = ("events", "backfill", "account_data", "to_device", "caches")
-"""The names of the first streams. Further streams have numbers."""
+"""The names of the first five streams, without the prefix. Further streams are `stream-6`, `stream-7` and so on."""
 BACKWARD_STREAM = "backfill"
-"""The stream whose IDs count down."""
+"""The stream whose IDs count down: -1, -2, ..."""
 
 
 class Fault(StrEnum):
@@ -32,9 +33,9 @@ class Fault(StrEnum):
     PAUSE = "pause"
     """A service's process is paused for a while, with its transactions open, and continues."""
     LATE = "late"
-    """A service with another writer's name joins in the middle."""
+    """One more service, with a writer of its own, starts during the simulation."""
     LEAVE = "leave"
-    """A service stops, and its writer retires."""
+    """A service stops, and is not restarted."""
     RELAY = "relay"
     """The relay's process is killed and restarted."""
     READER = "reader"
@@ -48,21 +49,21 @@ class Fault(StrEnum):
     POSTGRES_CRASH = "postgres-crash"
     """The services' Postgres or Tidemark's is killed, or stopped by an immediate shutdown, and started again."""
     FAILOVER = "failover"
-    """A standby replaces a Postgres server, with all commits or without the newest ones."""
+    """A standby with all commits, or without the newest commits, replaces a Postgres server."""
     RESTORE = "restore"
     """The services' Postgres is restored from a backup that is a few seconds old."""
     RESTORE_IN_PLACE = "restore-in-place"
-    """The tables and sequences of the services' database are restored while clients are connected."""
+    """The tables and sequences of the services' database are set back by some seconds while clients are connected."""
     ROW_SECURITY = "row-security"
     """Row level security is enabled for a table that the relay or the readers query, and disabled again."""
     SEQUENCE_BACK = "sequence-back"
-    """A stream's sequence is set below its head."""
+    """A stream's sequence is set back, so that it gives out IDs again."""
     SEQUENCE_JUMP = "sequence-jump"
-    """A stream's sequence is set beyond its head."""
+    """A stream's sequence is set forward, so that it skips IDs."""
     SEQUENCE_CACHE = "sequence-cache"
     """A stream's sequence gets CACHE 20, later CACHE 1 again."""
     OVERSIZED = "oversized"
-    """A service appends a fact that is larger than the limit of the facts topic. The limit is raised later."""
+    """The size limit of the facts topic is lowered, and a larger fact is appended. The limit is raised later."""
     CONTROL_NUL = "control-nul"
     """An operator override with a NUL character in `by` or `why` is sent to the control topic."""
 
@@ -112,13 +113,17 @@ def parse_faults(text: str | None) -> Set[Fault]:
             return frozenset()
     words = text.split(",")
     if unknown := [word for word in words if word not in set(Fault)]:
-        raise BadSetting("--faults", f"{unknown[0]!r} is not one of {', '.join(Fault)}, all, none")
+        problem = f"{unknown[0]!r} is not one of {', '.join(Fault)}: give some of these names, or only `all` or `none`"
+        raise BadSetting("--faults", problem)
     return frozenset(map(Fault, words))
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStream:
-    """A stream of a simulation. The services' table with the same name has the rows of the stream's facts."""
+    """A stream of a simulation.
+
+    In the workload `streams`, the services' table with the same name has the rows of the stream's facts.
+    """
 
     name: str
     direction: DirectionName = "forward"
@@ -129,16 +134,16 @@ class WriterPlan:
     """The streams and writers of a simulation. Raises `BadSetting` for a bad prefix.
 
     Attributes:
-        streams: number of streams.
-        writers: number of writers at the beginning. Each writes every stream.
-        rate: transactions per second of all writers together.
-        prefix: prefix of the names of streams and writers: lower-case letters, digits and underscores.
+        stream_count: number of streams.
+        writer_count: number of writers at the beginning. Each writer appends to all streams.
+        transactions_per_second: of these writers together.
+        prefix: prefix of the names of streams and writers: at most 40 lower-case letters, digits and underscores.
         base_name: the part of a writer's name between the prefix and its number.
     """
 
-    streams: int = 5
-    writers: int = 3
-    rate: float = 40.0
+    stream_count: int = 5
+    writer_count: int = 3
+    transactions_per_second: float = 40.0
     prefix: str = ""
     base_name: str = "writer"
 
@@ -149,10 +154,10 @@ class WriterPlan:
             )
 
     def stream_list(self) -> list[SimulatedStream]:
-        unnamed = (f"stream-{number}" for number in range(len(STREAM_NAMES) + 1, self.streams + 1))
+        unnamed = (f"stream-{number}" for number in range(len(STREAM_NAMES) + 1, self.stream_count + 1))
         return [
             SimulatedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD_STREAM else "forward")
-            for name in (*STREAM_NAMES[: self.streams], *unnamed)
+            for name in (*STREAM_NAMES[: self.stream_count], *unnamed)
         ]
 
     def stream_names(self) -> list[str]:
@@ -167,16 +172,16 @@ class PlannedFault:
     """A fault of the schedule.
 
     Attributes:
-        at: when the fault is due, in seconds since the beginning of the simulation.
+        due_seconds: when the fault is due, in seconds since the beginning of the simulation.
         fault: the kind of the fault.
-        choice: a random number in [0, 1), which chooses one of the possible targets.
-        duration: the duration of the fault in seconds.
+        choice: a random number in [0, 1) that chooses one of the possible targets.
+        duration_seconds: the duration of the fault in seconds. 0 for a fault without a duration.
     """
 
-    at: float
+    due_seconds: float
     fault: Fault
     choice: float
-    duration: float
+    duration_seconds: float
 
 
 # For each kind: mean seconds between two faults, and the shortest and longest duration in seconds. The other kinds
@@ -204,8 +209,8 @@ _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
 }
 
 _FULL_RATE_SECONDS, _MAX_SLOWDOWN = 600.0, 3.0
-"""In simulations longer than this, the time between faults grows in proportion, up to this factor. A machine that
-restarts processes all the time reads few facts."""
+"""In simulations longer than `_FULL_RATE_SECONDS`, the time between faults grows in proportion to the duration, up to
+`_MAX_SLOWDOWN` times (not in endless simulations). Otherwise the readers would mostly restart, and read few facts."""
 
 
 def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:

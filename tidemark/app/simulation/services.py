@@ -31,7 +31,7 @@ Row = dict[str, int]
 
 
 class ConnectionLost(Exception):
-    """The transaction failed, perhaps because its connection was lost. The caller must open a new connection."""
+    """A call failed, perhaps because a connection was lost. The caller must try again with new connections."""
 
 
 class RolledBack(Exception):
@@ -63,7 +63,8 @@ class ServiceConnection(Protocol):
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
-"""Opens a connection for a DSN and a writer's name. Errors of the connection leave the block as `ConnectionLost`."""
+"""Opens a connection for a DSN and a writer's name while a block runs. Errors of the connection leave the block as
+`ConnectionLost`."""
 
 
 def installed_drivers() -> list[Driver]:
@@ -104,7 +105,7 @@ class _WriterConnection:
 
 
 @contextmanager
-def connection_errors(*errors: type[Exception]) -> Iterator[None]:
+def convert_connection_errors(*errors: type[Exception]) -> Iterator[None]:
     """Raise `ConnectionLost` if the block raises one of these errors of a driver."""
     try:
         yield
@@ -115,7 +116,7 @@ def connection_errors(*errors: type[Exception]) -> Iterator[None]:
 @contextmanager
 def open_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     with (
-        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError),
+        convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError),
         psycopg.connect(dsn, autocommit=True) as connection,
     ):
         yield _WriterConnection(connection, name, connection.execute, connection.transaction)
@@ -131,7 +132,7 @@ def open_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
     # After a lost connection, the next call inside the transaction raises InvalidRequestError.
     lost = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError, DBAPIError, InvalidRequestError)
     with (
-        connection_errors(*lost),
+        convert_connection_errors(*lost),
         engine.connect() as connection,
     ):
 
@@ -149,7 +150,7 @@ def open_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     kinds += [asyncpg.IntegrityConstraintViolationError, asyncpg.TransactionRollbackError]
     params = conninfo_to_dict(dsn)
     names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
-    with connection_errors(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
+    with convert_connection_errors(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
         connection = runner.run(asyncpg.connect(**{to: params[name] for name, to in names.items() if name in params}))
         try:
             yield _AsyncpgConnection(connection, runner, name)
@@ -203,7 +204,7 @@ def _json(rows: Sequence[Row]) -> list[str]:
 
 log = get_logger(__name__)
 
-CONNECTIONS = 3
+CONNECTIONS = 3  # of one service
 TRANSACTION_SECONDS = 0.03  # mean time between the reservation of an ID and the end of the transaction
 HANG_SECONDS = (1.5, 6.0)  # shortest and longest duration of a transaction that hangs
 RECONNECT_SECONDS = 0.2
@@ -218,22 +219,22 @@ class ServiceRole:
     Attributes:
         writer: the name of the writer.
         streams: the streams in which the process appends facts.
-        faults: the faults of the simulation. The process injects those that happen inside transactions.
-        rate: transactions per second of the whole process.
+        faults: the faults of the simulation. The process injects `ROLLBACK` and `HANG`, and ignores other faults.
+        transactions_per_second: of the whole process.
         seed: seed of the random choices.
     """
 
     writer: str
     streams: Sequence[SimulatedStream]
     faults: Set[Fault]
-    rate: float
+    transactions_per_second: float
     seed: str
 
 
 def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Write on `CONNECTIONS` connections until `stopping` is set. Raises errors of the database.
+    """Write on `CONNECTIONS` connections until `stopping` is set.
 
-    A lost connection is opened again.
+    After `ConnectionLost`, opens a new connection. At another error of a driver, sets `stopping`, and raises the error.
     """
     drivers = installed_drivers()
     threads = [
@@ -246,7 +247,7 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
     """Run each function on its own thread, and wait until all have ended.
 
     A function that returns or raises `ConnectionLost` is called again, until `stopping` is set. If a function raises
-    another exception, this sets `stopping`, and the exception is raised at the end.
+    another exception, `stopping` is set, and the exception is raised when all functions have ended.
     """
 
     def run_repeatedly(thread: Callable[[], None]) -> None:
@@ -254,7 +255,7 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
             try:
                 thread()
             except ConnectionLost as problem:
-                log.warning("A service lost its connection to Postgres; reconnecting", problem=str(problem))
+                log.warning("A call to Postgres or Redis failed; opening new connections", problem=str(problem))
                 stopping.wait(RECONNECT_SECONDS)
 
     with ThreadPoolExecutor(len(threads)) as pool:
@@ -265,11 +266,9 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
         future.result()
 
 
-def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """Sleep for the random duration of a transaction. With the fault HANG, some durations are `HANG_SECONDS` long.
-
-    A long sleep ends early when `stopping` is set.
-    """
+def sleep_in_transaction(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
+    """Sleep for the random duration of a transaction: about `TRANSACTION_SECONDS`. With the fault HANG, some durations
+    are in the range `HANG_SECONDS`; such a sleep ends early when `stopping` is set."""
     if Fault.HANG in faults and random.random() < HANG_PROBABILITY:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:
@@ -288,7 +287,7 @@ class _ServiceThread:
 
     def work(self) -> None:
         with self._driver(self._dsn, self._role.writer) as connection:
-            while not self._stopping.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
+            while not self._stopping.wait(self._random.expovariate(self._role.transactions_per_second / CONNECTIONS)):
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
@@ -302,7 +301,7 @@ class _ServiceThread:
         with connection.transaction() if savepoints else nullcontext():
             with suppress(RolledBack), connection.transaction():
                 self._write(connection)
-                hold_open(self._role.faults, self._random, self._stopping)
+                sleep_in_transaction(self._role.faults, self._random, self._stopping)
                 if rolls_back:
                     raise RolledBack
             if savepoints:
@@ -310,8 +309,8 @@ class _ServiceThread:
                     self._write(connection)
 
     def _write(self, connection: ServiceConnection) -> None:
-        """Append facts to one or two streams: usually one fact with one row, sometimes several facts or several
-        rows."""
+        """Append facts to one or two streams, and insert their rows: usually one fact with one row, sometimes several
+        facts or several rows."""
         several = min(2, len(self._role.streams))
         for stream in self._random.sample(self._role.streams, self._random.choice((1, 1, 1, several))):
             count, parts = self._random.choice((1, 1, 1, 3)), [{"part": 1}]
@@ -341,22 +340,25 @@ class ReaderServers:
     """The servers of a reader.
 
     Attributes:
-        facts: DSN of the services' database.
-        effects: DSN of the readers' database.
+        facts_dsn: the DSN of the services' database.
+        effects_dsn: the DSN of the readers' database.
         redis: Tidemark's Redis.
-        tidemark: DSN of Tidemark's own database.
+        tidemark_dsn: the DSN of Tidemark's own database.
     """
 
-    facts: str
-    effects: str
+    facts_dsn: str
+    effects_dsn: str
     redis: RedisAddress
-    tidemark: str
+    tidemark_dsn: str
 
 
 def run_reader(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
-    """Read until `stopping` is set, each stream on its own thread. Raises the errors of the library and of psycopg."""
+    """Read until `stopping` is set, each stream on its own thread.
+
+    At an error of the reader library or of psycopg, sets `stopping`, and raises the error when all threads have ended.
+    """
     with (
-        Positions(servers.redis, servers.tidemark) as positions,
+        Positions(servers.redis, servers.tidemark_dsn) as positions,
         ThreadPoolExecutor(len(role.streams)) as pool,
     ):
         futures = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
@@ -373,8 +375,8 @@ def _read(mode: Mode, stream: str, positions: Positions, servers: ReaderServers,
         stream,
         table,
         name=mode,
-        source=servers.facts,
-        effects=servers.effects,
+        source=servers.facts_dsn,
+        effects=servers.effects_dsn,
         mode=mode,
         rows=200,
         stopping=stopping,

@@ -7,14 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING
 
 import click
 import psycopg
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import Settings
-from tidemark.app.simulation.fault_injector import QUICK_STOP_SECONDS, STOP_SECONDS, FaultInjector
+from tidemark.app.simulation.fault_injector import (
+    QUICK_STOP_SECONDS,
+    STOP_SECONDS,
+    FaultInjector,
+    Servers,
+    ServicesPostgres,
+)
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import DATABASE_FAULTS, SOURCE_FAULTS, SimulatedStream, fault_schedule
 from tidemark.app.simulation.source_faults import SourceFaults
@@ -36,47 +41,49 @@ from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.topics import Topics
 
-if TYPE_CHECKING:  # needs the extra of the local stack
-    from tidemark.app.simulation.fault_injector import Servers, ServicesPostgres
-
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_INTERVAL_SECONDS = 5.0
 REPORT_SHARE = 0.05  # maximum share of the time for reports; no process is restarted during a report
 FINISH_FAULTS_SECONDS = 60.0  # at the end, for faults that have begun
-NO_PROGRESS_SECONDS = 300.0  # until the readers fail; on a busy machine a killed pipeline takes a minute to restart
+NO_PROGRESS_SECONDS = 300.0  # until the verification fails; on a busy machine, a pipeline restarts within a minute
 
 
 class StreamTaken(Stop):
-    """Tidemark knows the stream, but the services' database does not, so IDs would be given out again."""
+    """Tidemark has positions of a stream that the services' database lacks. A new stream with this name would give out
+    the same IDs again."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
-            f"Tidemark already knows the stream {stream}, but its facts are not in the simulation's database."
-            " Choose other stream names with --prefix NAME"
+            f"Tidemark already has positions of the stream {stream}, but the simulation's database does not have this"
+            " stream. Choose other stream names with --prefix NAME"
         )
         self.stream = stream
 
 
 class OverridesAccepted(TidemarkError):
-    """Operator overrides with a NUL character were sent, and Tidemark did not reject all of them as dead letters."""
+    """Fewer records were rejected with the reason `bad_text` than operator overrides with a NUL character were sent."""
 
     def __init__(self, sent: int, rejected: int) -> None:
         super().__init__(
-            f"{sent} operator overrides with a NUL character were sent, but only {rejected} of them are dead letters"
+            f"{sent} operator overrides with a NUL character were sent, but Tidemark has only {rejected} dead letters"
+            " with the reason bad_text"
         )
         self.sent = sent
         self.rejected = rejected
 
 
 def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:
-    """Run a simulation to its end, or until SIGTERM or Ctrl-C. A second signal ends the process at once.
+    """Run a simulation to its end, or until SIGTERM or Ctrl-C. Then, with `verify`, wait until the readers have read
+    everything, and verify the effects. A second signal ends the process at once.
 
     Raises:
         TidemarkError: with `verify`, what was read differs from what was written (`EffectsDiffer`, `RoomsDiffer`,
             `LossUnreported`), or a bad operator override was not rejected (`OverridesAccepted`).
-        StreamTaken: Tidemark knows a stream, and the services' database does not.
-        Stop: a topic is missing, or another simulation runs (`TopicMissing`, `AlreadyRunning`, `StartFailed`).
+        StreamTaken: Tidemark has positions of a stream that the services' database lacks.
+        TopicMissing: the facts topic does not exist.
+        AlreadyRunning: another simulation runs the services' Postgres.
+        StartFailed: the services' Postgres did not start.
         Unavailable: a server does not answer.
     """
     with ExitStack() as stack:
@@ -87,9 +94,9 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
             settings, workload, services_postgres.server.dsn() if services_postgres else settings.postgres()
         )
         stopping = shutdown_event(again=signal.SIG_DFL)
-        verification = stack.enter_context(workload.verification(databases, settings.postgres()))
+        verification = stack.enter_context(workload.make_verification(databases, settings.postgres()))
         servers = (
-            stack.enter_context(closing(services_postgres.with_stack(settings, verification)))
+            stack.enter_context(closing(services_postgres.make_servers(settings, verification)))
             if services_postgres
             else None
         )
@@ -100,29 +107,30 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
         if verify:
             _verify_all_read(injector, verification)
             if source_faults:
-                _require_rejected(settings.postgres(), source_faults.overrides)
+                _require_rejected(settings.postgres(), source_faults.sent_override_count)
 
 
-def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
-    """Create the missing databases, streams, tables and logins. Raises `TopicMissing` and `StreamTaken`.
+def _prepare_databases(settings: Settings, workload: Workload, services_dsn: str) -> SimulationDatabases:
+    """Create the missing databases, streams and tables, and the logins that source faults need.
 
-    `services` is the DSN of the services' Postgres server.
+    Raises `TopicMissing`, `StreamTaken` and `Unavailable`. `services_dsn`: the DSN of the services' Postgres.
     """
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    facts = make_database(services, workload.database_suffix)
-    effects = make_database(settings.postgres(), workload.database_suffix)
-    prepare_writing(facts)
-    _require_unknown_streams(settings, facts, workload.streams)
-    workload.make_tables(facts, effects)
-    if not workload.plan.faults & SOURCE_FAULTS:
-        return SimulationDatabases(Home(settings.home), facts, effects, facts, facts)
-    return SimulationDatabases(Home(settings.home), facts, effects, *make_logins(facts, workload.streams))
+    facts_dsn = make_database(services_dsn, workload.database_suffix)
+    effects_dsn = make_database(settings.postgres(), workload.database_suffix)
+    prepare_writing(facts_dsn)
+    _require_unknown_streams(settings, facts_dsn, workload.streams)
+    workload.make_tables(facts_dsn, effects_dsn)
+    logins = (
+        make_logins(facts_dsn, workload.streams) if workload.plan.faults & SOURCE_FAULTS else (facts_dsn, facts_dsn)
+    )
+    return SimulationDatabases(Home(settings.home), facts_dsn, effects_dsn, *logins)
 
 
-def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
-    """Raise `StreamTaken` if the database `facts` (a DSN) lacks one of the streams, but Tidemark knows the stream."""
+def _require_unknown_streams(settings: Settings, facts_dsn: str, streams: Sequence[SimulatedStream]) -> None:
+    """Raise `StreamTaken` if Tidemark has positions of a stream that the services' database lacks."""
     with Positions(settings.redis) as positions:
-        for stream in missing_streams(facts, streams):
+        for stream in missing_streams(facts_dsn, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), PositionSnapshot):
                 raise StreamTaken(stream.name)
@@ -130,9 +138,9 @@ def _require_unknown_streams(settings: Settings, facts: str, streams: Sequence[S
 
 @contextmanager
 def _run_processes(
-    databases: SimulationDatabases, workload: Workload, servers: "Servers | None", source_faults: SourceFaults | None
+    databases: SimulationDatabases, workload: Workload, servers: Servers | None, source_faults: SourceFaults | None
 ) -> Iterator[FaultInjector]:
-    """Start all processes, run the block, and end all processes."""
+    """Start all processes of the simulation, run the block, and then end all processes."""
     injector = FaultInjector(databases, workload, servers, source_faults)
     try:
         injector.start()
@@ -141,12 +149,13 @@ def _run_processes(
         injector.kill_all()
 
 
-def _start_services_postgres(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
-    """Start a Postgres that only the services use, if the plan has `DATABASE_FAULTS`; otherwise return None."""
+def _start_services_postgres(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> ServicesPostgres | None:
+    """Start a Postgres that only the services use, if the plan has `DATABASE_FAULTS`; otherwise return None.
+
+    `stack` stops this server.
+    """
     if not plan.faults & DATABASE_FAULTS:
         return None
-    from tidemark.app.simulation.fault_injector import ServicesPostgres  # noqa: PLC0415 - needs the extra of the local stack
-
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
 
 
@@ -164,18 +173,16 @@ def _make_source_faults(
     return stack.enter_context(faults)
 
 
-def _require_rejected(tidemark: str, overrides: int) -> None:
-    """Print the number of rejected operator overrides. Raises `OverridesAccepted` if Tidemark rejected too few.
-
-    `overrides` is the number of overrides with a NUL character that were sent.
-    """
-    with psycopg.connect(tidemark) as connection:
+def _require_rejected(tidemark_dsn: str, overrides: int) -> None:
+    """Print the number of dead letters with the reason `bad_text`. Raises `OverridesAccepted` if there are fewer than
+    `overrides`, the number of sent operator overrides with a NUL character."""
+    with psycopg.connect(tidemark_dsn) as connection:
         ((rejected,),) = connection.execute(
             "select coalesce(sum(records), 0) from tidemark.dead_letters where reason = 'bad_text'"
         ).fetchall()
     if rejected < overrides:
         raise OverridesAccepted(overrides, int(rejected))
-    click.echo(f"operator overrides with a NUL character: {overrides}, rejected as dead letters: {rejected}")
+    click.echo(f"operator overrides with a NUL character: {overrides}, dead letters with reason bad_text: {rejected}")
 
 
 def _wait_for_first_reads(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
@@ -193,8 +200,8 @@ def _run_faults(
 ) -> None:
     """Inject the faults of the schedule, and print the counts of each reader from time to time.
 
-    At the end, print the injected faults, and stop the services. With `verify`, raises the error of the verification as
-    soon as a count is wrong.
+    At the end of the simulation or when `stopping` is set, prints the number of injected faults, and stops the
+    services. With `verify`, raises the error of the verification as soon as a count is wrong.
     """
     for now in _inject_faults(injector, plan, stopping):
         try:
@@ -206,13 +213,17 @@ def _run_faults(
             click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
         if verify and not all(count.is_correct for count in counts):
             raise verification.error_for(counts)
-    counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.injected.items()))
+    counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.injected_counts.items()))
     click.echo(f"the simulation is over; faults: {counted or 'none'}")
     injector.stop_services(STOP_SECONDS if verify else QUICK_STOP_SECONDS)
 
 
 def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
-    """Inject the faults until the simulation ends. Whenever a report is due, yield the seconds since the start."""
+    """Inject the faults of the schedule. Whenever a report is due, yield the seconds since the start.
+
+    Ends when `stopping` is set, or `plan.seconds` after the start. Faults that have begun then get up to
+    `FINISH_FAULTS_SECONDS` more.
+    """
     began, report_at = time.monotonic(), REPORT_INTERVAL_SECONDS
     planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
     planned = next(planned_faults, None)
@@ -220,7 +231,7 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
         now = time.monotonic() - began
         if now >= plan.seconds + (FINISH_FAULTS_SECONDS if injector.has_pending else 0.0):
             return
-        while planned is not None and planned.at <= min(now, plan.seconds):
+        while planned is not None and planned.due_seconds <= min(now, plan.seconds):
             injector.inject(planned)
             planned = next(planned_faults, None)
         injector.tick()
@@ -232,16 +243,17 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
 
 
 def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:
-    """Wait until the readers have read everything, and print the counts of the readers.
+    """Wait until the readers have read everything, or the counts have not changed for `NO_PROGRESS_SECONDS`. Then print
+    the counts.
 
-    Raises the error of the verification if a count is wrong, or has not changed for `NO_PROGRESS_SECONDS`.
+    Raises the error of the verification if the counts are wrong or incomplete, or a loss of facts was not reported.
     """
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts: Sequence[ReadCount] = []
     comparison_seconds = 0.0
     while not verification.is_complete(counts) and time.monotonic() < deadline:
         injector.tick()
-        # As long as the last comparison took: a comparison delays the remedies of `SourceFaults`.
+        # At least as long as the last comparison took: a comparison delays the remedies of `SourceFaults`.
         time.sleep(max(verification.comparison_interval_seconds, comparison_seconds))
         began = time.monotonic()
         with suppress(Unavailable):

@@ -36,10 +36,10 @@ from tidemark.sources.writer import Writer
 log = get_logger(__name__)
 
 TICK_SECONDS = 0.2
-REMEDY_SECONDS = 1.0
-RETRY_SECONDS = 2.0  # until a fault is tried again, if its server does not answer or a lock is not free
-MAX_SET_BACK, MAX_JUMP = 30, 1000  # maximum number of IDs by which a sequence is set back or forward
-KAFKA_SECONDS = 10.0
+REMEDY_INTERVAL_SECONDS = 1.0
+RETRY_SECONDS = 2.0  # until a job is tried again after an error, such as a server that does not answer
+MAX_SET_BACK_IDS, MAX_JUMP_IDS = 30, 1000  # maximum number of IDs by which a sequence is set back or forward
+KAFKA_TIMEOUT_SECONDS = 10.0
 TOPIC_LIMIT_BYTES = 400_000  # the outbox accepts facts of twice this size
 _RETRYABLE_ERRORS = (psycopg.Error, KafkaException, TidemarkError, OSError)
 _RELAY_TABLES = ("append_outbox", "append_progress", "append_streams", "append_writers", "append_sent")
@@ -72,7 +72,8 @@ class _Job:
         due: when the work is due, in seconds of `time.monotonic`.
         number: orders jobs with the same `due`.
         fault: the kind of the fault.
-        work: does the work. Returns the target of the fault as text, or a second job that finishes the fault.
+        work: does the work. Returns the target of the fault as text when the fault is injected, or a second job that
+            finishes the fault.
     """
 
     due: float
@@ -84,7 +85,8 @@ class _Job:
 class SourceFaults:
     """Injects faults of sources, and runs their remedies, on a second thread while the context is open.
 
-    Only the thread of the fault injector may call the methods.
+    Only the thread of the fault injector may call the methods. No method waits for a server; the end of the context
+    waits for the thread.
     """
 
     def __init__(
@@ -101,10 +103,11 @@ class SourceFaults:
             databases: DSNs, and the folder of the logs.
             streams: the streams that get faults.
             writer: the writer of the oversized facts. The operator overrides with a NUL character name this writer.
-            verification: the verification, which must know of sequences and tables that are set back.
+            verification: paused while tables or sequences are set back, and prepared for the IDs that are given out
+                again.
         """
         self._settings = settings
-        self._dsn = databases.facts
+        self._dsn = databases.facts_dsn
         self._streams = {stream.name: stream for stream in streams}
         self._writer = writer
         self._verification = verification
@@ -113,20 +116,21 @@ class SourceFaults:
         self._injected: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
         self._jobs: list[_Job] = []
         self._job_numbers = count()
-        self._earliest_ends: dict[str, float] = {}
-        """By table, sequence, or `topic`: the earliest time by `time.monotonic` at which its fault may end."""
+        self._earliest_remedy_times: dict[str, float] = {}
+        """Table, sequence, or `topic` -> the earliest time by `time.monotonic` at which the remedy of its fault may
+        run."""
         self._remedies: dict[str, tuple[str, str]] = {}
-        """By stream or table: the name of the sequence or table, and the SQL statement to run."""
+        """Stream, or `table` and the name of a table -> the sequence or table, and the SQL statement to run."""
         self._place_remedies: dict[tuple[str, str], Callable[[psycopg.Connection, str, SqlPlace], bool]] = {}
-        """By stream and place of a reader in SQL: the remedy that a message named."""
+        """(stream, place of a reader in SQL) -> the remedy that a message named."""
         self._needed_topic_bytes = 0
-        self._overrides = 0
+        self._sent_override_count = 0
         self._remedies_run_at = 0.0
         self._end_requested = threading.Event()
         self._close_requested = threading.Event()
         self._failure: BaseException | None = None
-        self.pending = 0
-        """Number of faults that have begun and are not injected yet."""
+        self.pending_count = 0
+        """Number of calls of `begin` whose fault is not injected yet."""
         self._thread = threading.Thread(target=self._run, name="source-faults", daemon=True)
 
     def __enter__(self) -> "SourceFaults":
@@ -135,19 +139,19 @@ class SourceFaults:
 
     def __exit__(self, *error: object) -> None:
         self._close_requested.set()
-        self._thread.join(4 * KAFKA_SECONDS)
+        self._thread.join(4 * KAFKA_TIMEOUT_SECONDS)
 
     @property
-    def overrides(self) -> int:
+    def sent_override_count(self) -> int:
         """The number of sent operator overrides with a NUL character that Kafka has acknowledged."""
-        return self._overrides
+        return self._sent_override_count
 
     def begin(self, planned: PlannedFault) -> None:
         """Queue a fault for the second thread, and return at once."""
-        self.pending += 1
+        self.pending_count += 1
         self._planned.put(planned)
 
-    def injected(self) -> Iterator[tuple[Fault, str]]:
+    def take_injected(self) -> Iterator[tuple[Fault, str]]:
         """Yield the faults that were injected since the last call, each with its target as text.
 
         If an error has ended the second thread, raises this error.
@@ -161,7 +165,10 @@ class SourceFaults:
                 return
 
     def end(self) -> None:
-        """Inject no more faults. From now on, a remedy runs as soon as a log message names it."""
+        """Inject no more faults, and return at once. Faults that are not injected yet are dropped.
+
+        From now on, a remedy runs as soon as a log message names the remedy: the duration of the fault does not count.
+        """
         self._end_requested.set()
 
     def _run(self) -> None:
@@ -173,17 +180,18 @@ class SourceFaults:
             raise
 
     def _step(self) -> None:
-        """Run the jobs that are due. Every `REMEDY_SECONDS`, also run the remedies."""
+        """Run the jobs that are due; after `end`, drop all jobs. Every `REMEDY_INTERVAL_SECONDS`, also run the
+        remedies."""
         now = time.monotonic()
         if self._end_requested.is_set():
             self._jobs.clear()
-            self._earliest_ends.clear()
-            self.pending = 0
+            self._earliest_remedy_times.clear()
+            self.pending_count = 0
         else:
             self._take_planned(now)
         while self._jobs and self._jobs[0].due <= time.monotonic() and not self._end_requested.is_set():
             self._run_job(heapq.heappop(self._jobs))
-        if now - self._remedies_run_at >= REMEDY_SECONDS:
+        if now - self._remedies_run_at >= REMEDY_INTERVAL_SECONDS:
             self._remedies_run_at = now
             self._run_remedies(now)
 
@@ -200,7 +208,7 @@ class SourceFaults:
         return _Job(due, next(self._job_numbers), fault, work)
 
     def _run_job(self, job: _Job) -> None:
-        """Run a job. If a server does not answer, run the job again later."""
+        """Run a job. If it fails with one of `_RETRYABLE_ERRORS`, run it again after `RETRY_SECONDS`."""
         try:
             target = job.work()
         except _RETRYABLE_ERRORS as problem:
@@ -212,7 +220,7 @@ class SourceFaults:
         if isinstance(target, _Job):
             heapq.heappush(self._jobs, target)
         else:
-            self.pending -= 1
+            self.pending_count -= 1
             self._injected.put((job.fault, target))
 
     def _inject(self, planned: PlannedFault) -> "str | _Job":
@@ -223,9 +231,9 @@ class SourceFaults:
             case Fault.ROW_SECURITY:
                 return self._hide_rows(planned, stream)
             case Fault.SEQUENCE_BACK:
-                return self._set_sequence_back(stream, 1 + int(fraction * MAX_SET_BACK))
+                return self._set_sequence_back(stream, 1 + int(fraction * MAX_SET_BACK_IDS))
             case Fault.SEQUENCE_JUMP:
-                return self._advance_sequence(stream, 1 + int(fraction * MAX_JUMP))
+                return self._advance_sequence(stream, 1 + int(fraction * MAX_JUMP_IDS))
             case Fault.SEQUENCE_CACHE:
                 return self._set_sequence_cache(planned, stream)
             case Fault.RESTORE_IN_PLACE:
@@ -256,50 +264,52 @@ class SourceFaults:
             connection.execute(
                 sql.SQL("alter table {} enable row level security").format(sql.Identifier(*table.split(".")))
             )
-        self._earliest_ends[table.split(".")[1]] = time.monotonic() + planned.duration
+        self._earliest_remedy_times[table.split(".")[1]] = time.monotonic() + planned.duration_seconds
         return table
 
-    def _set_sequence_back(self, stream: str, by: int) -> str:
-        """Set the stream's sequence back, so that the last `by` IDs are given out again. Returns the target as text.
+    def _set_sequence_back(self, stream: str, id_count: int) -> str:
+        """Set the stream's sequence back by `id_count` IDs, but not below 1, so that these IDs are given out again.
 
-        Uses RESTART if `by` is odd, otherwise `setval`.
+        Uses RESTART if `id_count` is odd, otherwise `setval`. Returns the target as text.
         """
         with self._verification.paused(), self._connect() as connection:
-            name, head = _sequence_and_head(connection, stream)
-            to = max(1, head - by)
-            self._verification.note_sequence_set_back(stream, min(to, _floor(connection, stream)))
-            if by % 2:
+            name, head = _read_sequence_and_head(connection, stream)
+            to = max(1, head - id_count)
+            self._verification.note_sequence_set_back(stream, min(to, _read_floor(connection, stream)))
+            if id_count % 2:
                 connection.execute(f"alter sequence {name} restart with {self._signed(stream, to + 1)}".encode())
             else:
                 connection.execute("select setval(%s, %s)", [name, self._signed(stream, to)])
-        return f"{stream}, {'RESTART' if by % 2 else 'setval'} at {to} below {head}"
+        return f"{stream}, from {head} back to {to} with {'RESTART' if id_count % 2 else 'setval'}"
 
-    def _advance_sequence(self, stream: str, by: int) -> str:
-        """Set the stream's sequence forward, so that the next `by` IDs are skipped. Returns the target as text."""
+    def _advance_sequence(self, stream: str, id_count: int) -> str:
+        """Set the stream's sequence forward, so that the next `id_count` IDs are skipped. Returns the target as
+        text."""
         with self._connect() as connection:
-            name, head = _sequence_and_head(connection, stream)
-            connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + by)])
-        return f"{stream}, {by} IDs"
+            name, head = _read_sequence_and_head(connection, stream)
+            connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + id_count)])
+        return f"{stream}, {id_count} IDs"
 
     def _set_sequence_cache(self, planned: PlannedFault, stream: str) -> str:
         """Set a cache of 20 IDs for the stream's sequence. Returns the name of the stream."""
         with self._connect() as connection:
-            name, _ = _sequence_and_head(connection, stream)
+            name, _ = _read_sequence_and_head(connection, stream)
             connection.execute(f"alter sequence {name} cache 20".encode())
-        self._earliest_ends[name] = time.monotonic() + planned.duration
+        self._earliest_remedy_times[name] = time.monotonic() + planned.duration_seconds
         return stream
 
     def _back_up_tables(self, planned: PlannedFault) -> _Job:
-        """Copy the tables to the schema `simulate_backup`. Returns the job that restores the tables."""
+        """Copy the tables of the relay and the services to the schema `simulate_backup`. Returns the job that restores
+        these tables."""
         with self._connect() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read")
             connection.execute("drop schema if exists simulate_backup cascade")
             connection.execute("create schema simulate_backup")
             for table, copy in self._tables_and_copies():
                 connection.execute(sql.SQL("create table {} as table {}").format(copy, table))
-            heads = {stream: _sequence_and_head(connection, stream) for stream in self._streams}
+            heads = {stream: _read_sequence_and_head(connection, stream) for stream in self._streams}
         restore = partial(self._restore_tables, planned, heads)
-        return self._new_job(time.monotonic() + planned.duration, planned.fault, restore)
+        return self._new_job(time.monotonic() + planned.duration_seconds, planned.fault, restore)
 
     def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
         """Restore the backup in one transaction, while services, relay and readers are connected.
@@ -319,7 +329,7 @@ class SourceFaults:
                 for table, copy in saved:
                     connection.execute(sql.SQL("delete from {}").format(table))
                     connection.execute(sql.SQL("insert into {} select * from {}").format(table, copy))
-                reached = {stream: (_floor(connection, stream), head) for stream, (_, head) in heads.items()}
+                reached = {stream: (_read_floor(connection, stream), head) for stream, (_, head) in heads.items()}
                 self._verification.prepare_restored_tables(connection, reached)
                 for stream, (name, head) in heads.items():
                     connection.execute("select setval(%s, %s)", [name, self._signed(stream, max(1, head))])
@@ -349,21 +359,22 @@ class SourceFaults:
                 ),
                 [id, self._writer],
             )
-        self._earliest_ends["topic"] = time.monotonic() + planned.duration
+        self._earliest_remedy_times["topic"] = time.monotonic() + planned.duration_seconds
         return f"{stream}, ID {id}, {size} bytes"
 
-    def _set_topic_limit(self, limit: int) -> None:
-        """Set `max.message.bytes` of the facts topic, and wait for Kafka's answer."""
-        entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
+    def _set_topic_limit(self, limit_bytes: int) -> None:
+        """Set `max.message.bytes` of the facts topic, and wait for Kafka's answer. Raises `KafkaException`."""
+        entry = ConfigEntry("max.message.bytes", str(limit_bytes), incremental_operation=AlterConfigOpType.SET)
         topic = ConfigResource(ResourceType.TOPIC, self._settings.kafka_facts_topic, incremental_configs=[entry])
         admin = AdminClient(self._settings.kafka.client_settings())
-        for answer in admin.incremental_alter_configs([topic], request_timeout=KAFKA_SECONDS).values():
-            answer.result(2 * KAFKA_SECONDS)
+        for answer in admin.incremental_alter_configs([topic], request_timeout=KAFKA_TIMEOUT_SECONDS).values():
+            answer.result(2 * KAFKA_TIMEOUT_SECONDS)
 
     def _send_override(self, stream: str, fraction: float) -> str:
         """Send an operator override with a NUL character to the control topic. Returns the target as text.
 
-        `fraction`, in [0, 1), chooses the kind of the override.
+        `fraction`, in [0, 1), chooses the kind of the override. Raises `OSError` if Kafka does not acknowledge the
+        override within `KAFKA_TIMEOUT_SECONDS`.
         """
         errors: list[object] = []
         producer = Producer(self._settings.kafka.producer_settings())
@@ -374,26 +385,32 @@ class SourceFaults:
             value=value % (stream, self._writer),
             on_delivery=lambda error, _: errors.append(error),
         )
-        producer.flush(KAFKA_SECONDS)
+        producer.flush(KAFKA_TIMEOUT_SECONDS)
         if errors != [None]:
-            problem = errors[0] if errors else f"no answer within {KAFKA_SECONDS:g} s"
+            problem = errors[0] if errors else f"no answer within {KAFKA_TIMEOUT_SECONDS:g} s"
             raise OSError(f"Kafka did not acknowledge the operator override: {problem}")
-        self._overrides += 1
+        self._sent_override_count += 1
         return f"{stream}, {kind}"
 
     def _run_remedies(self, now: float) -> None:
-        """Read the new log messages, and run the named remedies of all faults whose duration is over."""
+        """Read the new log messages, and run the remedies that they name, of faults whose duration is over.
+
+        Moves at most one place of a reader in SQL. A remedy that fails with one of `_RETRYABLE_ERRORS` is run again at
+        the next call.
+        """
         for log_file in self._logs:
-            for line in log_file.new_lines():
+            for line in log_file.read_new_lines():
                 self._find_remedy(line)
         try:
             for subject, (named, statement) in [*self._remedies.items()]:
-                if now >= self._earliest_ends.get(named, 0.0):
+                if now >= self._earliest_remedy_times.get(named, 0.0):
                     self._run_remedy(subject, statement)
                     del self._remedies[subject]
-            if self._place_remedies:  # one at a time: other remedies must not wait for all
+            if (
+                self._place_remedies
+            ):  # one per call: there may be many, and other remedies must not wait for all of them
                 self._run_place_remedy(*next(iter(self._place_remedies)))
-            if self._needed_topic_bytes and now >= self._earliest_ends.get("topic", 0.0):
+            if self._needed_topic_bytes and now >= self._earliest_remedy_times.get("topic", 0.0):
                 self._set_topic_limit(self._needed_topic_bytes)
                 log.info(
                     "The simulated operator raised max.message.bytes of the facts topic", bytes=self._needed_topic_bytes
@@ -403,7 +420,8 @@ class SourceFaults:
             log.warning("Could not run a remedy; trying again", problem=" ".join(str(problem).split())[:300])
 
     def _find_remedy(self, line: str) -> None:
-        """Store the remedy for `_run_remedies`, if this line of a log names one."""
+        """If this line of a log names a remedy, store the remedy for `_run_remedies`. If the line says that a stream
+        continues, drop the stream's remedy."""
         if match := _HIDDEN_ROWS_MESSAGE.search(line):
             table = match[2].rpartition(".")[2].strip('"')
             self._remedies[f"table {table}"] = (table, match[1])
@@ -421,10 +439,11 @@ class SourceFaults:
             self._needed_topic_bytes = max(self._needed_topic_bytes, int(match[1]))
 
     def _run_remedy(self, subject: str, statement: str) -> None:
-        """Run the SQL statement of a remedy. If it sets a sequence back, note this in the verification first."""
+        """Run the SQL statement of a remedy. If it sets the sequence of the stream `subject`, first note in the
+        verification that IDs may be given out again."""
         with self._verification.paused(), self._connect() as connection:
             if match := _SETVAL_STATEMENT.match(statement):  # the floor may be below the ID in the message
-                back = min(abs(int(match[1])), _floor(connection, subject))
+                back = min(abs(int(match[1])), _read_floor(connection, subject))
                 self._verification.note_sequence_set_back(subject, back)
             connection.execute(statement.encode())
         log.info("The simulated operator ran a remedy", statement=statement)
@@ -442,7 +461,7 @@ class SourceFaults:
         return -magnitude if self._streams[stream].direction == "backward" else magnitude
 
 
-def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
+def _read_sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
     """Read the name of the stream's sequence, and the last ID that the sequence gave out (a magnitude)."""
     ((name,),) = connection.execute(
         "select ids::text from tidemark.append_streams where stream = %s", [stream]
@@ -451,21 +470,22 @@ def _sequence_and_head(connection: psycopg.Connection, stream: str) -> tuple[str
     return name, head if is_called else head - 1
 
 
-def _floor(connection: psycopg.Connection, stream: str) -> int:
+def _read_floor(connection: psycopg.Connection, stream: str) -> int:
     """Read the floor of the stream, as a magnitude."""
-    return workload.floors_and_heads(connection)[stream][0]
+    return workload.read_floors_and_heads(connection)[stream][0]
 
 
 class _LogFile:
-    """Reads the lines that are appended to a log file after this object is created."""
+    """Reads the lines that are appended to a log file after the creation of this object."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
         self._partial_line = b""
 
-    def new_lines(self) -> list[str]:
-        """Return the complete lines that were appended since the last call, without escapes of quotation marks."""
+    def read_new_lines(self) -> list[str]:
+        """Return the complete lines that were appended since the last call, without backslashes before quotation marks.
+        Empty if the file does not exist."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

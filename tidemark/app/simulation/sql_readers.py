@@ -1,9 +1,9 @@
-"""The two readers in SQL of the streams workload. They call `tidemark_reader.take`, as any other language can.
+"""The two readers in SQL of the streams workload. They call `tidemark_reader.take`, as a program in any language can.
 
 Facts, places and effects are in the services' database, so a restore affects all of them together. A place is a row of
-`tidemark_reader.places`: the checkpoint of a reader or of one of its partitions. The reader `sql` has one place. The
-reader `parts` has partitions by writer, each with its own place. Each process runs both readers, and reads for one
-place after the other.
+`tidemark_reader.places`: the checkpoint of a reader in a stream, or of one partition of the reader. The reader `sql`
+has one place. The reader `parts` has partitions by writer, each with its own place. Each process runs both readers, and
+reads for one place after the other.
 """
 
 import threading
@@ -18,7 +18,7 @@ from psycopg import sql
 from psycopg.rows import TupleRow
 
 from tidemark.app.simulation.script import SimulatedStream
-from tidemark.app.simulation.services import connection_errors, run_threads
+from tidemark.app.simulation.services import convert_connection_errors, run_threads
 from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
@@ -53,8 +53,9 @@ order by abs(stream_id), part
 Connection = psycopg.Connection[TupleRow]
 
 
-class OperatorNeeded(Exception):
-    """The reader cannot go on until an operator runs the remedy that the log names."""
+class ReadRefused(Exception):
+    """`tidemark_reader.take` refused to read for a place, or a table could not be read. The log has the reason, such as
+    a remedy that an operator must run first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +67,34 @@ class SqlReaderRole:
 
 @dataclass(frozen=True, slots=True)
 class SqlPlace:
-    """The name of a place: of a reader, or of one partition of a reader (`partition`, from 0)."""
+    """Names the place of a reader (`partition` is None), or of one partition of a reader (`partition`, from 0)."""
 
     reader: str
     partition: int | None = None
 
     @property
-    def partitions(self) -> int | None:
+    def partition_count(self) -> int | None:
+        """The number of partitions of the reader; None for a reader without partitions."""
         return READERS[self.reader]
 
     @property
     def name(self) -> str:
         """The name of the place in `tidemark_reader.places`, such as `sql` or `parts[0/3]`."""
-        return self.reader if self.partition is None else f"{self.reader}[{self.partition}/{self.partitions}]"
+        return self.reader if self.partition is None else f"{self.reader}[{self.partition}/{self.partition_count}]"
 
     def has_writer(self, writer: str) -> bool:
         """Whether this place includes the facts of a writer."""
-        return self.partitions is None or partition_of(writer, self.partitions) == self.partition
+        return self.partition_count is None or partition_of(writer, self.partition_count) == self.partition
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """The number of the partition of a writer. Must give the same result as `tidemark_reader.partition_of`."""
+    """The number of the partition of the writer `key`, from 0. Must give the same result as
+    `tidemark_reader.partition_of`."""
     return int(md5(key.encode(), usedforsecurity=False).hexdigest()[:8], 16) % partitions
 
 
 def find_place(name: str) -> SqlPlace | None:
-    """The place with this name in `tidemark_reader.places`; None if the name is not that of a reader in SQL."""
+    """The place with this name in `tidemark_reader.places`; None if no reader in SQL has such a place."""
     return next((sql_place for reader in READERS for sql_place in places_of(reader) if sql_place.name == name), None)
 
 
@@ -102,15 +105,19 @@ def places_of(reader: str) -> list[SqlPlace]:
 
 
 def run_sql_reader(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    """Read until `stopping` is set. Raises errors of psycopg that are neither temporary nor need an operator."""
+    """Read until `stopping` is set.
+
+    After a lost connection, opens a new one. After a refusal of `take`, tries again. Raises other errors of psycopg,
+    and sets `stopping`.
+    """
     run_threads([partial(_read, role, dsn, stopping)], stopping)
 
 
 def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    """Read for all places, one after the other, until `stopping` is set."""
-    # row_security=off: to read a table whose rows are hidden then raises an error instead of returning no rows.
+    """Read for all places, one after the other, until `stopping` is set. Raises `ConnectionLost`."""
+    # With row_security=off, a query of a table whose rows are hidden raises an error instead of returning no rows.
     with (
-        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InternalError),
+        convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InternalError),
         psycopg.connect(dsn, autocommit=True, connect_timeout=5, options="-c row_security=off") as connection,
     ):
         for stream in role.streams:
@@ -126,7 +133,7 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
                     continue
                 try:
                     has_read |= _take(connection, *stream_place)
-                except OperatorNeeded:
+                except ReadRefused:
                     retry_at[stream_place] = time.monotonic() + ERROR_RETRY_SECONDS
             if not has_read:
                 for _ in connection.notifies(timeout=IDLE_SECONDS, stop_after=1):
@@ -134,20 +141,21 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
 
 
 def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
-    """Read the next facts for a place, and write their effects, in one transaction.
+    """Read the next facts for a place, and write their effects, in one transaction. Deletes the effects of withdrawn
+    facts.
 
     Returns:
         False if there are no new facts, or another process has locked the place.
 
     Raises:
-        OperatorNeeded: an operator must run a remedy first.
+        ReadRefused: `take` refused to read, or a table could not be read. The reason is logged.
     """
     values = {
         "stream": stream,
         "reader": sql_place.reader,
         "most": MAX_FACTS_PER_TAKE,
         "partition": sql_place.partition,
-        "partitions": sql_place.partitions,
+        "partitions": sql_place.partition_count,
     }
     try:
         with connection.transaction():
@@ -164,15 +172,15 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
         psycopg.errors.UndefinedObject,  # the relay has not created its objects yet
     ) as problem:
         text = f"{problem.diag.message_primary}. {problem.diag.message_hint or ''}"
-        log.warning("A reader in SQL needs an operator", reader=sql_place.name, stream=stream, problem=text)
-        raise OperatorNeeded(text) from problem
+        log.warning("A reader in SQL cannot read; trying again", reader=sql_place.name, stream=stream, problem=text)
+        raise ReadRefused(text) from problem
 
 
 def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to: int) -> bool:
-    """Move a place back after a restore of the stream's database, as an operator does.
+    """Move a place back to the ID `back_to` (signed) after a restore of the stream's database, as an operator does.
 
-    Deletes the effects beyond the ID `back_to`, and moves the place to this ID. Returns False if the place is not
-    beyond `back_to`.
+    Also deletes the effects of the place beyond `back_to`. Does nothing and returns False if the place is not beyond
+    `back_to`.
     """
     with connection.transaction():
         if abs(_lock_place(connection, stream, sql_place)[0]) <= abs(back_to):
@@ -195,10 +203,11 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
 
 
 def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
-    """Handle a late completion as an operator does: write the effects of the late facts, and let the place pass them.
+    """Handle a late completion as an operator does: write the effects of the late facts up to the place's linear
+    position, and move the place past the late completion.
 
-    The late facts are those of `writer` in (`prev`, `id`]. Returns False if this is not the next late completion of the
-    place: the place has passed it already, or must pass an earlier one first.
+    The late facts are the facts of `writer` in (`prev`, `id`]; both IDs are signed. Does nothing and returns False if
+    another late completion is the next one of the place, or none is.
     """
     with connection.transaction():
         linear, late, late_part = _lock_place(connection, stream, sql_place)

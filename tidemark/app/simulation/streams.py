@@ -1,8 +1,9 @@
 """The streams workload. Its verification compares the facts that were committed with the effects of each reader.
 
-The verification deletes verified rows, so that a simulation can run forever. Facts and effects are in two databases,
-and each may be restored from a backup. After a restore, verified rows are deleted again before another process can read
-the database (`prepare_services_server`, `prepare_readers_server`).
+The verification deletes verified rows, so that a simulation can run forever. Facts, and effects of the readers in SQL,
+are in the services' database. The other effects are in the readers' database. A restored database has the verified rows
+again. They are deleted again before another process can read the database (`prepare_services_server`,
+`prepare_readers_server`).
 """
 
 from collections import Counter
@@ -44,12 +45,12 @@ class FactRow(NamedTuple):
 
 
 class DeliveredRow(NamedTuple):
-    """A row that a reader received: the fields of `FactRow`, and whether it came with a late completion (`late`)."""
+    """A row that a reader received: the fields of `FactRow`, and whether it came with a late completion (`is_late`)."""
 
     id: int
     writer: str
     mark: Hashable
-    late: bool = False
+    is_late: bool = False
 
 
 class ReaderPosition(NamedTuple):
@@ -64,22 +65,26 @@ class ReaderPosition(NamedTuple):
     positions: Mapping[str, int]
 
     def covers(self, row: FactRow) -> bool:
-        """Whether the reader has read all facts up to this one, according to its position."""
+        """Whether the row is at or below the reader's position for the writer of the row."""
         return row.id <= self.positions.get(row.writer, self.linear)
 
 
 class PlacesPosition(NamedTuple):
-    """The stored places of a reader in SQL: place -> linear position, a magnitude."""
+    """The stored places of a reader in SQL.
+
+    Attributes:
+        sql_places: place -> linear position, a magnitude; 0 for a place that is not stored.
+    """
 
     sql_places: Mapping[SqlPlace, int]
 
     @property
     def linear(self) -> int:
-        """The lowest position of all places."""
+        """The lowest linear position of all places."""
         return min(self.sql_places.values())
 
     def covers(self, row: FactRow) -> bool:
-        """Whether the place with the row's writer has passed the row."""
+        """Whether the row is at or below the position of the place that includes the row's writer."""
         return all(
             row.id <= position for sql_place, position in self.sql_places.items() if sql_place.has_writer(row.writer)
         )
@@ -87,7 +92,8 @@ class PlacesPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Counts of one reader, over all streams. `late`, `again` and `lost` are no errors: restores cause them.
+    """Counts of one reader. `late`, `again` and `lost` are no errors: restores and sequences that are set back cause
+    them.
 
     Attributes:
         duplicated: facts of which the reader received a row twice. Before the first restore, also facts of which the
@@ -122,8 +128,9 @@ class Comparison:
         position: the place of the reader.
         resent_above: the ID (a magnitude) beyond which facts may be sent again, because the database was restored or
             the sequence was set back; None if neither has happened.
-        final: whether all late completions have arrived. If False, facts beyond `resent_above` do not count as missed.
-        restores: how often the database was restored or the sequence was set back.
+        is_final: whether all late completions have arrived. If False, facts beyond `resent_above` do not count as
+            missed.
+        restore_count: how often the database was restored or the sequence was set back.
     """
 
     reader: str
@@ -131,8 +138,8 @@ class Comparison:
     delivered: Sequence[DeliveredRow]
     position: ReaderPosition | PlacesPosition
     resent_above: int | None
-    final: bool = False
-    restores: int = 1
+    is_final: bool = False
+    restore_count: int = 1
 
     def count(self) -> StreamsCount:
         """Compare, and return the counts."""
@@ -144,7 +151,7 @@ class Comparison:
             len(self._duplicated - self._received_again)
             + (0 if self.resent_above is not None else len(self.nonexistent)),
             self._count_disordered(),
-            len({row.id for row in self.delivered if row.late}),
+            len({row.id for row in self.delivered if row.is_late}),
             len(self._received_again),
             0 if self.resent_above is None else len(self.nonexistent),
         )
@@ -173,7 +180,7 @@ class Comparison:
 
     def _is_missed(self, row: FactRow) -> bool:
         """Whether an unread row counts as missed."""
-        may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.final
+        may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.is_final
         return self.position.covers(row) and not may_come_late
 
     @cached_property
@@ -182,21 +189,21 @@ class Comparison:
 
     @cached_property
     def _received_again(self) -> set[int]:
-        """The IDs of the facts that the reader received several times because of restores, which is no error.
+        """The IDs of the facts that the reader received several times because of restores. This is no error.
 
-        A fact may come once in order, and once with a late completion for each restore.
+        A fact may come once in order, and for each restore once with a late completion.
         """
         if self.resent_above is None:
             return set()
-        wrong = _received_more_than(1, (row for row in self.delivered if not row.late))
-        wrong |= _received_more_than(self.restores, (row for row in self.delivered if row.late))
+        wrong = _received_more_than(1, (row for row in self.delivered if not row.is_late))
+        wrong |= _received_more_than(self.restore_count, (row for row in self.delivered if row.is_late))
         return {id for id in self._duplicated - wrong if id > self.resent_above}
 
     def _count_disordered(self) -> int:
         highest: dict[str, int] = {}
         disordered = 0
         for row in self.delivered:
-            if not row.late:
+            if not row.is_late:
                 scope = self._order_scope(row.writer)
                 disordered += row.id < highest.get(scope, 0)
                 highest[scope] = max(row.id, highest.get(scope, 0))
@@ -211,7 +218,7 @@ class Comparison:
 
 
 def _received_more_than(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
-    """The IDs of the rows that occur more than `times` times in `rows`."""
+    """The IDs of the rows that are in `rows` more than `times` times."""
     counted = Counter((row.id, row.mark) for row in rows)
     return {id for (id, _), count in counted.items() if count > times}
 
@@ -223,7 +230,11 @@ APPLICATION_NAME = "tidemark simulate --verify"
 
 
 class EffectsDiffer(TidemarkError):
-    """A reader missed facts, or received facts twice or out of order."""
+    """The effects of a reader are wrong or incomplete.
+
+    Args:
+        counts: the counts of all readers. The message has only readers with missed, duplicated or disordered facts.
+    """
 
     def __init__(self, counts: Sequence[ReadCount]) -> None:
         wrong = "; ".join(str(count) for count in counts if not count.is_correct)
@@ -246,8 +257,8 @@ class StreamsVerification(Verification):
     """Compares the facts in the services' tables with the effects of each reader.
 
     Args:
-        facts: DSN of the services' database.
-        effects: DSN of the readers' database.
+        facts_dsn: the DSN of the services' database.
+        effects_dsn: the DSN of the readers' database.
         streams: the streams to compare.
         timelines: returns stream -> number of the stream's timeline in Tidemark.
     """
@@ -256,32 +267,35 @@ class StreamsVerification(Verification):
 
     def __init__(
         self,
-        facts: str,
-        effects: str,
+        facts_dsn: str,
+        effects_dsn: str,
         streams: Sequence[SimulatedStream],
         timelines: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._timelines = timelines
         self._first_timelines = timelines()
-        self._facts = session_of(facts, APPLICATION_NAME)
-        self._effects = session_of(effects, APPLICATION_NAME)
+        self._facts = session_of(facts_dsn, APPLICATION_NAME)
+        self._effects = session_of(effects_dsn, APPLICATION_NAME)
         self._streams = streams
         self._lock = Lock()
         self._verified_marks: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
-        """By stream, the marks of all verified rows, for the case that a restore brings them back."""
+        """Stream -> the marks of all verified rows, which are deleted again after a restore."""
         self._marks_to_delete: dict[str, list[Hashable]] = {}
-        """By stream, the marks of verified rows that are not deleted yet from the services' database."""
+        """Stream -> the marks of verified rows that are not deleted yet from the services' database."""
         self._verified_counts: dict[tuple[str, str], StreamsCount] = {}
-        """By reader and stream, the counts of the verified rows."""
+        """(reader, stream) -> the counts of the verified rows."""
         self._resent_above: dict[str, int] = {}
-        """By stream, the ID beyond which a restored database sends facts again."""
+        """Stream -> the ID (a magnitude) beyond which facts may be sent again, because the database was restored or the
+        sequence was set back."""
         self._restores: Counter[str] = Counter()
+        """Stream -> how often the database was restored or the sequence was set back."""
         self._restored_heads: dict[str, int] = {}
-        """By stream, the ID beyond which the sequence of a restored database gives out IDs again."""
+        """Stream -> the ID (a magnitude) beyond which the sequence of a restored database gives out IDs again."""
         self.lost_streams: set[str] = set()
-        """Streams of which readers have read facts that a restored database lacks, and whose IDs it gives out again."""
+        """Streams of which a reader has received facts that a restored database lacks, with IDs that the database gives
+        out again."""
         self.late_streams: set[str] = set()
-        """Streams of which readers received late completions after a restore."""
+        """Streams of which a reader received a late completion, and whose database was restored."""
 
     def __exit__(self, *error: object) -> None:
         self._facts.close()
@@ -289,21 +303,21 @@ class StreamsVerification(Verification):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause comparisons while the block runs. Only the thread in the block may call the methods `prepare_*` and
-        `note_sequence_set_back`."""
+        """Wait until the running comparison has ended, and pause comparisons while the block runs. Only the thread in
+        the block may call the methods `prepare_*` and `note_sequence_set_back`."""
         with self._lock:
             yield
 
-    def prepare_services_server(self, server: str, successor: Successor) -> None:
+    def prepare_services_server(self, server_dsn: str, successor: Successor) -> None:
         """Delete verified rows on a new server of the services, and note the IDs beyond which facts may come again.
 
         Args:
-            server: DSN of the new server. No other process uses it yet.
-            successor: the kind of the new server.
+            server_dsn: the DSN of the new server. No other process uses this server yet.
+            successor: not used.
         """
-        dsn = workload.simulation_database(server)
+        dsn = workload.simulation_dsn(server_dsn)
         with closing(session_of(dsn, APPLICATION_NAME)) as session, session.use() as connection:
-            self.prepare_restored_tables(connection, workload.floors_and_heads(connection))
+            self.prepare_restored_tables(connection, workload.read_floors_and_heads(connection))
             for marks in self._verified_marks.values():
                 _delete_marks(connection, _EFFECTS_TABLE, [*marks])
 
@@ -328,14 +342,14 @@ class StreamsVerification(Verification):
         self._restores[stream] += 1
         self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
-    def prepare_readers_server(self, server: str) -> None:
+    def prepare_readers_server(self, server_dsn: str) -> None:
         """Delete the effects of verified rows on a new server of the readers' database.
 
         Args:
-            server: DSN of the new server. No other process uses it yet.
+            server_dsn: the DSN of the new server. No other process uses this server yet.
         """
         with (
-            closing(session_of(workload.simulation_database(server), APPLICATION_NAME)) as session,
+            closing(session_of(workload.simulation_dsn(server_dsn), APPLICATION_NAME)) as session,
             session.use() as connection,
         ):
             for marks in self._verified_marks.values():
@@ -351,9 +365,9 @@ class StreamsVerification(Verification):
         return EffectsDiffer(counts)
 
     def require_loss_reported(self) -> None:
-        """Raise `LossUnreported` for the first stream that lost facts without a report after readers had read them.
+        """Raise `LossUnreported` for the first stream of `lost_streams`, by name, without a report.
 
-        A late completion and a new timeline are reports.
+        A late completion that a reader received, or a new timeline of the stream, is a report.
         """
         now = self._timelines()
         for stream in sorted(self.lost_streams - self.late_streams):
@@ -364,8 +378,9 @@ class StreamsVerification(Verification):
         """Compare all streams, and return the counts of each reader since the databases were created.
 
         All counts are 0 before the first reader has begun. With `final`, facts that may still come late count as
-        missed. For each stream with correct counts, deletes the rows that all readers have read. If a reader receives
-        a deleted row again, the row counts as duplicated.
+        missed. For each stream with correct counts, deletes the rows that all readers have read (see
+        `_delete_verified`). If a reader receives a deleted row again, the row counts as duplicated, or as lost after a
+        restore. Waits while the verification is paused.
         """
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
@@ -376,8 +391,8 @@ class StreamsVerification(Verification):
                 positions: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
                 delivered: dict[tuple[str, str], list[DeliveredRow]] = {}
                 for key in self._reader_streams(LIBRARY_READERS):
-                    positions[key] = _reader_position(connection, *key)
-                    delivered[key] = _delivered(connection, *key)
+                    positions[key] = _read_reader_position(connection, *key)
+                    delivered[key] = _read_delivered_rows(connection, *key)
             with self._facts.use() as connection:
                 for stream, marks in [*self._marks_to_delete.items()]:
                     with connection.transaction():
@@ -387,8 +402,8 @@ class StreamsVerification(Verification):
                 with connection.transaction():
                     connection.execute("set transaction isolation level repeatable read")
                     for key in self._reader_streams(sql_readers.READERS):
-                        positions[key] = _places_position(connection, *key)
-                        delivered[key] = _delivered(connection, *key)
+                        positions[key] = _read_places_position(connection, *key)
+                        delivered[key] = _read_delivered_rows(connection, *key)
                 # Facts are read after the effects, so that they include all facts that a reader has passed.
                 facts = {stream.name: _read_committed_rows(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
@@ -412,17 +427,21 @@ class StreamsVerification(Verification):
         return [(reader, stream.name) for reader in readers for stream in self._streams]
 
     def _update_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        """Update `lost_streams` and `late_streams`, if the database was restored."""
+        """Update `lost_streams` and `late_streams`. Does nothing if the stream's database was never restored."""
         head = self._restored_heads.get(stream)
         if head is not None:
             if any(id > head for comparison in comparisons for id in comparison.nonexistent):
                 self.lost_streams.add(stream)
-            if any(row.late for comparison in comparisons for row in comparison.delivered):
+            if any(row.is_late for comparison in comparisons for row in comparison.delivered):
                 self.late_streams.add(stream)
 
     def _delete_verified(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        """Delete the rows up to the lowest linear place of the readers, and store their counts. Does nothing if a
-        reader lacks one of these rows. The place of the reader `vector` is not used."""
+        """Verify the rows up to the lowest linear position of the readers except `vector`. Does nothing if there are no
+        such rows, or a reader has not received each of these rows correctly.
+
+        Stores the counts of the verified rows, and deletes the rows from the readers' database. The next comparison
+        deletes the rows from the services' database.
+        """
         lowest = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
         verified = [comparison.up_to(lowest) for comparison in comparisons]
         counts = {
@@ -446,7 +465,7 @@ class StreamsVerification(Verification):
         self._marks_to_delete[stream] = marks
 
     def _load_verified(self, connection: Connection) -> None:
-        """Load the counts of earlier simulations at the first call. A restored database may lack the newest counts."""
+        """Load the counts of earlier simulations, at the first call only: a restored database may lack new counts."""
         if not self._verified_counts:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}
@@ -471,7 +490,7 @@ def _has_begun(connection: Connection) -> bool:
     return row is not None and bool(row[0])
 
 
-def _reader_position(connection: Connection, reader: str, stream: str) -> ReaderPosition:
+def _read_reader_position(connection: Connection, reader: str, stream: str) -> ReaderPosition:
     row: tuple[int, Mapping[str, Any]] | None = connection.execute(
         "select linear, positions from tidemark_reader.places where reader = %s and stream = %s", [reader, stream]
     ).fetchone()
@@ -482,13 +501,13 @@ def _reader_position(connection: Connection, reader: str, stream: str) -> Reader
     )
 
 
-def _places_position(connection: Connection, reader: str, stream: str) -> PlacesPosition:
+def _read_places_position(connection: Connection, reader: str, stream: str) -> PlacesPosition:
     rows = connection.execute("select reader, linear from tidemark_reader.places where stream = %s", [stream])
     linear = {name: abs(id) for name, id in rows.fetchall()}
     return PlacesPosition({sql_place: linear.get(sql_place.name, 0) for sql_place in sql_readers.places_of(reader)})
 
 
-def _delivered(connection: Connection, reader: str, stream: str) -> list[DeliveredRow]:
+def _read_delivered_rows(connection: Connection, reader: str, stream: str) -> list[DeliveredRow]:
     rows = connection.execute(
         "select abs(stream_id), writer, mark, late is not null from demo.effects"
         " where reader = %s and stream = %s order by number",
@@ -503,7 +522,8 @@ def _read_committed_rows(connection: Connection, stream: str) -> list[FactRow]:
 
 
 class StreamsWorkload(Workload):
-    """Services that write rows with `tidemark.append`, readers of the reader's library, and readers in SQL."""
+    """Services that append with `tidemark.Writer` or the SQL functions, readers that use the reader library, and
+    readers in SQL."""
 
     database_suffix = "demo"
     readers = (*LIBRARY_READERS, *SQL_PROCESSES)
@@ -512,28 +532,30 @@ class StreamsWorkload(Workload):
     def streams(self) -> Sequence[SimulatedStream]:
         return self.plan.writer_plan.stream_list()
 
-    def make_tables(self, facts: str, effects: str) -> None:
-        workload.make_facts(facts, self.streams)
-        for dsn in (facts, effects):
+    def make_tables(self, facts_dsn: str, effects_dsn: str) -> None:
+        workload.make_facts(facts_dsn, self.streams)
+        for dsn in (facts_dsn, effects_dsn):
             workload.make_effects(dsn)
 
-    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
-        role = ServiceRole(name, self.streams, self.plan.faults, writer_plan.rate / writer_plan.writers, seed)
-        return ProcessRole(databases.facts, databases.effects, service=role)
+    def make_service_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
+        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {start_number}"
+        role = ServiceRole(
+            name, self.streams, self.plan.faults, writer_plan.transactions_per_second / writer_plan.writer_count, seed
+        )
+        return ProcessRole(databases.facts_dsn, databases.effects_dsn, service=role)
 
-    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+    def make_reader_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
         if name in SQL_PROCESSES:
-            return ProcessRole(databases.readers, databases.effects, sql_reader=SqlReaderRole(self.streams))
+            return ProcessRole(databases.readers_dsn, databases.effects_dsn, sql_reader=SqlReaderRole(self.streams))
         role = ReaderRole("linear" if name == "linear" else "vector", self.plan.writer_plan.stream_names())
-        return ProcessRole(databases.readers, databases.effects, reader=role)
+        return ProcessRole(databases.readers_dsn, databases.effects_dsn, reader=role)
 
-    def verification(self, databases: SimulationDatabases, tidemark: str) -> StreamsVerification:
-        timelines = partial(_timelines, tidemark) if self.plan.faults & DATABASE_FAULTS else dict
-        return StreamsVerification(databases.facts, databases.effects, self.streams, timelines)
+    def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> StreamsVerification:
+        timelines = partial(_read_timelines, tidemark_dsn) if self.plan.faults & DATABASE_FAULTS else dict
+        return StreamsVerification(databases.facts_dsn, databases.effects_dsn, self.streams, timelines)
 
 
-def _timelines(dsn: str) -> dict[str, int]:
+def _read_timelines(dsn: str) -> dict[str, int]:
     """Read stream -> number of the stream's timeline from Tidemark's Postgres."""
     with Postgres(PostgresConfig(lambda: dsn)) as postgres:
         return {stream: decode(data).timeline for stream, data in postgres.states().items()}

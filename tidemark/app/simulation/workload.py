@@ -33,16 +33,16 @@ from tidemark.sources.relay.queries import session_of
 class ProcessRole:
     """The configuration of a process. Passed by standard input, because other users can see command-line arguments.
 
-    At most one field besides the DSNs is set. If no other field is set, the process is the relay of the services'
+    At most one field besides the DSNs is set. If only the DSNs are set, the process is the relay of the services'
     database.
 
     Attributes:
-        facts: DSN of the services' database.
-        effects: DSN of the readers' database.
+        facts_dsn: the DSN of the services' database.
+        effects_dsn: the DSN of the readers' database.
     """
 
-    facts: str
-    effects: str
+    facts_dsn: str
+    effects_dsn: str
     service: ServiceRole | None = None
     reader: ReaderRole | None = None
     sql_reader: SqlReaderRole | None = None
@@ -51,9 +51,9 @@ class ProcessRole:
 
 
 class ChildProcess:
-    """A process of the simulation, started at once. It ends by itself when this process dies.
+    """A process of the simulation, started by the constructor. The process ends by itself when this process dies.
 
-    Its output is appended to the file `log`.
+    The output of the process is appended to the file `log`.
     """
 
     def __init__(self, role: ProcessRole, log: Path) -> None:
@@ -93,7 +93,7 @@ class ChildProcess:
         self._process.terminate()
 
     def wait_for_exit(self, seconds: float) -> bool:
-        """Wait until the process has ended. Returns False if the process still runs after `seconds`."""
+        """Wait up to `seconds` until the process has ended. Returns False if the process still runs."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -106,18 +106,18 @@ class SimulationDatabases:
     """The databases of a simulation. Each field except `home` is a DSN.
 
     Attributes:
-        home: the folder of logs and servers.
-        facts: the services' database.
-        effects: the readers' database.
-        relay: the services' database, with the login of the relay.
-        readers: the services' database, with the login of the readers in SQL.
+        home: the folder of the local stack, with the logs of the processes.
+        facts_dsn: the services' database.
+        effects_dsn: the readers' database.
+        relay_dsn: the services' database, with the login of the relay.
+        readers_dsn: the services' database, with the login of the readers in SQL.
     """
 
     home: Home
-    facts: str
-    effects: str
-    relay: str
-    readers: str
+    facts_dsn: str
+    effects_dsn: str
+    relay_dsn: str
+    readers_dsn: str
 
 
 @dataclass
@@ -127,24 +127,24 @@ class SimulatedProcess:
     Attributes:
         name: the name of the process and of its log file.
         home: the folder of the log file.
-        role: returns the role for a start. The argument is the number of the start, from 1.
-        child: the running process; None while it is down.
-        incarnation: the number of starts until now.
+        make_role: returns the role for a start. The argument is the number of the start, from 1.
+        child: the started process; None before the first start, and after `detach`.
+        start_count: the number of starts until now.
     """
 
     name: str
     home: Home
-    role: Callable[[int], ProcessRole]
+    make_role: Callable[[int], ProcessRole]
     child: ChildProcess | None = None
-    incarnation: int = 0
+    start_count: int = 0
 
     def start(self) -> None:
         """Start the process once more."""
-        self.incarnation += 1
-        self.child = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
+        self.start_count += 1
+        self.child = ChildProcess(self.make_role(self.start_count), self.home.log(f"simulate-{self.name}"))
 
     def detach(self) -> ChildProcess:
-        """Return the running child process, which the caller must end, and set `child` to None."""
+        """Set `child` to None, and return the process, which the caller must end. Allowed only if `child` is set."""
         assert self.child is not None
         child, self.child = self.child, None
         return child
@@ -152,7 +152,7 @@ class SimulatedProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What is simulated.
+    """The parameters of a simulation.
 
     Attributes:
         writer_plan: the streams and the writers.
@@ -176,8 +176,8 @@ class ReadCount:
         written: facts that were written.
         read: facts that were written and read.
         missed: facts that the reader's position covers, and that the reader did not receive.
-        duplicated: facts that were received twice, or that do not exist.
-        disordered: facts that were received out of order.
+        duplicated: facts that the reader received twice, and received facts that are not in the tables.
+        disordered: facts that the reader received out of order.
     """
 
     reader: str
@@ -218,15 +218,15 @@ def format_table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
 
 
 class Verification(ABC):
-    """Compares what was read with what was written. A context manager; any thread may call it.
+    """Compares what was read with what was written. A context manager that closes its connections. Thread-safe.
 
-    Methods raise `Unavailable` if a database does not answer.
+    Methods raise `Unavailable` if a database does not answer. Comparisons wait while the verification is paused.
     """
 
     columns: ClassVar[Sequence[str]]
-    """The column names of the figures that its counts have in addition to the figures of `ReadCount`."""
+    """The column names of the figures that `counts` has in addition to the figures of `ReadCount`."""
     comparison_interval_seconds: ClassVar[float] = 0.1
-    """Seconds between two comparisons at the end of a simulation."""
+    """Minimum seconds between two comparisons at the end of a simulation."""
 
     def __enter__(self) -> Self:
         return self
@@ -258,27 +258,27 @@ class Verification(ABC):
         """Make the error to raise for counts that are wrong or incomplete."""
 
     def require_loss_reported(self) -> None:  # noqa: B027 - a workload may override it
-        """Raise an error if facts were lost and Tidemark did not report the loss."""
+        """Raise an error if facts were lost and Tidemark did not report the loss. By default, does nothing."""
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Pause comparisons while the block runs. Only the thread in the block may call the methods `prepare_*`."""
 
     @abstractmethod
-    def prepare_services_server(self, server: str, successor: Successor, /) -> None:
+    def prepare_services_server(self, server_dsn: str, successor: Successor, /) -> None:
         """Adapt the verification and the tables to a new server of the services. No other process uses the server yet.
 
         Args:
-            server: DSN of the new server.
+            server_dsn: the DSN of the new server.
             successor: the kind of the new server.
         """
 
     @abstractmethod
-    def prepare_readers_server(self, server: str, /) -> None:
+    def prepare_readers_server(self, server_dsn: str, /) -> None:
         """Adapt the verification and the tables to a new server of the readers. No other process uses the server yet.
 
         Args:
-            server: DSN of the new server.
+            server_dsn: the DSN of the new server.
         """
 
 
@@ -286,13 +286,14 @@ class Workload(ABC):
     """The services that write and the readers that read in a simulation."""
 
     writing_readers: ClassVar[Sequence[str]] = ()
-    """The names of readers that also write. They are restarted when the services have ended."""
+    """The names of processes that read and also write. They are restarted when the services have ended."""
 
     def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
         self.plan = plan
         self.verify = verify
         self.services_ended = False
-        """Readers that start after the services have ended must not write: the verification would never complete."""
+        """Whether the services have ended. Readers that start later must not write, or the verification would never
+        complete."""
 
     faults: ClassVar[Set[Fault]] = ALL_FAULTS
     """The faults that the workload supports; others are not injected."""
@@ -305,7 +306,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def streams(self) -> Sequence[SimulatedStream]:
-        """The streams in which the services append facts."""
+        """The streams to which the services append facts."""
 
     @property
     @abstractmethod
@@ -313,25 +314,25 @@ class Workload(ABC):
         """The names of the processes that read."""
 
     @abstractmethod
-    def make_tables(self, facts: str, effects: str) -> None:
+    def make_tables(self, facts_dsn: str, effects_dsn: str) -> None:
         """Create the missing streams and tables.
 
         Args:
-            facts: DSN of the services' database.
-            effects: DSN of the readers' database.
+            facts_dsn: the DSN of the services' database.
+            effects_dsn: the DSN of the readers' database.
         """
 
     @abstractmethod
-    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        """Make the role of the service whose writer is `name`. `incarnation` is the number of the start, from 1."""
+    def make_service_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
+        """Make the role of the service whose writer is `name`. `start_number` is the number of the start, from 1."""
 
     @abstractmethod
-    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        """Make the role of the reading process `name`. `incarnation` is the number of the start, from 1."""
+    def make_reader_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
+        """Make the role of the reading process `name`. `start_number` is the number of the start, from 1."""
 
     @abstractmethod
-    def verification(self, databases: SimulationDatabases, tidemark: str) -> Verification:
-        """Make the verification. `tidemark` is the DSN of Tidemark's own database."""
+    def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> Verification:
+        """Make the verification. `tidemark_dsn`: the DSN of Tidemark's own database."""
 
 
 APPLICATION_NAME = "tidemark simulate"
@@ -375,19 +376,22 @@ restored';
 """
 
 
-def simulation_database(dsn: str, suffix: str = "demo") -> str:
-    """The DSN of the simulation's database on the server of `dsn`. Its name is the database of `dsn` and `suffix`."""
+def simulation_dsn(dsn: str, suffix: str = "demo") -> str:
+    """The DSN of the simulation's database on the server of `dsn`.
+
+    The name of the database is the name of the database in `dsn` (`tidemark` if there is none), `_` and `suffix`.
+    """
     return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{suffix}")
 
 
 def make_database(dsn: str, suffix: str = "demo") -> str:
-    """Create the simulation's database if it is missing, and return its DSN. Raises `Unavailable` and `Refused`."""
-    simulation_dsn = simulation_database(dsn, suffix)
-    name = str(conninfo_to_dict(simulation_dsn)["dbname"])
+    """Create the database of `simulation_dsn` if it is missing. Returns its DSN. Raises `Unavailable` and `Refused`."""
+    new_dsn = simulation_dsn(dsn, suffix)
+    name = str(conninfo_to_dict(new_dsn)["dbname"])
     with _connect(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-    return simulation_dsn
+    return new_dsn
 
 
 def prepare_writing(dsn: str) -> None:
@@ -396,7 +400,7 @@ def prepare_writing(dsn: str) -> None:
 
 
 def missing_streams(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
-    """The streams that the database at `dsn` does not have yet."""
+    """The streams that the database `dsn` lacks."""
     with _connect(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]
@@ -417,10 +421,10 @@ def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
 
 def make_effects(dsn: str) -> None:
     """Create the missing tables of the readers in the database `dsn`."""
-    make_tables(dsn, _EFFECTS)
+    run_script(dsn, _EFFECTS)
 
 
-def make_tables(dsn: str, script: str) -> None:
+def run_script(dsn: str, script: str) -> None:
     """Run the SQL statements of `script` in one transaction."""
     with _connect(dsn) as connection, connection.transaction():
         connection.execute(script.encode())
@@ -434,7 +438,8 @@ def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
 
 
 def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]:
-    """Create the missing logins of the relay and of the readers, with only the necessary rights.
+    """Create the missing logins of the relay and of the readers, with only the necessary rights and the password of
+    `dsn`.
 
     Some faults need such logins, because row level security does not apply to a superuser.
 
@@ -460,7 +465,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
     return relay_dsn, readers_dsn
 
 
-def floors_and_heads(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
+def read_floors_and_heads(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
     """Read stream -> (floor, last ID that the sequence gave out), as magnitudes."""
     rows = connection.execute(
         "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
