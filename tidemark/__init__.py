@@ -1,8 +1,8 @@
-"""Tidemark tells every reader of an append-only log how far it may safely read.
+"""Tidemark publishes how far readers of an append-only log can read without missing a fact that completes later.
 
-Services import only this package and `tidemark.errors`. Each name is loaded at its first use, so a service that only
-writes needs no library for reading. If a library is missing, `errors.ExtraMissing` (also an `ImportError`) names the
-extra to install.
+Services import only this package and `tidemark.errors`. Every other name is loaded at its first use, so a service that
+only writes needs no library for reading. If a library is missing, `errors.ExtraMissing` (also an `ImportError`) names
+the extra to install.
 """
 
 from importlib import import_module
@@ -79,7 +79,12 @@ _MODULES = {
 
 
 def _load(name: str) -> object:
-    """The value of a name in `__all__`. Raises `errors.ExtraMissing` if a library that it needs is not installed."""
+    """Import the value of a name in `__all__`, and store it in this module.
+
+    Raises:
+        AttributeError: the name is not in `__all__`.
+        errors.ExtraMissing: a library that the value needs is not installed.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES.get(name, "tidemark.sinks.reader")

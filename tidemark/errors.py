@@ -1,8 +1,10 @@
-"""The errors of Tidemark, by who must act.
+"""The errors of Tidemark, in three classes.
 
-After a `Retry`, try again. A `Reject` concerns one record or argument. A `Stop` needs a person.
+After a `Retry`, the caller tries again. A `Reject` concerns only one record or argument. After a `Stop`, a person must
+correct something.
 
-`tidemark.common.errors` defines these errors, with their texts and fields.
+`tidemark.common.errors` defines these errors, with their texts and fields. `exit_on_error` ends a program with the
+short text of an error.
 """
 
 from tidemark.common.errors import BadCommand as BadCommand

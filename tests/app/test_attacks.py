@@ -14,7 +14,7 @@ from tests.app.attacked import STREAMS, HonestClients, attacked, check, ended
 from tests.app.lines.given import LineClient, client
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.connections import host_port
+from tidemark.app.connections import parse_host_port
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import SidecarProcess, free_port
 
@@ -41,7 +41,7 @@ class Sidecar(SidecarProcess):
 
     @property
     def lines_port(self) -> int:
-        return host_port(self.lines)[1]
+        return parse_host_port(self.lines)[1]
 
     def command(self) -> Sequence[str]:
         """With the limits of open files that `ulimit` sets, if there are any."""
@@ -133,7 +133,7 @@ def held(process: Sidecar) -> int:
 def test_connections_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients, act: str) -> None:
     """The line protocol takes a client of another address, whether the crowd says nothing or has said its name. A
     quiet client of another address, such as `nc`, keeps its place."""
-    address = host_port(process.lines)
+    address = parse_host_port(process.lines)
     before = honest.measure(SECONDS)
     with client(address) as quiet, attacked(process, process.lines_port, act, crowd=PLACES + 50):
         assert quiet.line() == "SERVER tidemark"
@@ -183,7 +183,7 @@ def test_forged_message_moves_no_position(process: Sidecar, honest: HonestClient
         one = stack.enter_context(httpx.Client(base_url=process.url, timeout=30))
         events = stack.enter_context(one.stream("GET", "/v1/events?stream=s0")).iter_text()
         assert any("snapshot" in text for text in events)
-        lines = stack.enter_context(client(host_port(process.lines), "REPLICATE"))
+        lines = stack.enter_context(client(parse_host_port(process.lines), "REPLICATE"))
         assert lines.said() == "POSITION s0 w 1 1"
         for text in ("POSITION s0 w 1 999", "POSITION s0 w 999 999", "RDATA s0 w 2 {}", "\x00"):
             assert keys.publish("tidemark:{s0}", text) > 0

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.terminals import shown_on_a_terminal
 from tidemark.app import cli
 from tidemark.app.cli import VERBS, main
-from tidemark.app.commands import no_stream, require_confirmation
+from tidemark.app.commands import require_confirmation, unknown_stream_text
 from tidemark.app.stack.home import AlreadyRunning, NeedsNamedUser
 from tidemark.app.stack.postgres import NeedsOrdinaryUser, PostgresServer
 from tidemark.app.stack.processes import StartFailed, free_port
@@ -279,10 +279,10 @@ def test_a_mistyped_option_gets_a_suggestion() -> None:
 
 
 def test_a_mistyped_stream_gets_a_suggestion() -> None:
-    assert no_stream("sale", ["orders", "sales"]) == (
+    assert unknown_stream_text("sale", ["orders", "sales"]) == (
         "there is no stream sale; did you mean sales? `tidemark status` shows all streams"
     )
-    assert no_stream("x", ["orders"]) == "there is no stream x; `tidemark status` shows all streams"
+    assert unknown_stream_text("x", ["orders"]) == "there is no stream x; `tidemark status` shows all streams"
 
 
 def test_ctrl_c_ends_without_a_stack_trace() -> None:
@@ -432,8 +432,8 @@ def test_a_shells_variables_do_not_lead_a_verb_away_from_the_stack(postgres: Pos
 ASKING = """
 import sys
 from urllib.request import urlopen
-from tidemark.app.commands import loaded
-loaded()
+from tidemark.app.commands import load_settings
+load_settings()
 print(urlopen(sys.argv[1], timeout=10).read().decode())
 """
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.terminals import shown_on_a_terminal
-from tidemark.app.output import count, duration, id_range, ids, sanitize, table
+from tidemark.app.output import count, duration, id_range, ids, join_escaped, table
 from tidemark.common.timestamps import timestamp
 
 
@@ -20,7 +20,7 @@ def test_a_long_name_widens_no_column() -> None:
 
 def test_no_terminal_obeys_what_is_printed() -> None:
     """Escapes, also of one character, line ends, and what turns the direction of writing round."""
-    assert sanitize(["a\x1b[2Jb\x9b", "c\nd\u202e"]) == "a\\x1b[2Jb\\x9b\nc\\nd\\u202e"
+    assert join_escaped(["a\x1b[2Jb\x9b", "c\nd\u202e"]) == "a\\x1b[2Jb\\x9b\nc\\nd\\u202e"
 
 
 def test_a_table_fits_the_terminal() -> None:

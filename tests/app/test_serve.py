@@ -20,7 +20,7 @@ from tests.fix_servers import deaf
 from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.connections import host_port
+from tidemark.app.connections import parse_host_port
 from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
@@ -49,7 +49,7 @@ def test_process_serves_until_it_is_told_to_end(
     try:
         with urlopen(f"{server.url}/v1/streams/s") as answer:
             assert b'"token":"m7"' in answer.read()
-        with lines.client(host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one:
+        with lines.client(parse_host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one:
             assert one.said() == "POSITION s w 7 7"
     finally:
         server.stop()
@@ -61,7 +61,7 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     server.start()
-    address = host_port(variables["TIDEMARK_LINES_LISTEN"])
+    address = parse_host_port(variables["TIDEMARK_LINES_LISTEN"])
     try:
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
@@ -109,7 +109,7 @@ def test_it_ends_whatever_hangs(
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
             client.stream("GET", "/v1/events") as events,
-            lines.client(host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one,
+            lines.client(parse_host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one,
         ):
             assert next(events.iter_text())
             assert one.said() == "POSITION s w 7 7"
@@ -158,7 +158,7 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
     server = EncryptedSidecar(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), {**variables, **files})
     server.authority = authority
     server.start()
-    both = [(LOOPBACK, server.port), host_port(variables["TIDEMARK_LINES_LISTEN"])]
+    both = [(LOOPBACK, server.port), parse_host_port(variables["TIDEMARK_LINES_LISTEN"])]
     try:
         assert server.told("/v1/streams/s").json()["token"] == "m7"
         with (

@@ -28,12 +28,12 @@ def test_signal_is_heard_wherever_the_wait_for_it_stands() -> None:
 def test_what_follows_is_done_once() -> None:
     """Two signals of one kind end a process once; `again` may say that the second does as it does of itself."""
     done = threading.Semaphore(0)
-    told = shutdown_event(done.release, again=signal.SIG_IGN)
+    told = shutdown_event(done.release, repeat_handler=signal.SIG_IGN)
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     assert told.wait(60)
     assert done.acquire(timeout=60)
     assert not done.acquire(timeout=0.1)
-    shutdown_event(again=signal.SIG_DFL)
+    shutdown_event(repeat_handler=signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -15,7 +15,7 @@ import pytest
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
-from tidemark.app.connections import host_port
+from tidemark.app.connections import parse_host_port
 from tidemark.app.settings import read_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
@@ -78,7 +78,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert b"orders" in terminal.run("status").stdout
         with urlopen(f"{terminal.stack_env['TIDEMARK_SIDECAR_URL']}/v1/streams/orders") as answer:
             assert b'"token":"m1"' in answer.read()
-        with lines.client(host_port(str(terminal.stack_env["TIDEMARK_LINES_LISTEN"])), "REPLICATE") as one:
+        with lines.client(parse_host_port(str(terminal.stack_env["TIDEMARK_LINES_LISTEN"])), "REPLICATE") as one:
             told = {one.said(), one.said()}
             assert told == {"POSITION orders shop 1 1", "POSITION sales tidemark 1 1"}
         second = terminal.run("up")

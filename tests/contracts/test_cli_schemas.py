@@ -19,7 +19,7 @@ from tests.contracts.cli_schemas import OUTPUTS, document
 from tidemark.app.cli import main
 from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.lines.client import to_json
-from tidemark.app.output import as_object
+from tidemark.app.output import json_text
 from tidemark.app.verbs import dead_letters, gaps, kafka_records
 from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.sources.kafka_lookup import RecordedMessage
@@ -105,8 +105,8 @@ def test_dead_letters_conform(value: bytes | None) -> None:
     origin = ("tidemark.facts", 2, 40)
     letter = DeadLetter(0, 7, 1000, "bad_name", origin, "", "", b"orders", value, (("trace", b"\x00\xff"),))
     printed = dead_letters.plain(letter, {origin: 3})
-    strict_validator("dead-letters show").validate(json.loads(as_object(printed)))
-    strict_validator("dead-letters list").validate(json.loads(as_object({"dead_letters": [printed]})))
+    strict_validator("dead-letters show").validate(json.loads(json_text(printed)))
+    strict_validator("dead-letters list").validate(json.loads(json_text({"dead_letters": [printed]})))
 
 
 @pytest.mark.parametrize("value", [b"{}", None, b"\xff"])

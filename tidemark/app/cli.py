@@ -3,8 +3,8 @@
 Exit codes:
 
 - 0: success.
-- 1: the command failed.
-- 2: a person must decide: wrong usage, a wrong setting, or any other `Stop`.
+- 1: the command failed, or found a problem or a difference (`doctor`, `verify`, `replay`).
+- 2: a person must correct something: wrong usage, a wrong setting, or any other `Stop`.
 - 3: a check of `--check` failed, the effect of a change was not confirmed in time, or `replay` could not compare a
   stream.
 - 130: Ctrl-C.
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from tidemark.app.commands import CommandGroup, check_settings
+from tidemark.app.commands import CommandGroup, preload_settings
 from tidemark.app.output import one_line
 from tidemark.common.errors import ExtraMissing, TidemarkError
 from tidemark.common.gc_tuning import gc_disabled
@@ -32,12 +32,12 @@ class Verb(NamedTuple):
     Attributes:
         module: the name of the module in `tidemark.app.verbs`.
         extra: the extra of the package that the module needs; empty: none.
-        line: the description of the verb in `tidemark --help`.
+        summary: the description of the verb in `tidemark --help`.
     """
 
     module: str
     extra: str
-    line: str
+    summary: str
 
 
 SECTIONS: Final[dict[str, dict[str, Verb]]] = {
@@ -89,13 +89,14 @@ VERBS: Final = {name: verb for section in SECTIONS.values() for name, verb in se
 
 
 DOCTOR_HINT: Final = "`tidemark doctor` checks this machine"
-"""The end of each error of `tidemark up`."""
-_VERB: Final = "tidemark.verb"
+"""The last sentence of the text of each Tidemark error of `tidemark up`."""
+_VERB_KEY: Final = "tidemark.verb"
+"""The key of the verb's name in the `meta` of click's context."""
 _LIBRARY_VARIABLES: Final = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread for each core; Tidemark uses no linear algebra
     "PYDANTIC_DISABLE_PLUGINS": "__all__",  # pydantic would read the metadata of all installed packages
 }
-"""Environment variables that reduce the CPU time of imports. The user's own values are kept."""
+"""Environment variables that reduce the CPU time of imports. A variable that is already set keeps its value."""
 
 
 class LazyGroup(CommandGroup):
@@ -129,10 +130,10 @@ class LazyGroup(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        ctx.meta[_VERB] = args[0]
+        ctx.meta[_VERB_KEY] = args[0]
         if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
             with gc_disabled():
-                check_settings(ctx)  # before the slow import of the verb, so that a wrong setting is reported at once
+                preload_settings(ctx)  # before the slow import of the verb, so that a wrong setting is reported at once
         return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:
@@ -144,17 +145,17 @@ class LazyGroup(CommandGroup):
             raise _extra_missing(error, ctx.invoked_subcommand) from None
 
     def error_text(self, ctx: click.Context, error: TidemarkError) -> str:
-        if ctx.meta.get(_VERB) == "up":
+        if ctx.meta.get(_VERB_KEY) == "up":
             return f"{one_line(error)}. {DOCTOR_HINT}"
         return super().error_text(ctx, error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, verbs in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, verb.line) for name, verb in verbs.items()])
+                formatter.write_dl([(name, verb.summary) for name, verb in verbs.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        items = [CompletionItem(name, help=verb.line) for name, verb in VERBS.items() if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=verb.summary) for name, verb in VERBS.items() if name.startswith(incomplete)]
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
@@ -188,7 +189,7 @@ Shell completion:
 )
 @click.version_option(package_name="tidemark")
 def main() -> None:
-    """Publish up to which ID readers of an append-only table can read without missing a row that commits later.
+    """Publish how far readers of an append-only table can read without missing a row that commits later.
 
     Settings come from environment variables TIDEMARK_...: `tidemark config` shows them, `tidemark doctor` checks them.
     """

@@ -22,18 +22,18 @@ _OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
 
 
 class CommandFailed(click.ClickException):
-    """A failure that is shown as one line without a stack trace."""
+    """Ends the command with exit code 1 and one line of text, without a stack trace."""
 
     exit_code = 1
 
 
 class CommandStopped(CommandFailed):
-    """A failure that a person must resolve."""
+    """Ends the command with exit code 2 and one line of text: a person must correct something."""
 
     exit_code = 2
 
 
-class OurCommand(click.Command):
+class Utf8Command(click.Command):
     """A command that rejects arguments that are not UTF-8."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -45,16 +45,17 @@ class OurCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-class CommandGroup(OurCommand, click.Group):
+class CommandGroup(Utf8Command, click.Group):
     """A command group that reports errors in one line with the exit codes of `tidemark.app.cli`."""
 
-    command_class = OurCommand
+    command_class = Utf8Command
     group_class = type
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command with the name in `args`. If the name is unknown, raises an error with similar names."""
+        """Find the command whose name is the first of `args`. Raises `UsageError` if the name is unknown; the text
+        suggests similar names, if there are any."""
         names = self.list_commands(ctx)
         is_unknown = args[0] not in names and not args[0].startswith("-")
         if is_unknown and not ctx.resilient_parsing and (similar := get_close_matches(args[0], names)):
@@ -63,12 +64,12 @@ class CommandGroup(OurCommand, click.Group):
         return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:
-        """Run the command without error handling."""
+        """Run the command. All errors are raised unchanged."""
         return super().invoke(ctx)
 
     def error_text(self, ctx: click.Context, error: TidemarkError) -> str:
-        """The error in one line."""
-        return (local_stack_hint(error) if isinstance(error, Refused | Unavailable) else None) or one_line(error)
+        """The text of the error in one line, with the hint of `text_with_stack_hint` if the hint applies."""
+        return (text_with_stack_hint(error) if isinstance(error, Refused | Unavailable) else None) or one_line(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -86,11 +87,11 @@ class CommandGroup(OurCommand, click.Group):
             raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
-def local_stack_hint(error: Unavailable | Refused) -> str | None:
-    """The text of an error, with a hint to start the local stack; None if the server is not of a local stack.
+def text_with_stack_hint(error: Unavailable | Refused) -> str | None:
+    """The text of an error, with the hint that the local stack may not run; None if this hint does not apply.
 
-    A server counts as a server of a local stack if its address is the default. It also counts if its address is from
-    `stack.env` and no process listens at this address. Connects to the address to find out.
+    The hint applies if the server's address is the default. The hint also applies if the address is from `stack.env`,
+    and no process listens at the address. Connects to the address, for at most a second, to find out.
     """
     from tidemark.app.connections import accepts_connections
     from tidemark.app.settings import origin_of, stack_env, variable_of
@@ -117,42 +118,44 @@ class Amount(click.FloatRange):
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
-wait_for_servers = click.option(
+server_wait_option = click.option(
     "--wait",
     type=Amount(min=0),
     default=0.0,
-    help="Seconds to try again while a server does not answer; inf: forever. Default: try once.",
+    help="Seconds to keep trying while a server does not answer; inf: no limit. Default: try once.",
 )
 
 
-wait_for_retirement = click.option(
+retirement_wait_option = click.option(
     "--wait",
     type=Amount(min=0),
     default=30.0,
-    help="Seconds to wait until the writer is retired; inf: forever. Default: 30.",
+    help="Seconds to wait for the retirement in each stream; inf: no limit. Default: 30.",
 )
 
 
-_SETTINGS: Final = "tidemark.settings"
+_SETTINGS_KEY: Final = "tidemark.settings"
+"""The key of the settings in the `meta` of click's context."""
 
 
-def check_settings(ctx: click.Context) -> None:
-    """Load the settings into `ctx`, from which `loaded` takes them later. Raises `BadSetting` if a setting is wrong."""
+def preload_settings(ctx: click.Context) -> None:
+    """Load the settings into `ctx`. `load_settings` later returns them. Raises `BadSetting` if a setting is wrong."""
     from tidemark.app.settings import load
 
-    ctx.meta[_SETTINGS] = load()
+    ctx.meta[_SETTINGS_KEY] = load()
 
 
-def loaded(*, other_database: bool = False) -> "Settings":
-    """Load the settings of this process and configure its log. Call this function before slow imports, so that a wrong
+def load_settings(*, other_database: bool = False) -> "Settings":
+    """Load the settings of this process, and configure its log. Call this function before slow imports, so that a wrong
     setting is reported at once.
 
-    Changes environment variables that would redirect local requests: adds the loopback addresses to `no_proxy`, and
-    removes `PG...` variables if the process connects only to the database of the local stack.
+    Changes environment variables of this process that could redirect requests to the local stack. If a proxy is set,
+    adds the loopback addresses to `no_proxy`. Removes the `PG...` variables if Postgres is that of the local stack,
+    `synapse_dsn` is not set, and `other_database` is not set.
 
     Args:
         other_database: whether the process also connects to a database that is not in the settings. The `PG...`
-            variables apply to that database, and are kept.
+            variables apply to this other database too, so they are kept.
 
     Raises:
         BadSetting: a setting is wrong.
@@ -161,7 +164,7 @@ def loaded(*, other_database: bool = False) -> "Settings":
     from tidemark.app.settings import load
 
     context = click.get_current_context(silent=True)
-    settings: Settings = (context and context.meta.get(_SETTINGS)) or load()
+    settings: Settings = (context and context.meta.get(_SETTINGS_KEY)) or load()
 
     logs.configure_at_first_line(settings)
     bypass_proxies_for_loopback()
@@ -182,13 +185,14 @@ def require_confirmation(word: str, description: str, *, yes: bool) -> None:
 
     Args:
         word: the text to type, such as the name of a stream.
-        description: a description of the text, such as "the stream's name".
-        yes: skip the question.
+        description: a description of `word`, such as "the stream's name".
+        yes: whether to skip the question.
 
     Raises:
         UsageError: standard input is not a terminal.
         CommandFailed: the operator typed another word.
-        KeyboardInterrupt, SystemExit: the operator pressed Ctrl-C or Ctrl-D.
+        KeyboardInterrupt: the operator pressed Ctrl-C.
+        SystemExit: the operator pressed Ctrl-D; the exit code is 1.
     """
     if yes:
         return
@@ -197,15 +201,15 @@ def require_confirmation(word: str, description: str, *, yes: bool) -> None:
     try:
         answer = click.prompt(f"Type {description} to confirm ({word})", err=True)
     except click.Abort as end:
-        click.echo("\nnothing was sent", err=True)
+        click.echo("\nnothing was changed", err=True)
         raise (KeyboardInterrupt if isinstance(end.__context__, KeyboardInterrupt) else SystemExit(1)) from None
     if answer != word:
-        raise CommandFailed("nothing was sent")
+        raise CommandFailed(f"the answer is not {word}, so nothing was changed")
 
 
 def echo_result(line: str, *, err: bool = False) -> None:
-    """Print the result of completed work; if `err`, to stderr. Ignores an error of the output, because the exit code
-    reports the result."""
+    """Print the result of completed work to stdout, or to stderr if `err`. Ignores an error of the output, because the
+    work is done, and the exit code must report this."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -213,18 +217,19 @@ def echo_result(line: str, *, err: bool = False) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect the stream to /dev/null, so that flushing its buffer at exit causes no error."""
+    """Redirect the stream to /dev/null, so that Python can write the rest of its buffer at exit without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def no_stream(name: str, names: Iterable[str] = ()) -> str:
-    """The error text for an unknown stream `name`. The text suggests the most similar stream of `names`, if any."""
+def unknown_stream_text(name: str, names: Iterable[str] = ()) -> str:
+    """The error text for an unknown stream `name`. The text suggests the most similar name in `names`, if there is
+    one."""
     similar = get_close_matches(name, names, n=1)
     suggestion = f"; did you mean {similar[0]}?" if similar else ";"
     return f"there is no stream {name}{suggestion} `tidemark status` shows all streams"
 
 
-def own_name() -> str:
+def current_user_name() -> str:
     """The name of the current user, or the user ID if the user has no name."""
     try:
         return getpass.getuser()
@@ -232,32 +237,34 @@ def own_name() -> str:
         return str(os.getuid())
 
 
-def plain_text(_: click.Context, param: click.Parameter, text: str) -> str:
-    """Check the text of an option (a callback of click). Rejects blank text and control characters."""
+def require_printable_text(_: click.Context, param: click.Parameter, text: str) -> str:
+    """Return the text of an option (a callback of click). Raises `BadParameter` if the text is blank or has a character
+    that is not printable, such as a line break."""
     if not text.strip() or not text.isprintable():
-        raise click.BadParameter("give one line of text, not empty and without control characters", param=param)
+        raise click.BadParameter("give one line of text, not blank and without control characters", param=param)
     return text
 
 
-CHECK_FAILED: Final = 3  # exit code of --check
+CHECK_FAILED: Final = 3  # exit code if a check of --check failed
 EFFECT_NOT_CONFIRMED: Final = 3  # exit code if the effect of an override was not confirmed in time
 MAX_ID: Final = 2**63 - 1
 
 _CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, callback=plain_text, help="Your name; stored with the change."),
-    click.option("--why", required=True, callback=plain_text, help="The reason; stored with the change."),
+    click.option("--by", required=True, callback=require_printable_text, help="Your name; stored with the change."),
+    click.option("--why", required=True, callback=require_printable_text, help="The reason; stored with the change."),
     click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing."),
     click.option("--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal."),
     json_option,
 ]
 
-wait_for_effect = click.option(
-    "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
+effect_wait_option = click.option(
+    "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait until the change has effect."
 )
 
 
 def change_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the common options of all commands that change something: `--by`, `--why`, `--dry-run`, `--yes`, `--json`."""
+    """Add the options `--by`, `--why`, `--dry-run`, `--yes` and `--json` to a command with which operators change
+    something."""
     for option in reversed(_CHANGE_OPTIONS):
         command = option(command)
     return command

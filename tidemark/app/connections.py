@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 PREFIX = "TIDEMARK_"
 
 
-def host_port(text: str) -> tuple[str, int]:
-    """Split an address such as `[::1]:9481` into host (without brackets) and port. Raises `ValueError`."""
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Split an address such as `[::1]:9481` into host (without brackets) and port. Raises `ValueError` if the text is
+    not such an address."""
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
@@ -43,12 +44,13 @@ def host_name(field: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on this address is reachable only from this machine."""
+    """Whether `host` is 127.0.0.1 or ::1, so that a server that listens on `host` is reachable only from this machine.
+    False for other text that also leads to this machine, such as `localhost`."""
     return host in LOOPBACK
 
 
 def _check_host_port(text: str) -> str:
-    host_port(text)
+    parse_host_port(text)
     return text
 
 
@@ -71,19 +73,22 @@ _NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^
 
 
 def masked(text: str) -> str:
-    """Replace the passwords in a URL or in key=value words by `***`. Other text is returned unchanged."""
+    """Replace the password in a URL, and the passwords and secrets in key=value words, by `***`. The rest of the text
+    is unchanged."""
     return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 def _without_path(text: str) -> str:
-    """Remove user, path and query from a URL, because each may contain a key."""
     parts = urlsplit(text)
     rest = parts.path.strip("/") or parts.query or parts.fragment
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
 
 
 def masked_url(text: str) -> str:
-    """The scheme and host of a web service's URL. The other parts may contain a key, and are replaced by `***`."""
+    """The URL of a web service with only scheme, host and port, because the other parts may contain a key.
+
+    User and password are removed. Path, query and fragment become `/***`. A URL that cannot be parsed becomes `***`.
+    """
     try:
         return _without_path(text)
     except ValueError:
@@ -98,10 +103,10 @@ def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Maskable:
-    """Marks a setting with a secret address that may be shown after its passwords are masked. If `web`, only scheme and
-    host may be shown, because the other parts of the URL may contain a key."""
+    """Marks a secret setting that is an address, and may be shown after `masked`. If `is_web_url`, the address may be
+    shown after `masked_url`."""
 
-    web: bool = False
+    is_web_url: bool = False
 
 
 def _check_optional_conninfo(secret: SecretStr | None) -> SecretStr | None:
@@ -112,35 +117,37 @@ def _check_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
     return None if secret is None else _check_redis_url(secret)
 
 
-WebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Maskable(web=True)]
+OptionalWebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Maskable(is_web_url=True)]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_check_conninfo), Maskable()]
 RedisUrl = Annotated[SecretStr, AfterValidator(_check_redis_url), Maskable()]
-OtherDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Maskable()]
-OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Maskable()]
+OptionalDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Maskable()]
+OptionalRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Maskable()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_check_host_port)]
-Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
+TopicName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
-_LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
-_OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret"))
+_LOGIN_SETTINGS = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
+_OAUTHBEARER_SETTINGS = tuple(
+    f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret")
+)
 
 
 class Connections(BaseModel):
     model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
 
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
-    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic of the writers' records.")
-    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operator overrides.")
-    kafka_dead_letters_topic: Topic = Field(
+    kafka_facts_topic: TopicName = Field("tidemark.facts", description="Topic of the writers' records.")
+    kafka_control_topic: TopicName = Field("tidemark.control", description="Topic of operator overrides.")
+    kafka_dead_letters_topic: TopicName = Field(
         "tidemark.dead-letters", description="Topic to which rejected records are written."
     )
-    kafka_positions_topic: Topic | None = Field(
+    kafka_positions_topic: TopicName | None = Field(
         None, description="Compacted topic to which positions are also published. Default: none."
     )
     kafka_create_topics: Annotated[bool, Field(description="Create missing topics. The local stack sets this.")] = False
     kafka_partitions: Positive = Field(
-        4, description="Partitions of a facts topic that Tidemark creates; they can never change."
+        4, description="Number of partitions of a facts topic that Tidemark creates; it can never change."
     )
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
         "PLAINTEXT", description="Protocol of the connections to the brokers."
@@ -150,7 +157,7 @@ class Connections(BaseModel):
     )
     kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
     kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
-    kafka_sasl_oauthbearer_token_endpoint_url: WebUrl = Field(
+    kafka_sasl_oauthbearer_token_endpoint_url: OptionalWebUrl = Field(
         None, description="OAUTHBEARER: URL of the token endpoint, https://..."
     )
     kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: client ID.")
@@ -168,9 +175,9 @@ class Connections(BaseModel):
         SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
     )
     postgres_password: SecretStr | None = Field(None, description="Password; it replaces a password in the address.")
-    readers_dsn: OtherDsn = Field(
+    readers_dsn: OptionalDsn = Field(
         None,
-        description="Database with the places of readers (their `effects`). Default: TIDEMARK_POSTGRES_DSN.",
+        description="Database with the places of readers. Default: TIDEMARK_POSTGRES_DSN.",
     )
     redis_url: RedisUrl = Field(
         SecretStr("redis://localhost:6379/0"),
@@ -179,18 +186,18 @@ class Connections(BaseModel):
     redis_password: SecretStr | None = Field(None, description="Password; it replaces a password in the URL.")
     redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
     redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's certificates.")
-    synapse_dsn: OtherDsn = Field(None, description="`tidemark synapse`: address of Synapse's own database.")
-    synapse_redis_url: OtherRedisUrl = Field(
+    synapse_dsn: OptionalDsn = Field(None, description="`tidemark synapse`: address of Synapse's own database.")
+    synapse_redis_url: OptionalRedisUrl = Field(
         None, description="`tidemark synapse`: URL of the Redis over which Synapse's processes replicate."
     )
 
-    otlp_url: WebUrl = Field(
+    otlp_url: OptionalWebUrl = Field(
         None, description="Collector (http://host:4318) to which a trace of each batch is sent, in OTLP over HTTP."
     )
 
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:
-        needed = _OAUTHBEARER if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN
+        needed = _OAUTHBEARER_SETTINGS if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN_SETTINGS
         missing = [name for name in needed if getattr(self, name) is None]
         if self.kafka_security_protocol.startswith("SASL") and missing:
             raise ValueError(
@@ -206,7 +213,7 @@ class Connections(BaseModel):
 
     @property
     def kafka(self) -> KafkaConnection:
-        """The connection to Kafka, with the current contents of the secret files."""
+        """The settings of connections to Kafka, with the current contents of the secret files."""
         return KafkaConnection(
             bootstrap=self.kafka_bootstrap_servers,
             protocol=self.kafka_security_protocol,
@@ -241,13 +248,13 @@ class Connections(BaseModel):
         )
 
     def postgres(self) -> str:
-        """The address of Postgres, with the current contents of the secret files."""
+        """The DSN of Postgres with its password. Reads the secret files at each call (see `secret`)."""
         dsn = self.secret("postgres_dsn") or ""
         password = self.secret("postgres_password")
         return dsn if password is None else make_conninfo(dsn, password=password)
 
     def readers(self) -> str:
-        """The address of the database with the places of readers: by default, the address of `postgres`."""
+        """The DSN of the database with the places of readers: `readers_dsn`, or else the DSN of `postgres`."""
         return self.secret("readers_dsn") or self.postgres()
 
     @abstractmethod
@@ -256,12 +263,12 @@ class Connections(BaseModel):
 
 
 def variable(name: str) -> str:
-    """The environment variable of the setting `name`, without regard to aliases (see `settings.variable_of`)."""
+    """The name of the environment variable of the setting `name`. Ignores aliases: see `settings.variable_of`."""
     return f"{PREFIX}{name.upper()}"
 
 
 def require_both(settings: BaseModel, *pair: str) -> None:
-    """Raise `ValueError` if only one of two settings is set."""
+    """Raise `ValueError` if only one of the two settings with the names `pair` is set."""
     missing = [name for name in pair if getattr(settings, name) is None]
     if len(missing) == 1:
         raise ValueError(f"set both {' and '.join(map(variable, pair))}, or neither; {variable(missing[0])} is not set")
@@ -272,10 +279,13 @@ def _text(path: Path | None) -> str | None:
 
 
 def accepts_connections(where: str) -> bool:
-    """Whether a process accepts connections at `where`: `host:port`, optionally followed by `/path`. If `where` is a
-    list separated by commas, the first address counts. Connects for at most a second."""
+    """Whether a process accepts connections at `where`: `host:port`, optionally followed by `/path`.
+
+    If `where` is a list separated by commas, only the first address is tried. False if `where` is not such an address.
+    Blocks for at most a second for each IP address of the host.
+    """
     try:
-        socket.create_connection(host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
+        socket.create_connection(parse_host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
     except (OSError, ValueError):
         return False
     return True

@@ -1,8 +1,8 @@
-"""`tidemark follow`: copies the published positions from Redis to a database of readers. The relay does the same in its
-own database.
+"""`tidemark follow`: copies the published positions from Redis to a database of readers.
 
-The process reads a stream after a message on its Redis channel, and all streams once a second. Several processes may
-write to the same database, because stored positions never move back.
+A relay does the same in its own database if TIDEMARK_REDIS_URL is set. The process reads a stream after a message on
+the stream's Redis channel, and all streams once a second. Several processes may write to the same database, because
+stored positions never move back.
 """
 
 import threading
@@ -55,11 +55,12 @@ HANGING_SECONDS = 60.0
 """Seconds without an iteration of the loop after which the process counts as hanging."""
 REDIS_TIMEOUT_SECONDS = 2.0
 """Timeout of a connection to Redis, and of an answer."""
-FULL_READ_SECONDS = 1.0
-"""Seconds between two reads of all streams, because messages on channels may be lost."""
-_COLLECT_SECONDS = 0.01
-"""The longest time for collecting further messages after the wait for a first message."""
+FULL_READ_INTERVAL_SECONDS = 1.0
+"""Seconds between two reads of all streams. They are necessary because messages on channels may be lost."""
+_FIRST_MESSAGE_SECONDS, _ALL_MESSAGES_SECONDS = 0.05, 0.06
+"""Time limits of `_receive_moved_streams`: for the first message, and for all messages."""
 REFUSED_PAUSE_SECONDS = 5.0
+"""Pause after a server has refused a statement."""
 
 
 class FollowMetrics:
@@ -94,8 +95,7 @@ class FollowMetrics:
 
 
 class ReaderWatch:
-    """Reads the places of the readers in the database that this process writes to, and updates their metrics. `run`
-    returns when `halt` is set."""
+    """Updates the metrics of readers from the places in the database of readers. `run` returns when `halt` is set."""
 
     def __init__(self, dsn: Dsn, registry: CollectorRegistry, halt: threading.Event) -> None:
         self._session = reader_session(dsn, "tidemark reader metrics")
@@ -133,7 +133,7 @@ class PositionFollower:
         halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
         history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
-        metrics: the metrics to update; None: no metrics.
+        metrics: the metrics to update; None: they are not served, so nothing is updated.
     """
 
     def __init__(
@@ -157,23 +157,26 @@ class PositionFollower:
         """By stream with writers in this database: the ID (a magnitude) after which the stream begins, and the epoch of
         each writer."""
         self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
-        """By stream, what was last copied: linear position, writers' positions, newest late completion."""
+        """By stream, the published positions at the last change: linear position, writer -> position, and the number of
+        the newest late completion."""
         self._is_full_read = False
-        """Whether this iteration has read the positions of the database."""
+        """Whether this iteration reads all streams. It has then also read `_known` and `_local_writers`."""
         self._local_streams = set[str]()
+        """The streams whose position this database decides."""
 
     def is_local(self, stream: str) -> bool:
-        """Whether all writers of the stream are in this database, according to the last read of Redis. Thread-safe."""
+        """Whether this database decides the position of the stream (see `_decide_source`), because all writers of the
+        stream are in it. False before the first read of Redis. Thread-safe."""
         return stream in self._local_streams
 
-    def run(self, *, patient: bool = False) -> None:
+    def run(self, *, retries_refusals: bool = False) -> None:
         """Copy positions until `halt` is set. Waits while servers are unavailable. Closes all sessions at the end.
 
         Args:
-            patient: whether to log a warning and try again if a server refuses a statement.
+            retries_refusals: whether to log a warning and try again if a server refuses a statement.
 
         Raises:
-            Refused: a server refused a statement, and `patient` is not set.
+            Refused: a server refused a statement, and `retries_refusals` is not set.
         """
         wait_log = WaitLog()
         try:
@@ -184,7 +187,7 @@ class PositionFollower:
                 except Unavailable as problem:
                     self._halt.wait(wait_log.pause_after(problem))
                 except Refused as problem:
-                    if not patient:
+                    if not retries_refusals:
                         raise
                     log.warning("Cannot copy the published positions; trying again", problem=str(problem))
                     self._halt.wait(REFUSED_PAUSE_SECONDS)
@@ -197,11 +200,11 @@ class PositionFollower:
         self._published.clear()
         with self._redis.use() as client, client.pubsub() as pubsub:
             pubsub.psubscribe(channel_pattern(database_of(client)))
-            read_at = -FULL_READ_SECONDS
+            read_at = -FULL_READ_INTERVAL_SECONDS
             while not self._halt.is_set():
                 self._metrics.heartbeat.set_to_current_time()
                 moved = _receive_moved_streams(pubsub)
-                self._is_full_read = time.monotonic() - read_at >= FULL_READ_SECONDS
+                self._is_full_read = time.monotonic() - read_at >= FULL_READ_INTERVAL_SECONDS
                 if self._is_full_read:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
@@ -209,37 +212,35 @@ class PositionFollower:
                     moved = {*client.smembers(STREAMS), *self._local_writers}
                 if self._streams is not None:
                     moved &= self._streams
-                self._read(client, sorted(moved))
+                self._copy(client, sorted(moved))
                 wait_log.note_success()
                 if self._is_full_read:
                     self._metrics.last_read.set_to_current_time()
                     self._metrics.streams.set(len(self._known))
 
-    def _read(self, client: object, streams: Collection[str]) -> None:
+    def _copy(self, client: object, streams: Collection[str]) -> None:
         names = [*streams]
         for start in range(0, len(names), STREAMS_PER_TRANSACTION):
-            moves = dict[str, StreamUpdate]()
+            updates = dict[str, StreamUpdate]()
             for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
                 keys = read_reply(request, send_request(client, request))
-                if self._decide_source(stream, keys) and (move := self._next_update(stream, keys)) is not None:
-                    moves[stream] = move
-            if moves:
-                reader_database.publish(self._session, moves)
-                for stream, move in moves.items():
+                if self._decide_source(stream, keys) and (update := self._next_update(stream, keys)) is not None:
+                    updates[stream] = update
+            if updates:
+                reader_database.publish(self._session, updates)
+                for stream, update in updates.items():
                     known = self._known.get(stream, KnownStream(0, 0, is_decided_here=False))
-                    newest = max([known.late, move.late_after, *(late.number for late in move.late)])
-                    self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
+                    newest = max([known.late, update.late_after, *(late.number for late in update.late)])
+                    self._known[stream] = KnownStream(update.linear, newest, is_decided_here=False)
 
     def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
-        """Decide where the stream's position in this database comes from. If it changes to the published positions,
-        store this in the database.
+        """Whether to copy the published positions of the stream. Also updates `_local_streams`.
 
-        If all writers of the stream are in this database, the position comes from the transactions of this database,
-        unless the stream was followed before. Otherwise the published positions are copied.
-
-        Returns:
-            True if the published positions are to be copied.
+        If not, this database decides the position of the stream from its own transactions, or Redis has no position.
+        This database decides while all writers of the stream are in it, and until an operator override settles IDs that
+        are open in it. Then this method stores in the database that the stream follows its published positions from now
+        on, which is permanent.
         """
         known = self._known.get(stream)
         is_decided_here = known is not None and known.is_decided_here
@@ -267,10 +268,10 @@ class PositionFollower:
         return keys.linear is not None and not is_decided_here
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
-        """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
+        """Whether an operator override has settled IDs beyond the position `known` of this database.
 
-        An override of an earlier epoch is ignored, because the override is from before a restore. Only an iteration
-        that reads all streams checks this; in other iterations, the result is False.
+        An override of an earlier epoch than in `epochs` is ignored: it is older than a restore of this database. Reads
+        the published events only in an iteration that reads all streams; in all other iterations, the result is False.
         """
         if keys.linear is None or not is_beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
@@ -280,8 +281,8 @@ class PositionFollower:
         )
 
     def _next_update(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
-        """Remember the published positions of a stream, and return the update for the database. None if the positions
-        have not changed since the last call."""
+        """Compute the update of a stream for the database, and remember its published positions. None if they have not
+        changed since the last call. Reads new late completions from Redis, or from Postgres if Redis lacks them."""
         assert keys.linear is not None
         published = (keys.linear, keys.positions, keys.late)
         if self._published.get(stream) == published:
@@ -303,7 +304,7 @@ class PositionFollower:
         return StreamUpdate(keys.linear, writers, lost, late)
 
     def _events(self, stream: str, since: Place) -> list[Event]:
-        """Read the events between a place and the currently published positions."""
+        """Read the events between the place `since` and the positions that are published now."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()
         while not isinstance(step := driver.step(), CaughtUp):
@@ -319,7 +320,7 @@ class PositionFollower:
 def run(
     settings: Settings, dsn: Dsn, streams: Collection[str] | None, history: str | None, metrics: str | None
 ) -> None:
-    """Copy published positions until SIGTERM or SIGINT.
+    """Copy published positions until SIGTERM or SIGINT. Waits while servers are unavailable.
 
     Args:
         settings: the settings with the address of Redis.
@@ -329,7 +330,7 @@ def run(
         metrics: the address at which metrics and probes are served; None: serve none.
 
     Raises:
-        BadSetting: the process cannot listen on the address `metrics`.
+        BadSetting: `metrics` is not `host:port`, or the process cannot listen on this address.
         Refused: a server refused a statement.
     """
     halt = shutdown_event()
@@ -344,23 +345,26 @@ def run(
 
 
 def _receive_moved_streams(pubsub: object) -> set[str]:
-    """Receive notifications, and return the streams that they name. Waits at most 50 ms for the first message, then
-    takes the messages that have arrived, for at most 60 ms in all."""
-    moved, wait = set[str](), 0.05
-    deadline = time.monotonic() + wait + _COLLECT_SECONDS
+    """Receive messages on the channels of streams, and return the names of these streams. Waits at most 50 ms for the
+    first message, then takes the messages that have arrived, for at most 60 ms in all."""
+    moved = set[str]()
+    deadline = time.monotonic() + _ALL_MESSAGES_SECONDS
     while time.monotonic() < deadline:
-        message = pubsub.get_message(ignore_subscribe_messages=True, timeout=0.0 if moved else wait)  # type: ignore[attr-defined]
+        wait = 0.0 if moved else _FIRST_MESSAGE_SECONDS
+        message = pubsub.get_message(ignore_subscribe_messages=True, timeout=wait)  # type: ignore[attr-defined]
         if message is None:
             break
         moved.add(stream_of(message["channel"]))
     return moved
 
 
-def migrate(dsn: Dsn, halt: threading.Event, wait: float) -> bool:
-    """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set.
+def migrate(dsn: Dsn, halt: threading.Event, wait_seconds: float) -> bool:
+    """Install or update the schema `tidemark_reader`. Returns False if the schema was up to date.
 
-    Returns False if the schema was up to date.
+    Raises:
+        Unavailable: the database still did not answer, or its tables were locked, after `wait_seconds`.
+        Stopping: `halt` was set.
     """
     show_progress = partial(progress, "installing", unit="script")
     with reader_session(dsn, "tidemark follow migrate") as session:
-        return wait_out(lambda: reader_database.install(session, show_progress), halt, wait)
+        return wait_out(lambda: reader_database.install(session, show_progress), halt, wait_seconds)

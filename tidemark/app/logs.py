@@ -1,7 +1,7 @@
 """Log lines on stderr, as text for people or as JSON for programs, and the shutdown signals of a process.
 
-In JSON, each log event is one line, also an unexpected error. `RepeatedLog` limits the number of log lines that clients
-can cause. `shutdown_event` turns shutdown signals into an event that a process can wait for.
+In JSON, each log event is one line, also if the event is an unexpected error. `RepeatedLog` limits the number of log
+lines that clients can cause. `shutdown_event` sets an event at the first shutdown signal.
 """
 
 import _thread
@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tidemark.app.output import CLEAR_LINE, printable
+from tidemark.app.output import CLEAR_LINE, escape_unprintable
 from tidemark.app.settings import Settings
 from tidemark.common.log import configure_later, configure_now, get_logger
 
@@ -32,13 +32,13 @@ def configure(settings: Settings) -> None:
 
 
 def configure_at_first_line(settings: Settings) -> None:
-    """Configure the logs of libraries and the handlers of unexpected errors now, and structlog when the first line is
-    logged. So a process that logs nothing does not import structlog.
+    """Configure the logs of libraries and, for JSON, the handlers of unexpected errors. structlog is configured when
+    the first line is logged, so a process that logs nothing does not import structlog.
     """
-    # These libraries log errors that they also raise. The exception handlers log raised errors already.
+    # These libraries log errors that they also raise. Tidemark logs or reports the raised errors.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    logging.getLogger().addFilter(_not_py4j)  # py4j logs a lost connection to the root logger
+    logging.getLogger().addFilter(_is_not_from_py4j)  # py4j logs a lost connection to the root logger
     if settings.log_format == "json":
         sys.excepthook = lambda *error: _log_crash(error)
         threading.excepthook = lambda args: _log_crash(
@@ -76,7 +76,7 @@ def _configure_structlog(settings: Settings) -> None:
 
 
 class _LibraryHandler(logging.Handler):
-    """Writes warnings and errors of libraries in the log format of this process."""
+    """Writes the log records of libraries in the log format of this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = get_logger(record.name)
@@ -84,11 +84,11 @@ class _LibraryHandler(logging.Handler):
 
 
 def _log_crash(error: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
-    get_logger(__name__).critical("Ended by an unexpected error", exc_info=error)
+    get_logger(__name__).critical("An unexpected error ended this process or one of its threads", exc_info=error)
 
 
 def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
-    return {name: printable(value) if isinstance(value, str) else value for name, value in entry.items()}
+    return {name: escape_unprintable(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
 def _on_its_own_line(_: "WrappedLogger", __: str, line: Any) -> str:
@@ -96,7 +96,7 @@ def _on_its_own_line(_: "WrappedLogger", __: str, line: Any) -> str:
     return f"{CLEAR_LINE}{line}"
 
 
-def _not_py4j(record: logging.LogRecord) -> bool:
+def _is_not_from_py4j(record: logging.LogRecord) -> bool:
     return record.module != "java_gateway"
 
 
@@ -107,26 +107,27 @@ MAX_TEXT_CHARS = 100  # of a client's text
 Level = Literal["info", "warning"]
 
 
-def shortened(text: str) -> str:
-    """Truncate a client's text to `MAX_TEXT_CHARS`. A truncated text ends with its full length."""
+def shorten(text: str) -> str:
+    """Truncate a client's text to its first `MAX_TEXT_CHARS` characters, and append the original length. A text that is
+    not longer is returned unchanged."""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}... ({len(text)} characters)"
 
 
 @dataclass(slots=True)
 class _EventWindow:
-    """The number of written and suppressed lines of one event since the time `since` (seconds, monotonic)."""
+    """The number of written and suppressed lines of one event since `began_at` (seconds, monotonic)."""
 
     level: Level
-    since: float
+    began_at: float
     written: int = 0
     suppressed: int = 0
 
 
 class RepeatedLog:
-    """Writes at most `MAX_LINES` lines per minute for each event, and counts the suppressed lines. Not thread-safe.
+    """Writes at most `MAX_LINES` lines for each event in a window, and counts the suppressed lines. Not thread-safe.
 
-    A client can cause the same event thousands of times a second. The text `event` must be a constant, so that equal
-    events are counted together.
+    A client can cause the same event thousands of times a second. The window of an event begins with its first line,
+    and ends after `WINDOW_SECONDS`. Use a constant text as `event`: lines with the same text are counted together.
     """
 
     def __init__(self, log: Any, now: Callable[[], float] = time.monotonic) -> None:
@@ -136,29 +137,29 @@ class RepeatedLog:
         self._windows: dict[str, _EventWindow] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
-        """Write a line, or only count the line if its event has too many lines in this window. Truncates the texts in
-        `fields`."""
+        """Write a line, or only count the line if its event already has `MAX_LINES` lines in the window. Shortens the
+        texts in `fields`."""
         self.flush()
         window = self._windows.setdefault(event, _EventWindow(level, self._now()))
         if window.written >= MAX_LINES:
             window.suppressed += 1
             return
         window.written += 1
-        self._log.log(_NUMBERS[level], event, **{name: shortened(value) for name, value in fields.items()})
+        self._log.log(_LEVEL_NUMBERS[level], event, **{name: shorten(value) for name, value in fields.items()})
 
     def flush(self) -> None:
-        """Log the number of suppressed lines of each window that has ended. Call this method regularly."""
+        """Log the number of suppressed lines of each window that has ended. Call this method regularly, because `write`
+        calls it only for the next line of a client."""
         now = self._now()
         for event, window in [*self._windows.items()]:
-            if now - window.since >= WINDOW_SECONDS:
+            if now - window.began_at >= WINDOW_SECONDS:
                 del self._windows[event]
                 if window.suppressed:
-                    self._log.log(
-                        _NUMBERS[window.level], event, left_out=window.suppressed, seconds=round(now - window.since)
-                    )
+                    seconds = round(now - window.began_at)
+                    self._log.log(_LEVEL_NUMBERS[window.level], event, left_out=window.suppressed, seconds=seconds)
 
 
-_NUMBERS: dict[Level, int] = {"info": 20, "warning": 30}
+_LEVEL_NUMBERS: dict[Level, int] = {"info": 20, "warning": 30}
 
 
 SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -167,19 +168,19 @@ SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def shutdown_event(
     on_shutdown: Callable[[], object] = lambda: None,
     *,
-    numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
-    again: signal.Handlers = signal.SIG_IGN,
+    signals: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
+    repeat_handler: signal.Handlers = signal.SIG_IGN,
 ) -> threading.Event:
-    """Create an event, and set it when the first of the signals arrives. Call this function on the main thread.
+    """Create an event that is set when the first of the signals arrives. Call this function on the main thread.
 
     Python runs signal handlers on the main thread, possibly while the main thread has the event's lock inside `wait`.
     If a handler called `set`, it could deadlock. So a helper thread calls `set`; `_thread` starts the thread without a
     lock.
 
     Args:
-        on_shutdown: called on the helper thread after the event is set.
-        numbers: the signals.
-        again: the handler of a signal that arrives again.
+        on_shutdown: called on the helper thread after the event is set; again if another of the signals arrives.
+        signals: the signals. Replaces their handlers.
+        repeat_handler: the handler of a signal from its first arrival on.
     """
     shutdown = threading.Event()
 
@@ -188,10 +189,10 @@ def shutdown_event(
         on_shutdown()
 
     def handle(number: int, _: object) -> None:
-        signal.signal(number, again)
+        signal.signal(number, repeat_handler)
         _thread.start_new_thread(finish, ())
 
-    for number in numbers:
+    for number in signals:
         signal.signal(number, handle)
     return shutdown
 
@@ -200,8 +201,8 @@ def shutdown_event(
 def run_in_thread(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
     """Run `work` in a thread while the block runs.
 
-    At its end, the block sets `halt` and waits for `work`, which must then return. If `work` raises an error, `halt` is
-    set at once, and the end of the block raises the error.
+    The end of the block sets `halt`, and waits until `work` returns. `work` must return soon after `halt` is set. If
+    `work` raises an error, `halt` is set at once, and the end of the block raises the error.
     """
     failures = list[BaseException]()
 

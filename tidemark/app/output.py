@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_CELL_CHARS: Final = 48  # of a cell before the last column
-MIN_CELL_CHARS: Final = 12  # of a cell on a narrow terminal
+MIN_CELL_CHARS: Final = 12  # cells are not cut to fewer characters, even on a narrow terminal
 CLEAR_LINE: Final = "\r\x1b[K"
 """Terminal code that clears the current line, which may show a progress bar."""
 _HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
@@ -74,18 +74,19 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
 
-def printable(text: str) -> str:
-    """Escape the characters of `text` that are not printable, so that a terminal does not execute untrusted text."""
+def escape_unprintable(text: str) -> str:
+    """Escape the characters of `text` that are not printable, also line breaks. So a terminal does not execute
+    untrusted text."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def sanitize(lines: Iterable[str]) -> str:
-    """Join the lines to one text. Each line is made `printable` first."""
-    return "\n".join(map(printable, lines))
+def join_escaped(lines: Iterable[str]) -> str:
+    """Join lines to one text, after the characters of each line that are not printable are escaped."""
+    return "\n".join(map(escape_unprintable, lines))
 
 
 def one_line(problem: Exception) -> str:
-    """The text of an error without its line breaks."""
+    """The text of an error as one line. A line break or other white space becomes one space."""
     return " ".join(str(problem).split())
 
 
@@ -98,7 +99,7 @@ def count(number: int, singular: str) -> str:
 
 
 def applied_migrations(versions: Sequence[int]) -> str:
-    """The result of a migration as text."""
+    """The result of a migration as text. `versions`: the migrations that were applied now; may be empty."""
     if not versions:
         return "the schema is up to date"
     return f"applied {'migration' if len(versions) == 1 else 'migrations'} {', '.join(map(str, versions))}"
@@ -112,19 +113,19 @@ def plural(noun: str) -> str:
 
 
 def id_range(low: int, top: int) -> str:
-    """The signed IDs in `(low, top]`: `7`, or `7..9`."""
+    """The IDs in `(low, top]` as text: `7`, or `7..9`. IDs are signed; in a backward stream, `top` is below `low`."""
     first = low + 1 if top > 0 else low - 1
     return str(first) if first == top else f"{first}..{top}"
 
 
 def ids(low: int, top: int) -> str:
-    """`id_range` with its noun: `ID 7`, or `IDs 7..9`."""
+    """The IDs in `(low, top]` with their noun: `ID 7`, or `IDs 7..9`. See `id_range`."""
     text = id_range(low, top)
     return f"{'IDs' if '..' in text else 'ID'} {text}"
 
 
 def duration(seconds: float) -> str:
-    """A duration or an age in one unit: `4 s`, `12 min`, `5 h`, `3 d`."""
+    """A duration or an age in one unit, rounded down: `4 s`, `12 min`, `5 h`, `3 d`. Negative: `0 s`."""
     seconds = max(0, int(seconds))
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
@@ -135,13 +136,13 @@ def duration(seconds: float) -> str:
 # ---- objects for programs
 
 
-def plain(value: "DataclassInstance") -> dict[str, Any]:
+def field_values(value: "DataclassInstance") -> dict[str, Any]:
     """The fields of a dataclass: name -> value. Values are not converted."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def as_object(value: object) -> str:
-    """Encode a value as indented JSON text. msgspec must be able to encode the value."""
+def json_text(value: object) -> str:
+    """Encode a value as indented JSON text. The value must be of types that msgspec can encode."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
@@ -153,8 +154,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def has_colour(stream: TextIO | None = None) -> bool:
-    """Whether to print colours to `stream` (None: standard output): if it is a terminal that supports colours, and
-    NO_COLOR is not set (no-color.org).
+    """Whether to print colours to `stream`; None: standard output. True if the stream is a terminal that supports
+    colours, and the variable NO_COLOR is not set (no-color.org).
     """
     return (
         _is_terminal(sys.stdout if stream is None else stream)
@@ -164,7 +165,7 @@ def has_colour(stream: TextIO | None = None) -> bool:
 
 
 def echo(text: str) -> None:
-    """Print text for people. On a terminal, headings are bold, problems red, and commands to type cyan."""
+    """Print text for people. If `has_colour`, headings are bold, problems red, and commands to type cyan."""
     if not has_colour():
         click.echo(click.unstyle(text), color=False)
         return
@@ -180,21 +181,21 @@ def _colour_line(line: str) -> str:
 
 
 def shows_progress() -> bool:
-    """Whether `progress` shows a bar: if standard error is a terminal."""
+    """Whether standard error is a terminal, so that `progress` shows a bar."""
     return _is_terminal(sys.stderr)
 
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with rate and remaining time during the block, if standard error is a terminal.
+    """Show a progress bar with rate and remaining time on standard error during the block, if it is a terminal.
 
     Args:
         label: the description of the work, such as `reading Kafka`.
-        total: the number of units.
+        total: the number of units. If it is 0, there is no bar.
         unit: the noun of a unit, in the singular.
 
     Yields:
-        A thread-safe function that adds to the number of completed units.
+        A function to call with the number of units that were completed since its last call.
     """
     if not shows_progress() or total <= 0:
         yield lambda _: None

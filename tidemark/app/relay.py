@@ -1,4 +1,4 @@
-"""`tidemark relay`: send the appended facts of a service's database to Kafka. Also creates the schema in this database,
+"""`tidemark relay`: sends the appended facts of a service's database to Kafka. Also creates the schema in the database,
 retires writers, and lists blocking transactions.
 """
 
@@ -36,8 +36,8 @@ Say = Callable[[str], None]
 
 
 STALE_SECONDS = 60.0
-"""Seconds without an iteration of the loop after which the process counts as hanging. A relay usually iterates twenty
-times a second."""
+"""Seconds without an iteration of the loop after which a relay or bridge counts as hanging. A relay usually iterates
+twenty times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +91,21 @@ def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack
     """Start a thread that copies the published positions into the database, if TIDEMARK_REDIS_URL is set. The thread
     ends with `stack`.
 
-    Returns a predicate: whether all writers of a stream are in this database. Without Redis, always True.
+    Returns a function that gets the name of a stream, and returns whether this database decides the stream's position.
+    Without TIDEMARK_REDIS_URL, this is always True.
     """
     if "redis_url" not in settings.model_fields_set:
         return lambda _: True
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - needs redis-py
 
     follower = PositionFollower(settings.redis, dsn, halt)
-    stack.enter_context(run_in_thread(partial(follower.run, patient=True), halt))
+    stack.enter_context(run_in_thread(partial(follower.run, retries_refusals=True), halt))
     return follower.is_local
 
 
 def require_facts_topic(settings: Settings) -> None:
-    """Raise `Unavailable` if Kafka does not answer, or if the facts topic is missing. The caller may try again, because
-    the program that creates the topic may start later."""
+    """Raise `Unavailable` if Kafka does not answer, or if the facts topic is missing. The caller may try again: another
+    program may create the topic later."""
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
     except TopicMissing as problem:
@@ -113,8 +114,8 @@ def require_facts_topic(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """The health of the relay or of the bridge to Synapse, for probes. `database`: words for the databases of the
-    process, in messages."""
+    """The health of the relay or of the bridge to Synapse, for probes. `database`: the text for its databases in
+    messages."""
 
     metrics: LoopMetrics
     database: str
@@ -126,17 +127,18 @@ class LoopHealth:
     def liveness_problem(self, now: float) -> str | None:
         is_active = http_health.gauge_value(self.metrics.active) == 1
         is_stale = is_active and now - http_health.gauge_value(self.metrics.heartbeat) >= STALE_SECONDS
-        return "the loop does not run" if is_stale else None
+        return f"the loop has not run for {STALE_SECONDS:.0f} s" if is_stale else None
 
     def readiness_problem(self) -> str | None:
-        """Why the process is not ready; None if it is. A standby is ready, so that a rolling update can proceed."""
+        """Why the process is not ready; None if it is ready. A standby is ready, so that a rolling update can
+        proceed."""
         works = http_health.gauge_value(self.metrics.active) or http_health.gauge_value(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCreation:
-    """A stream that the caller of `migrate` asked for. If `created`, the stream did not exist before."""
+    """A stream that the caller of `migrate` asked for. `created`: whether `migrate` has created the stream now."""
 
     stream: str
     created: bool
@@ -147,8 +149,8 @@ class RelayMigration:
     """The result of `migrate`.
 
     Attributes:
-        applied: the versions of the schema that were applied now.
-        readers_installed: whether the functions of readers were created or updated.
+        applied: the versions of the migrations that were applied now.
+        readers_installed: whether the functions of readers were created or updated now.
         streams: the streams that the caller asked for.
     """
 
@@ -158,11 +160,18 @@ class RelayMigration:
 
 
 def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> RelayMigration:
-    """Create or update the schema and its functions, and create the missing streams. Calls `say` with a line of text
-    for each step.
+    """Create or update the tables and functions of the relay and of readers, and create the streams that are missing.
+    Calls `say` with a line of text for each step.
+
+    Args:
+        dsn: the service's database.
+        streams: the streams to create.
+        direction: the direction of the IDs of `streams`.
+        say: called with each line of text.
 
     Raises:
-        BadSetting: a stream's name is not allowed, or the database is not UTF-8.
+        BadSetting: a stream's name is not allowed, or the encoding of the database is not UTF8.
+        Unavailable: the database does not answer, or its tables are locked for too long.
     """
     for name in streams:
         if not is_name(name):
@@ -188,7 +197,8 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
 
 
 def _create_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
-    """Create the stream, or return False if the stream exists. Takes no lock if the stream exists."""
+    """Create the stream. Returns False if the stream existed in this direction; then no lock was taken. The database
+    raises an error if the stream exists in the other direction."""
     existing = connection.execute(
         "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
         [name, 1 if direction == "forward" else -1],
@@ -205,17 +215,17 @@ class RetireOrder:
     Attributes:
         writer: the writer to retire.
         stream: the stream; None: all streams of the writer.
-        wait: how long to try for each stream, in seconds.
+        wait_seconds: how long to try for each stream.
     """
 
     writer: str
     stream: str | None
-    wait: float
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """The ID of the stream at which a writer retires."""
+    """The ID of a stream at which a writer retires, signed."""
 
     stream: str
     id: int
@@ -223,18 +233,20 @@ class Retirement:
 
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> list[Retirement]:
     """Retire a writer in one or all of its streams. The relay sends the RETIRE records later, after all facts of the
-    writer. Calls `say` with a line of text for each stream.
+    writer. Calls `say` with a line of text for each stream. Returns an empty list if `order.stream` is None and the
+    writer is active in no stream.
 
     Raises:
         Refused: the writer or the stream does not exist, or the writer is the database itself.
-        PrerequisitePending: the writer has open transactions or unsent facts, or the next ID already has a row because
-            the sequence was set back.
+        PrerequisitePending: after `order.wait_seconds`, the writer still has open transactions or unsent facts, or the
+            next ID already has a row because the sequence was set back. Earlier streams are retired.
+        Stopping: `halt` was set.
     """
     retired = list[Retirement]()
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
         for stream in streams:
-            id = wait_out(partial(_retire_writer, session, order.writer, stream), halt, order.wait)
+            id = wait_out(partial(_retire_writer, session, order.writer, stream), halt, order.wait_seconds)
             say(f"{order.writer} retires at ID {id} of {stream}")
             retired.append(Retirement(stream, id))
         if not streams:
@@ -243,6 +255,7 @@ def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> lis
 
 
 def _streams_of(session: PostgresSession, writer: str) -> list[str]:
+    """Read the streams in which the writer is active. Empty for the database's own writer, which cannot retire."""
     with session.use() as connection:
         SCHEMA.check_writable(connection)
         rows = connection.execute(
@@ -272,7 +285,8 @@ def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
 
 
 def blockers(dsn: str) -> list[OpenTransaction]:
-    """Read the open transactions that block a stream."""
+    """Read the open transactions that block any stream of the database: those whose start is hidden, then oldest
+    first."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check_writable(connection)
         return queries.read_blockers(connection)

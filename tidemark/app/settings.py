@@ -484,6 +484,6 @@ def _shown(name: str, value: Any) -> str | None:
             ]
             if not shown:
                 return "***"
-            return (masked_url if shown[0].web else masked)(value.get_secret_value())
+            return (masked_url if shown[0].is_web_url else masked)(value.get_secret_value())
         case _:
             return masked(str(value)).replace("\n", "\\n")

@@ -153,12 +153,12 @@ class WorkerRetirement:
     Attributes:
         writer: the worker to retire.
         stream: the stream's name in Kafka; None: all streams of the worker.
-        wait: how long to wait for each stream, in seconds.
+        wait_seconds: how long to wait for each stream.
     """
 
     writer: str
     stream: str | None
-    wait: float
+    wait_seconds: float
 
 
 def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Say) -> list[Retirement]:
@@ -176,7 +176,7 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
             streams = state.request_retirement(connection, order.writer, order.stream)
             known = state.read_active_writers(connection, order.stream)
         for stream in streams:
-            id = wait_out(partial(_retirement_id, session, order.writer, stream), halt, order.wait)
+            id = wait_out(partial(_retirement_id, session, order.writer, stream), halt, order.wait_seconds)
             say(f"{order.writer} retires at ID {id} of {stream}")
             retired.append(Retirement(stream, id))
         if not streams:

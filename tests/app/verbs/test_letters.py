@@ -6,7 +6,7 @@ import pytest
 
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
-from tidemark.app.output import as_object
+from tidemark.app.output import json_text
 from tidemark.app.verbs import dead_letters
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter
@@ -114,7 +114,7 @@ def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     assert "replayed_by_act: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
     assert "\x1b" not in text + dead_letters.to_table([it], {}, 61.0)
-    told = json.loads(as_object(dead_letters.plain(it, {})))
+    told = json.loads(json_text(dead_letters.plain(it, {})))
     assert (told["value"], told["value_base64"]) == (None, "G1sySv8=")
 
 

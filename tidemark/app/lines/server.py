@@ -17,7 +17,7 @@ from typing import Literal, cast
 
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.rows import Announcement
-from tidemark.app.logs import RepeatedLog, shortened
+from tidemark.app.logs import RepeatedLog, shorten
 from tidemark.app.read_side import metrics
 from tidemark.app.serving.tls_listener import ListenerConfig, NoFreeSlot, SlotPool, TlsListener
 from tidemark.common.errors import BadCommand
@@ -117,13 +117,13 @@ class ServerSession:
             case PingCommand():
                 self._has_pinged = True
             case NameCommand(text):
-                self.name = shortened(text)
+                self.name = shorten(text)
             case ReplicateCommand():
                 yield SendPositions()
             case RelayedCommand():
                 yield RelayCommand(command)
             case ErrorCommand(text):
-                yield from self._disconnect("bad", f"the client sent ERROR {shortened(text)}")
+                yield from self._disconnect("bad", f"the client sent ERROR {shorten(text)}")
             case _:
                 word = str(command).partition(" ")[0]
                 yield from self.refuse(BadCommand(f"clients must not send {word}, which is a command of the server"))

@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from tidemark.app.connections import THIS_MACHINE, host_name, host_port, is_loopback
+from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback, parse_host_port
 from tidemark.app.serving.tls_listener import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 
@@ -98,7 +98,7 @@ def serve_health(
 def metrics_address(text: str) -> tuple[str, int]:
     """Parse the value of `--metrics` as host and port. Raises `BadSetting`."""
     try:
-        return host_port(text)
+        return parse_host_port(text)
     except ValueError as problem:
         raise BadSetting("--metrics", f"{text!r} is {problem}") from None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from tidemark.app.connections import THIS_MACHINE, host_port, is_loopback
+from tidemark.app.connections import THIS_MACHINE, is_loopback, parse_host_port
 from tidemark.app.lines.channel import Channel, ChannelConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
@@ -255,7 +255,7 @@ def run(settings: Settings) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
-        listening_socket("TIDEMARK_LINES_LISTEN", *host_port(settings.lines_listen)) as lines_listening,
+        listening_socket("TIDEMARK_LINES_LISTEN", *parse_host_port(settings.lines_listen)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):

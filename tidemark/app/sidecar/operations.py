@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tidemark.app.diagnosis.open_ranges import Name, StreamId
 from tidemark.app.diagnosis.reader_lag import ReaderState, ReaderStatus
-from tidemark.app.logs import shortened
+from tidemark.app.logs import shorten
 from tidemark.app.read_side.fallback import HistoryPage, HistoryPager
 from tidemark.app.read_side.redis_reader import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
@@ -211,7 +211,7 @@ async def wait(call: OperationCall) -> Response:
         except NotReached as problem:
             seconds, answer = time.monotonic() - began, await _read_stream_answer(call)
             detail = (
-                f"{call.stream} did not reach {shortened(query.token)} in {seconds:.1f} s:"
+                f"{call.stream} did not reach {shorten(query.token)} in {seconds:.1f} s:"
                 f" {problem.progress}{_blocker_text(answer)}"
             )
             raise NotYet(detail, answer) from None
@@ -285,7 +285,7 @@ async def _check_reachable(call: OperationCall, token: Token) -> None:
     answer = await _read_stream_answer(call)
     raise UnreachableToken(
         f"{call.stream} is at {answer.token}, and its database has given out no ID beyond {last_id}: the token"
-        f" {shortened(str(token))} belongs to another stream or database, or its transaction was lost in a failover"
+        f" {shorten(str(token))} belongs to another stream or database, or its transaction was lost in a failover"
         " or a restore",
         answer,
     )

@@ -22,7 +22,7 @@ from tidemark.common.errors import TidemarkError
 def main() -> None:
     """Run the role that standard input gives, until SIGTERM or the end of standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stopping = shutdown_event(numbers=[signal.SIGTERM])
+    stopping = shutdown_event(signals=[signal.SIGTERM])
     role = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessRole)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = load()

@@ -93,7 +93,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
         databases = _prepare_databases(
             settings, workload, services_postgres.server.dsn() if services_postgres else settings.postgres()
         )
-        stopping = shutdown_event(again=signal.SIG_DFL)
+        stopping = shutdown_event(repeat_handler=signal.SIG_DFL)
         verification = stack.enter_context(workload.make_verification(databases, settings.postgres()))
         servers = (
             stack.enter_context(closing(services_postgres.make_servers(settings, verification)))

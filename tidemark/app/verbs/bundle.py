@@ -16,9 +16,9 @@ from urllib.request import urlopen
 
 import click
 
-from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.commands import CommandFailed, Utf8Command, load_settings
 from tidemark.app.diagnosis import health, open_ranges
-from tidemark.app.output import as_object, count, one_line
+from tidemark.app.output import count, json_text, one_line
 from tidemark.app.settings import Settings, settings_lines
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
@@ -112,7 +112,7 @@ def _part_names(parts: Sequence[str]) -> str:
 
 
 def to_json(bundle: Bundle) -> str:
-    return as_object({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
+    return json_text({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
 
 
 def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:
@@ -147,7 +147,7 @@ def _write_archive(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> 
                 continue
             _add_file(archive, f"{folder}/{part.name}", text)
             bundle.parts.append(part.name)
-        _add_file(archive, f"{folder}/missing.json", as_object(bundle.problems))
+        _add_file(archive, f"{folder}/missing.json", json_text(bundle.problems))
         bundle.parts.append("missing.json")
 
 
@@ -166,7 +166,7 @@ def _versions() -> str:
         except PackageNotFoundError:
             versions[package] = "not installed"
     about = {"time": datetime.now(UTC).isoformat(), "python": platform.python_version(), "system": platform.platform()}
-    return as_object({**about, **versions})
+    return json_text({**about, **versions})
 
 
 def _status_json(settings: Settings, postgres: Postgres) -> str:
@@ -183,13 +183,13 @@ def _gaps_json(settings: Settings, postgres: Postgres) -> str:
 def _redis_json(settings: Settings) -> str:
     """The positions in Redis of the first `MAX_ROWS` streams by name."""
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
-        return as_object(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
+        return json_text(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
 
 
 def _kafka_json(settings: Settings) -> str:
     names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
     names += [settings.kafka_positions_topic] if settings.kafka_positions_topic else []
-    return as_object(Topics(settings.kafka, TIMEOUT_SECONDS).describe(names))
+    return json_text(Topics(settings.kafka, TIMEOUT_SECONDS).describe(names))
 
 
 def _get(url: str) -> str:
@@ -197,14 +197,14 @@ def _get(url: str) -> str:
         return str(answer.read().decode(errors="replace"))
 
 
-@click.command("bundle", cls=OurCommand)
+@click.command("bundle", cls=Utf8Command)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--metrics", multiple=True, help="URL of metrics to include; may be repeated. Default: the pipeline's.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
     """Write a bundle for a fault report to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
     newest advances, and the state of the servers. The archive names the servers that did not answer."""
-    settings = loaded()
+    settings = load_settings()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
     try:
         made = write(settings, chosen, metrics or (settings.metrics_url,))

@@ -20,11 +20,11 @@ from tidemark.app.commands import (
     CommandFailed,
     CommandGroup,
     change_options,
-    loaded,
+    effect_wait_option,
+    load_settings,
     require_confirmation,
-    wait_for_effect,
 )
-from tidemark.app.output import as_object, duration, table
+from tidemark.app.output import duration, json_text, table
 from tidemark.app.verbs.overrides import (
     Outcome,
     SentOverride,
@@ -288,7 +288,7 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
 
     With STREAM or --reason, only the newest 10,000 dead letters of each partition are searched.
     """
-    settings = loaded()
+    settings = load_settings()
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
     to_read = limit if stream is None and reason is None else MAX_FILTERED
@@ -300,7 +300,7 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
             if stream in (None, letter.stream) and reason in (None, letter.reason)
         ][:limit]
     if as_json:
-        click.echo(as_object({"dead_letters": [plain(letter, replayed) for letter in matching]}))
+        click.echo(json_text({"dead_letters": [plain(letter, replayed) for letter in matching]}))
     else:
         click.echo(to_table(matching, replayed, time.time()) if matching else "no dead letters")
 
@@ -310,16 +310,16 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
 @_as_json
 def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show the dead letter at OFFSET: the reason, the offset of the record, its key, value and headers."""
-    settings = loaded()
+    settings = load_settings()
     with _open_servers(settings) as (kafka, override_log):
         letter, replayed = _read_letter(kafka, place), override_log.replays()
-    click.echo(as_object(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
+    click.echo(json_text(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
 
 
 @dead_letters.command("replay")
 @click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
 @change_options
-@wait_for_effect
+@effect_wait_option
 def dead_letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:
@@ -328,7 +328,7 @@ def dead_letters_replay(
     First repair the cause of the rejection. The record is tried on the stored state, and not sent if it would be
     rejected again. A JOIN or RETIRE is never sent again.
     """
-    settings = loaded()
+    settings = load_settings()
     topic = settings.kafka_facts_topic
     with Postgres(PostgresConfig(settings.postgres)) as postgres, _open_servers(settings) as (kafka, override_log):
         postgres.check_readable()
@@ -352,7 +352,7 @@ def dead_letters_replay(
             raise CommandFailed(f"this record was replayed before, as override {number}")
         if dry_run:
             if as_json:
-                click.echo(as_object({"would": [*trial.lines()], "outcome": None}))
+                click.echo(json_text({"would": [*trial.lines()], "outcome": None}))
             return
         require_confirmation(letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
@@ -365,7 +365,7 @@ def dead_letters_replay(
         "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
     }[final]
     if as_json:
-        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": result}))
+        click.echo(json_text({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": result}))
     else:
         click.echo(result)
     if final != "applied":

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
-from tidemark.app.commands import OurCommand, loaded, local_stack_hint
-from tidemark.app.output import as_object, count, echo, one_line, printable
+from tidemark.app.commands import Utf8Command, load_settings, text_with_stack_hint
+from tidemark.app.output import count, echo, escape_unprintable, json_text, one_line
 from tidemark.common.environment import VariableGroup, foreign_variables, is_writable, server_environment
 from tidemark.common.errors import BadSetting, Refused, SchemaMismatch, Stop, TidemarkError, TopicMissing, Unavailable
 
@@ -66,10 +66,10 @@ class Check:
 
     def line(self) -> str:
         text = f"{self.name:<26}  {self.detail}" + (f". {self.remedy}" if self.remedy else "")
-        return f"{click.style(f'{self.status:<7}', fg=_COLOURS[self.status])}  {printable(text)}"
+        return f"{click.style(f'{self.status:<7}', fg=_COLOURS[self.status])}  {escape_unprintable(text)}"
 
 
-@click.command("doctor", cls=OurCommand)
+@click.command("doctor", cls=Utf8Command)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> None:
@@ -84,7 +84,7 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
             echo(check.line())
     failed, warnings = ([check for check in checks if check.status == status] for status in ("failed", "warning"))
     if as_json:
-        click.echo(as_object({"ok": not failed, "checks": [asdict(check) for check in checks]}))
+        click.echo(json_text({"ok": not failed, "checks": [asdict(check) for check in checks]}))
     else:
         passed = sum(check.status == "ok" for check in checks)
         echo(f"{count(passed, 'check')} passed, {count(len(warnings), 'warning')}, {len(failed)} failed")
@@ -97,14 +97,14 @@ def _run_checks() -> Iterator[Check]:
     from tidemark.app.settings import read_stack_env
 
     stack = read_stack_env()
-    # Before `loaded`, which removes some of them. Variables that a shell has from `stack.env` are no problem.
+    # Before `load_settings`, which removes some of them. Variables that a shell has from `stack.env` are no problem.
     foreign = foreign_variables(
         environment={name: text for name, text in os.environ.items() if stack.get(name) != text}
     )
     yield _check_python()
     yield from _check_packages()
     try:
-        settings = loaded()
+        settings = load_settings()
     except BadSetting as problem:
         yield Check("Settings", "failed", one_line(problem), "Correct the setting and run tidemark doctor again.")
         return
@@ -135,7 +135,7 @@ def _run_checks() -> Iterator[Check]:
 
 def _failed_check(name: str, problem: TidemarkError) -> Check:
     """The failed check for an error. If the error is a `Stop`, its text after the semicolon is the remedy."""
-    if isinstance(problem, Unavailable | Refused) and (text := local_stack_hint(problem)):
+    if isinstance(problem, Unavailable | Refused) and (text := text_with_stack_hint(problem)):
         fault, _, _ = text.partition(": is `tidemark up`")
         return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
     if isinstance(problem, Refused):
@@ -271,10 +271,10 @@ def _check_disk(settings: "Settings") -> Iterator[Check]:
 
 
 def _check_ports(settings: "Settings") -> Iterator[Check]:
-    from tidemark.app.connections import host_port
+    from tidemark.app.connections import parse_host_port
     from tidemark.app.settings import read_stack_env
 
-    lines = host_port(settings.lines_listen) if settings.lines_listen else None
+    lines = parse_host_port(settings.lines_listen) if settings.lines_listen else None
     addresses = {
         "TIDEMARK_METRICS_PORT": (settings.metrics_host, settings.metrics_port),
         "TIDEMARK_SIDECAR_PORT": (settings.sidecar_host, settings.sidecar_port),

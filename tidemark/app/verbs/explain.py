@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import moment as moment_of
 from tidemark.app.diagnosis.reader_lag import ReaderStatus, sentences
-from tidemark.app.output import as_object, count, duration, echo, ids, sanitize
+from tidemark.app.output import count, duration, echo, ids, join_escaped, json_text
 from tidemark.app.verbs import gaps
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.inspect import (
@@ -219,7 +219,7 @@ def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps
 
 
 def to_text(explanations: Sequence[Explanation], now: datetime) -> str:
-    return sanitize(line for explanation in explanations for line in _lines(explanation, now))
+    return join_escaped(line for explanation in explanations for line in _lines(explanation, now))
 
 
 def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
@@ -356,7 +356,7 @@ class Moment(click.ParamType[datetime]):
         return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-@click.command("explain", cls=OurCommand, context_settings={"allow_extra_args": True})
+@click.command("explain", cls=Utf8Command, context_settings={"allow_extra_args": True})
 @click.argument("stream")
 @click.option("--at", type=Moment(), help="Explain this time. Default: now.")
 @click.option(
@@ -387,7 +387,7 @@ def explain(
         )
     if at is not None and between is not None:
         raise click.UsageError("--at and --between cannot be given together")
-    settings = loaded()
+    settings = load_settings()
     now = datetime.now(UTC)
     statuses = [] if reader is None else _read_reader_statuses(reader, stream)
     if min(between or [at or now]) > now:
@@ -395,7 +395,7 @@ def explain(
     with StreamInspection(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(no_stream(stream, past.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, past.stream_names()))
         if between is not None:
             since, until = min(between), min(max(between), now)
             begins = past.history_start(stream)
@@ -418,10 +418,10 @@ def explain(
     if open_now and explanations[0].idle:  # the history has no record of what is open
         explanations = [replace(explanations[0], idle=False)]
     if as_json:
-        click.echo(as_object({"stays": explanations} | ({"readers": statuses} if statuses else {})))
+        click.echo(json_text({"stays": explanations} | ({"readers": statuses} if statuses else {})))
         return
     for status in statuses:
-        echo(sanitize(sentences(status, duration, now)))
+        echo(join_escaped(sentences(status, duration, now)))
     echo(
         to_text(explanations, now)
         if explanations

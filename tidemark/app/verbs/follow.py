@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
-from tidemark.app.connections import host_port
+from tidemark.app.commands import Amount, CommandFailed, CommandStopped, Utf8Command, load_settings, unknown_stream_text
+from tidemark.app.connections import parse_host_port
 from tidemark.app.lines import client
 from tidemark.app.logs import run_in_thread
 from tidemark.app.output import progress, shows_progress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.5  # between two reads of the positions for the progress bar
 
 
-@click.command("wait", cls=OurCommand)
+@click.command("wait", cls=Utf8Command)
 @click.argument("stream")
 @click.argument("token")
 @click.option("--writer", help="Wait only for this writer; TOKEN must be an ID. Default: wait for all writers.")
@@ -38,7 +38,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 
     Exit code 1 after the timeout, 2 if the stream does not exist or TOKEN is not a token of the stream.
     """
-    settings = loaded()
+    settings = load_settings()
     from tidemark.sinks.reader import Positions
 
     target = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
@@ -50,7 +50,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
                 position = positions.wait(stream, target, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
             if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
-                raise CommandStopped(no_stream(stream)) from None
+                raise CommandStopped(unknown_stream_text(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None
             if problem.is_ahead:
@@ -111,7 +111,7 @@ def _missing_ids(goal: "Token", at: "Token") -> int:
     return max(0, *(abs(wanted) - abs(reached) for wanted, reached in pairs))
 
 
-@click.command("listen", cls=OurCommand)
+@click.command("listen", cls=Utf8Command)
 @click.argument("address", required=False)
 @click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in each line.")
@@ -123,9 +123,9 @@ def _missing_ids(goal: "Token", at: "Token") -> int:
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
     """Show what a sidecar sends over the line protocol at ADDRESS (host:port; default: TIDEMARK_LINES_LISTEN)."""
-    settings = loaded()
+    settings = load_settings()
     try:
-        where = host_port(address or settings.lines_listen)
+        where = parse_host_port(address or settings.lines_listen)
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
     show = client.to_json if as_json else str if settings.no_color else client.to_colored_text

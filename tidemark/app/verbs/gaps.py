@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import CHECK_FAILED, CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import OpenRange, shell_arguments
-from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
+from tidemark.app.output import count, duration, echo, id_range, ids, join_escaped, json_text
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 MAX_SHOWN = 10  # gaps of one writer in the text; the JSON has all
@@ -17,7 +17,7 @@ NO_GAPS = "no gaps: nothing is blocked"
 
 
 def to_json(open_gaps: Sequence[OpenRange]) -> str:
-    return as_object({"gaps": open_gaps})
+    return json_text({"gaps": open_gaps})
 
 
 def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
@@ -33,7 +33,7 @@ def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
         if len(ranges) > MAX_SHOWN:
             lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - MAX_SHOWN, 'more gap')}")
         lines += _remedy_lines(ranges[0])
-    return sanitize(lines)
+    return join_escaped(lines)
 
 
 def _line(gap: OpenRange, now: float) -> str:
@@ -79,19 +79,19 @@ def _remedy_lines(gap: OpenRange) -> Iterator[str]:
         yield f'    If the writer runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
 
 
-@click.command("gaps", cls=OurCommand)
+@click.command("gaps", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.option("--check", is_flag=True, help="End with exit code 3 if anything is blocked.")
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show the gaps and silent writers of all streams, or of STREAM, and the command that settles each of them."""
-    settings = loaded()
+    settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
         if stream is not None and not stored:
-            raise CommandFailed(no_stream(stream, postgres.streams()))
+            raise CommandFailed(unknown_stream_text(stream, postgres.streams()))
         open_gaps = open_ranges.read_open_ranges(postgres, stored, time.time(), settings.policy_defaults)
     if as_json:
         click.echo(to_json(open_gaps))

@@ -18,8 +18,8 @@ import click
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.commands import CommandFailed, OurCommand, json_option, loaded
-from tidemark.app.output import as_object, count, printable, progress
+from tidemark.app.commands import CommandFailed, Utf8Command, json_option, load_settings
+from tidemark.app.output import count, escape_unprintable, json_text, progress
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.common.timestamps import timestamp
@@ -164,12 +164,11 @@ def to_text(message: RecordedMessage) -> str:
     value = (message.value or b"").decode(errors="replace")
     shown, ellipsis = value[:MAX_SHOWN_CHARS], "..." if len(value) > MAX_SHOWN_CHARS else ""
     when = timestamp(datetime.fromtimestamp(max(message.time, 0) / 1000, UTC))
-    return (
-        f"{when} {message.topic}/{message.partition} {message.offset} {printable(name)}: {printable(shown)}{ellipsis}"
-    )
+    contents = f"{escape_unprintable(name)}: {escape_unprintable(shown)}{ellipsis}"
+    return f"{when} {message.topic}/{message.partition} {message.offset} {contents}"
 
 
-@click.command("produce", cls=OurCommand)
+@click.command("produce", cls=Utf8Command)
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send override records to the control topic instead.")
 @json_option
@@ -178,20 +177,20 @@ def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
 
     Invalid lines are reported and not sent. The exit code is 1 if any line is invalid.
     """
-    settings = loaded()
+    settings = load_settings()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
     role = Topic.CONTROL if control else Topic.FACTS
     produced = produce_lines(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
     if as_json:
         last = None if produced.last is None else dict(zip(("partition", "offset"), produced.last, strict=True))
-        click.echo(as_object({"topic": topic, "sent": produced.sent, "refused": produced.refused, "last": last}))
+        click.echo(json_text({"topic": topic, "sent": produced.sent, "refused": produced.refused, "last": last}))
     else:
         click.echo(produced.summary(topic))
     if produced.refused:
         raise SystemExit(1)
 
 
-@click.command("tail", cls=OurCommand)
+@click.command("tail", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option(
     "--last",
@@ -208,7 +207,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
 
     `tidemark tail --all --json > FILE` stores them for `tidemark replay`.
     """
-    settings = loaded()
+    settings = load_settings()
     show = to_line if as_json else to_text
     key = None if stream is None else stream.encode()
     with RecordReader(settings.kafka) as kafka:

@@ -12,10 +12,10 @@ from tidemark.app.commands import (
     CommandFailed,
     CommandGroup,
     change_options,
-    loaded,
+    load_settings,
     require_confirmation,
 )
-from tidemark.app.output import as_object, count, duration, id_range, sanitize, table
+from tidemark.app.output import count, duration, id_range, join_escaped, json_text, table
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
 
@@ -44,7 +44,7 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
         completions = stored.newest(stream, limit, with_resolved=everything)
         unresolved = stored.newest(stream, 1, with_resolved=False)
     if as_json:
-        click.echo(as_object({"late": completions}))
+        click.echo(json_text({"late": completions}))
     else:
         click.echo(_table(completions, time.time()) if completions else "no unresolved late completions")
     if check and unresolved:
@@ -73,7 +73,7 @@ def late_resolve(
             require_confirmation(stream, "the stream's name", yes=yes)
             completions = stored.resolve(completions, by, why)
     if as_json:
-        click.echo(as_object({"late": completions}))
+        click.echo(json_text({"late": completions}))
     elif not dry_run:
         click.echo(
             f"resolved {count(len(completions), 'late completion')}, logged as override"
@@ -83,7 +83,7 @@ def late_resolve(
 
 @contextmanager
 def _open_late_completions() -> "Iterator[LateCompletions]":
-    settings = loaded()
+    settings = load_settings()
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)
 
@@ -103,4 +103,4 @@ def _table(completions: "Sequence[StoredLateCompletion]", now: float) -> str:
         )
         for completion in completions
     ]
-    return sanitize(table(HEADINGS, rows))
+    return join_escaped(table(HEADINGS, rows))

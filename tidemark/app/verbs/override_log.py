@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, loaded
-from tidemark.app.output import as_object, duration, id_range, sanitize, table
+from tidemark.app.commands import CommandFailed, CommandGroup, load_settings
+from tidemark.app.output import duration, id_range, join_escaped, json_text, table
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
@@ -39,9 +39,9 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
                 f"there is no stream {stream} and no override of it; `tidemark status` shows all streams"
             )
     if as_json:
-        click.echo(as_object({"overrides": entries}))
+        click.echo(json_text({"overrides": entries}))
     else:
-        click.echo(sanitize(_table(entries, time.time())) if entries else "no overrides")
+        click.echo(join_escaped(_table(entries, time.time())) if entries else "no overrides")
 
 
 @overrides.command("show")
@@ -53,12 +53,12 @@ def overrides_show(number: int, *, as_json: bool) -> None:
         entry = override_log.with_number(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
-    click.echo(as_object(entry) if as_json else sanitize(_detail_lines(entry)))
+    click.echo(json_text(entry) if as_json else join_escaped(_detail_lines(entry)))
 
 
 @contextmanager
 def _open_override_log() -> "Iterator[OverrideLog]":
-    settings = loaded()
+    settings = load_settings()
     with session_of(settings.postgres, "tidemark overrides") as session:
         yield OverrideLog(session)
 

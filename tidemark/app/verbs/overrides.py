@@ -18,17 +18,17 @@ from tidemark.app.commands import (
     EFFECT_NOT_CONFIRMED,
     MAX_ID,
     CommandFailed,
-    OurCommand,
+    Utf8Command,
     change_options,
     echo_result,
-    loaded,
-    no_stream,
+    effect_wait_option,
+    load_settings,
     require_confirmation,
-    wait_for_effect,
+    unknown_stream_text,
 )
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, Verdict, last_seen, silent_after_seconds
-from tidemark.app.output import as_object, count, duration, id_range, ids
+from tidemark.app.output import count, duration, id_range, ids, json_text
 from tidemark.app.verbs.gaps import MAX_SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
 from tidemark.common.errors import BadRecord, TidemarkError
@@ -474,7 +474,7 @@ def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, now:
         "outcome": final,
         "result": now,
     }
-    return as_object(fields)
+    return json_text(fields)
 
 
 _OPTIONS: Final[list[Callable[[Any], Any]]] = [
@@ -492,7 +492,7 @@ def _override_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the common options of all commands that send an override."""
     for option in reversed(_OPTIONS):
         command = option(command)
-    return change_options(wait_for_effect(command))
+    return change_options(effect_wait_option(command))
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
@@ -508,7 +508,7 @@ class IdRange(click.ParamType[tuple[int, int]]):
         return (first - 1 if first > 0 else first + 1), last
 
 
-@click.command("skip", cls=OurCommand)
+@click.command("skip", cls=Utf8Command)
 @click.argument("stream")
 @click.argument("writer")
 @click.argument("ids", type=IdRange(), metavar="A..B")
@@ -521,7 +521,7 @@ def skip(ids: tuple[int, int], **options: Any) -> None:
     _run("SKIP", prev=ids[0], id=ids[1], **options)
 
 
-@click.command("retire", cls=OurCommand)
+@click.command("retire", cls=Utf8Command)
 @click.argument("stream")
 @click.argument("writer")
 @_override_options
@@ -531,7 +531,7 @@ def retire(**options: Any) -> None:
     _run("RETIRE", **options)
 
 
-@click.command("join", cls=OurCommand)
+@click.command("join", cls=Utf8Command)
 @click.argument("stream")
 @click.argument("writer")
 @_override_options
@@ -541,7 +541,7 @@ def join(**options: Any) -> None:
     _run("JOIN", **options)
 
 
-@click.command("fence", cls=OurCommand)
+@click.command("fence", cls=Utf8Command)
 @click.argument("stream")
 @click.argument("writer")
 @_override_options
@@ -558,7 +558,7 @@ def fence(**options: Any) -> None:
 
 def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wait: float, **fields: Any) -> None:
     """Try the override, show its effects, ask for confirmation, send it, wait for the outcome, and show the outcome."""
-    settings = loaded()
+    settings = load_settings()
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,
         session_of(settings.postgres, "tidemark override") as session,
@@ -566,7 +566,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         postgres.check_readable()
         stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
-            raise CommandFailed(no_stream(fields["stream"], postgres.streams()))
+            raise CommandFailed(unknown_stream_text(fields["stream"], postgres.streams()))
         record = override_record(kind, stored, fields)
         trial = attempt(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
         for line in [*trial.lines(), *trial.warnings()]:

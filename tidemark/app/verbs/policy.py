@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, change_options, echo_result, loaded, require_confirmation
-from tidemark.app.output import as_object, table
+from tidemark.app.commands import (
+    CommandFailed,
+    CommandGroup,
+    change_options,
+    echo_result,
+    load_settings,
+    require_confirmation,
+)
+from tidemark.app.output import json_text, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, policy_names
 
@@ -72,7 +79,7 @@ def policy_list(*, as_json: bool) -> None:
     with _open_database() as (_, postgres):
         given = postgres.policies.read()
     if as_json:
-        click.echo(as_object({"policies": given}))
+        click.echo(json_text({"policies": given}))
     else:
         rows = [(name, setting, str(value)) for name, known in given.items() for setting, value in known.items()]
         lines = table(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
@@ -90,7 +97,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
     values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
     if as_json:
         effective = {setting: {"value": values[setting], "policy": sources[setting]} for setting in POLICY_SETTINGS}
-        click.echo(as_object({"stream": stream, "settings": effective}))
+        click.echo(json_text({"stream": stream, "settings": effective}))
         return
     rows = [
         (
@@ -130,7 +137,7 @@ def policy_unset(
 
 @contextmanager
 def _open_database() -> "Iterator[tuple[Settings, Postgres]]":
-    settings = loaded()
+    settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         yield settings, postgres
@@ -157,7 +164,7 @@ def _change(
             number, text = postgres.policies.change(name, changes, by, why)
     if as_json:
         echo_result(
-            as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": number})
+            json_text({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": number})
         )
     elif not dry_run:
         echo_result(f"{text}; logged as override {number}. A running pipeline applies it within seconds")

@@ -19,12 +19,12 @@ from tidemark.app.commands import (
     CommandGroup,
     change_options,
     echo_result,
-    loaded,
-    no_stream,
+    load_settings,
     require_confirmation,
+    unknown_stream_text,
 )
 from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus, sentences
-from tidemark.app.output import as_object, count, duration, sanitize, table
+from tidemark.app.output import count, duration, join_escaped, json_text, table
 from tidemark.common.errors import BadToken
 from tidemark.common.postgres_session import Dsn
 from tidemark.common.timestamps import timestamp
@@ -141,11 +141,11 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
         statuses = databases.statuses(None, stream)
         where = databases.store.where
         if stream is not None and not statuses and not databases.overrides.has_stream(stream):
-            raise CommandFailed(no_stream(stream, databases.overrides.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, databases.overrides.stream_names()))
     if as_json:
-        click.echo(as_object({"readers": statuses}))
+        click.echo(json_text({"readers": statuses}))
     else:
-        click.echo(sanitize(_table(statuses, datetime.now(UTC))) if statuses else f"no readers in {where}")
+        click.echo(join_escaped(_table(statuses, datetime.now(UTC))) if statuses else f"no readers in {where}")
     if check and any(status.state in {"stuck", "not running", "ahead"} for status in statuses):
         raise SystemExit(CHECK_FAILED)
 
@@ -160,10 +160,10 @@ def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) ->
     with open_databases(dsn) as databases:
         statuses = databases.existing(reader, stream)
     if as_json:
-        click.echo(as_object({"readers": statuses}))
+        click.echo(json_text({"readers": statuses}))
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(sanitize(_detail_lines(status, now)) for status in statuses))
+        click.echo("\n\n".join(join_escaped(_detail_lines(status, now)) for status in statuses))
 
 
 @readers.command("seek")
@@ -184,7 +184,7 @@ def readers_seek(
         stored = databases.place(reader, stream)
         linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
-            raise CommandFailed(no_stream(stream, databases.overrides.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, databases.overrides.stream_names()))
         goal = _parse_goal(token, stored, linear)
         again = [
             (late.writer, late.prev, late.id)
@@ -261,9 +261,9 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
     with ReaderPlaces(_address(dsn)) as store:
         facts = store.parked(reader, stream, limit)
     if as_json:
-        click.echo(as_object({"parked": facts}))
+        click.echo(json_text({"parked": facts}))
     else:
-        click.echo(sanitize(_parked_table(facts, datetime.now(UTC))) if facts else "no parked facts")
+        click.echo(join_escaped(_parked_table(facts, datetime.now(UTC))) if facts else "no parked facts")
 
 
 def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
@@ -314,7 +314,7 @@ def open_databases(dsn: str | None) -> Iterator[Readers]:
 
     `dsn` is the readers' database; None means the database in the settings.
     """
-    settings = loaded(other_database=dsn is not None)
+    settings = load_settings(other_database=dsn is not None)
     with (
         ReaderPlaces(dsn or settings.readers) as store,
         session_of(settings.postgres, "tidemark readers") as session,
@@ -324,7 +324,7 @@ def open_databases(dsn: str | None) -> Iterator[Readers]:
 
 def _address(dsn: str | None) -> Dsn:
     """The readers' database: `dsn`, or if it is None the database in the settings."""
-    settings = loaded(other_database=dsn is not None)
+    settings = load_settings(other_database=dsn is not None)
     return dsn or settings.readers
 
 
@@ -392,14 +392,14 @@ def _change(
         would: the change as text.
         facts: the parked facts to change, for the JSON output.
     """
-    click.echo(sanitize([would]), err=as_json)
+    click.echo(join_escaped([would]), err=as_json)
     number = None
     if not dry_run:
         require_confirmation(stored.reader, "the reader's name", yes=yes)
         number = databases.apply(stored, action)
     if as_json:
         echo_result(
-            as_object(
+            json_text(
                 {
                     "reader": stored.reader,
                     "stream": stored.stream,

@@ -14,9 +14,9 @@ from typing import Final
 import click
 import msgspec
 
-from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, ReplayStart, find_start, group_messages_by_stream
-from tidemark.app.output import as_object, count, echo, plain, progress, sanitize
+from tidemark.app.output import count, echo, field_values, join_escaped, json_text, progress
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
@@ -405,11 +405,11 @@ MAX_SHOWN: Final = 10  # streams of a kind in the text; the JSON has all
 
 def to_json(result: ReplayReport) -> str:
     parted = [
-        plain(divergence)
+        field_values(divergence)
         | {"record": None if divergence.record is None else msgspec.Raw(to_line(divergence.record).encode())}
         for divergence in result.parted
     ]
-    return as_object(plain(result) | {"parted": parted})
+    return json_text(field_values(result) | {"parted": parted})
 
 
 def to_text(report: ReplayReport) -> str:
@@ -430,7 +430,7 @@ def to_text(report: ReplayReport) -> str:
         f"{count(report.records, 'record')} reproduce the stored history of {len(report.equal)} of"
         f" {count(total, 'stream')} ({count(report.batches, 'batch')})"
     )
-    return sanitize(lines)
+    return join_escaped(lines)
 
 
 def _part_text(part: ComparedPart) -> str:
@@ -463,7 +463,7 @@ def _divergence_lines(divergence: Divergence) -> Iterator[str]:
         yield f"    {record_text(divergence.record)}"
 
 
-@click.command("replay", cls=OurCommand)
+@click.command("replay", cls=Utf8Command)
 @click.argument("source", metavar="[TOPIC or FILE]", required=False)
 @click.option("--stream", help="Compare only this stream.")
 @click.option(
@@ -481,7 +481,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     The records come from a FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC,
     by default the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared.
     """
-    settings = loaded()
+    settings = load_settings()
     is_file = source is not None and (source == "-" or Path(source).is_file())
     if source is not None and not is_file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
         raise click.BadParameter(
@@ -495,7 +495,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
         )
     with BatchHistory.open(settings.postgres) as past:
         if stream is not None and stream not in (names := past.streams()):
-            raise CommandFailed(no_stream(stream, names))
+            raise CommandFailed(unknown_stream_text(stream, names))
         read = read_file(source or "-") if is_file else read_topics(settings, facts, records)
         messages = {}
         for message in read:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 
-from tidemark.app.commands import OurCommand, loaded, own_name, plain_text
+from tidemark.app.commands import Utf8Command, current_user_name, load_settings, require_printable_text
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.errors import PrerequisitePending, Stopping
@@ -106,11 +106,17 @@ def _preview(settings: Settings, postgres: Postgres) -> Reseed:
     return Reseed(len(postgres.states()), postgres.remembered_setup().shards, settings.shards)
 
 
-@click.command("reseed", cls=OurCommand)
+@click.command("reseed", cls=Utf8Command)
 @click.option(
-    "--by", default=own_name, show_default="the current user", callback=plain_text, help="Your name; it is stored."
+    "--by",
+    default=current_user_name,
+    show_default="the current user",
+    callback=require_printable_text,
+    help="Your name; it is stored.",
 )
-@click.option("--why", default="by hand", show_default=True, callback=plain_text, help="The reason; it is stored.")
+@click.option(
+    "--why", default="by hand", show_default=True, callback=require_printable_text, help="The reason; it is stored."
+)
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
@@ -118,6 +124,6 @@ def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
 
     The next start of the pipeline loads all states from Postgres into the new shards.
     """
-    settings = loaded()
+    settings = load_settings()
     done = run(settings, by, why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.to_text())

@@ -8,46 +8,46 @@ from typing import Literal
 
 import click
 
-from tidemark.app.commands import Amount, OurCommand, json_option, loaded, wait_for_servers
-from tidemark.app.output import applied_migrations, as_object, count, progress
+from tidemark.app.commands import Amount, Utf8Command, json_option, load_settings, server_wait_option
+from tidemark.app.output import applied_migrations, count, json_text, progress
 
 
-@click.command("config", cls=OurCommand)
+@click.command("config", cls=Utf8Command)
 @json_option
 def config(*, as_json: bool) -> None:
     """Print the effective settings, with secrets masked, and the source of each."""
     from tidemark.app.settings import effective_settings, settings_lines, unknown_settings
 
-    settings = loaded()
+    settings = load_settings()
     if as_json:
-        click.echo(as_object({"settings": effective_settings(settings), "unknown": unknown_settings()}))
+        click.echo(json_text({"settings": effective_settings(settings), "unknown": unknown_settings()}))
     else:
         click.echo("\n".join(settings_lines(settings)))
 
 
-@click.command("migrate", cls=OurCommand)
-@wait_for_servers
+@click.command("migrate", cls=Utf8Command)
+@server_wait_option
 @json_option
 def migrate(*, wait: float, as_json: bool) -> None:
     """Create or update Tidemark's schema in Postgres."""
-    settings = loaded()
+    settings = load_settings()
     from tidemark.common.backoff import wait_out
     from tidemark.sinks.postgres.database import migrate
 
     show_progress = partial(progress, "migrating", unit="migration")
     applied = wait_out(lambda: migrate(settings.postgres, show_progress), threading.Event(), wait)
     if as_json:
-        click.echo(as_object({"applied": applied}))
+        click.echo(json_text({"applied": applied}))
     else:
         click.echo(applied_migrations(applied))
 
 
-@click.command("topics", cls=OurCommand)
-@wait_for_servers
+@click.command("topics", cls=Utf8Command)
+@server_wait_option
 @json_option
 def topics(*, wait: float, as_json: bool) -> None:
     """Create the Kafka topics that are missing, and check the others."""
-    settings = loaded().model_copy(update={"kafka_create_topics": True})
+    settings = load_settings().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.pipeline.preflight import check_topics
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
@@ -55,13 +55,13 @@ def topics(*, wait: float, as_json: bool) -> None:
     created = wait_out(lambda: check_topics(settings, Topics(settings.kafka)), threading.Event(), wait)
     partitions = {name: len(topic.partitions) for name, topic in created.items()}
     if as_json:
-        click.echo(as_object({"topics": [{"topic": name, "partitions": n} for name, n in partitions.items()]}))
+        click.echo(json_text({"topics": [{"topic": name, "partitions": n} for name, n in partitions.items()]}))
         return
     for name, number in partitions.items():
         click.echo(f"{name}: {count(number, 'partition')}")
 
 
-@click.command("pipeline", cls=OurCommand)
+@click.command("pipeline", cls=Utf8Command)
 @click.option(
     "--accept",
     multiple=True,
@@ -70,22 +70,22 @@ def topics(*, wait: float, as_json: bool) -> None:
 )
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read records from Kafka and publish positions, until SIGTERM or Ctrl-C."""
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app.pipeline import supervisor as pipeline
 
     pipeline.run(settings, frozenset(accept))
 
 
-@click.command("sidecar", cls=OurCommand)
+@click.command("sidecar", cls=Utf8Command)
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app.serving import serve
 
     serve.run(settings)
 
 
-@click.command("simulate", cls=OurCommand)
+@click.command("simulate", cls=Utf8Command)
 @click.option("--seconds", type=Amount(min=0), default=math.inf, help="Duration in seconds. Default: until Ctrl-C.")
 @click.option(
     "--rate",
@@ -132,7 +132,7 @@ def simulate(
     oversized, control-nul. For postgres-crash and all faults after it in this list, the services use a second Postgres
     server.
     """
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app.simulation import simulate
     from tidemark.app.simulation.script import WriterPlan, parse_faults
     from tidemark.app.simulation.workload import SimulationPlan

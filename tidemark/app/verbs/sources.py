@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tidemark.app.commands import CommandGroup, json_option, loaded, wait_for_retirement, wait_for_servers
-from tidemark.app.output import applied_migrations, as_object, plain
+from tidemark.app.commands import CommandGroup, json_option, load_settings, retirement_wait_option, server_wait_option
+from tidemark.app.output import applied_migrations, field_values, json_text
 
 if TYPE_CHECKING:
     from tidemark.sources.transactions import OpenTransaction
@@ -27,7 +27,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
-        settings = loaded(other_database=dsn is not None)
+        settings = load_settings(other_database=dsn is not None)
         from tidemark.app import relay
 
         relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics))
@@ -43,7 +43,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
     show_default=True,
     help="Direction of the IDs of the streams of --stream: forward (1, 2, ...) or backward (-1, -2, ...).",
 )
-@wait_for_servers
+@server_wait_option
 @json_option
 @click.pass_obj
 def relay_migrate(
@@ -56,7 +56,7 @@ def relay_migrate(
     as_json: bool,
 ) -> None:
     """Create or update the tables and functions of `tidemark.append` in a service's database."""
-    settings = loaded(other_database=(dsn or group_dsn) is not None)
+    settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
     from tidemark.common.backoff import wait_out
 
@@ -64,14 +64,14 @@ def relay_migrate(
     say = partial(click.echo, err=as_json)
     migration = wait_out(lambda: relay.migrate(where, streams, direction, say), threading.Event(), wait)
     if as_json:
-        click.echo(as_object(migration))
+        click.echo(json_text(migration))
 
 
 @relay.command("retire")
 @_dsn
 @click.argument("writer")
 @click.argument("stream", required=False)
-@wait_for_retirement
+@retirement_wait_option
 @json_option
 @click.pass_obj
 def relay_retire(
@@ -82,14 +82,14 @@ def relay_retire(
     The relay first sends all facts of WRITER and waits until WRITER has no open transaction. Then readers and positions
     no longer wait for WRITER. If WRITER appends again, it joins again.
     """
-    settings = loaded(other_database=(dsn or group_dsn) is not None)
+    settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
     order = relay.RetireOrder(writer, stream, wait)
     say = partial(click.echo, err=as_json)
     retired = relay.retire(dsn or group_dsn or settings.postgres, order, threading.Event(), say)
     if as_json:
-        click.echo(as_object({"writer": writer, "retired": retired}))
+        click.echo(json_text({"writer": writer, "retired": retired}))
 
 
 @relay.command("blockers")
@@ -98,12 +98,12 @@ def relay_retire(
 @click.pass_obj
 def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> None:
     """Show the open transactions that block a stream: process, user, application, state, start, query."""
-    settings = loaded(other_database=(dsn or group_dsn) is not None)
+    settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
     transactions = relay.blockers(dsn or group_dsn or settings.postgres())
     if as_json:
-        click.echo(as_object({"blockers": [_transaction(transaction) for transaction in transactions]}))
+        click.echo(json_text({"blockers": [_transaction(transaction) for transaction in transactions]}))
         return
     for transaction in transactions:
         click.echo(str(transaction))
@@ -113,7 +113,7 @@ def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> 
 
 def _transaction(transaction: "OpenTransaction") -> dict[str, Any]:
     """The fields of a transaction, and the statement that ends it."""
-    return plain(transaction) | {"ending_statement": transaction.ending_statement}
+    return field_values(transaction) | {"ending_statement": transaction.ending_statement}
 
 
 @click.group("follow", cls=CommandGroup, invoke_without_command=True)
@@ -129,7 +129,7 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
-        settings = loaded(other_database=dsn is not None)
+        settings = load_settings(other_database=dsn is not None)
         from tidemark.app.follow_positions import run
 
         history = settings.postgres() if dsn and "postgres_dsn" in settings.model_fields_set else None
@@ -138,17 +138,17 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
 
 @follow.command("migrate")
 @_dsn
-@wait_for_servers
+@server_wait_option
 @json_option
 @click.pass_obj
 def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float, as_json: bool) -> None:
     """Create or update the tables and functions of `tidemark_reader.take` in a database of readers."""
-    settings = loaded(other_database=(dsn or group_dsn) is not None)
+    settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app.follow_positions import migrate
 
     installed = migrate(dsn or group_dsn or settings.postgres, threading.Event(), wait)
     if as_json:
-        click.echo(as_object({"installed": installed}))
+        click.echo(json_text({"installed": installed}))
     else:
         click.echo("installed the functions of readers" if installed else "the functions of readers are up to date")
 
@@ -181,7 +181,7 @@ def synapse(
     TIDEMARK_POSTGRES_DSN.
     """
     if ctx.invoked_subcommand is None:
-        settings = loaded()
+        settings = load_settings()
         from tidemark.app import synapse
 
         if server_name is None:
@@ -190,17 +190,17 @@ def synapse(
 
 
 @synapse.command("migrate")
-@wait_for_servers
+@server_wait_option
 @json_option
 def synapse_migrate(*, wait: float, as_json: bool) -> None:
     """Create or update the bridge's tables in Tidemark's own database."""
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app import synapse
     from tidemark.common.backoff import wait_out
 
     applied = wait_out(lambda: synapse.migrate(settings), threading.Event(), wait)
     if as_json:
-        click.echo(as_object({"applied": applied}))
+        click.echo(json_text({"applied": applied}))
     else:
         click.echo(applied_migrations(applied))
 
@@ -208,7 +208,7 @@ def synapse_migrate(*, wait: float, as_json: bool) -> None:
 @synapse.command("retire")
 @click.argument("writer")
 @click.argument("stream", required=False)
-@wait_for_retirement
+@retirement_wait_option
 @json_option
 def synapse_retire(writer: str, stream: str | None, *, wait: float, as_json: bool) -> None:
     """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
@@ -216,20 +216,20 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float, as_json: boo
     The bridge first sends all facts of WRITER in Synapse's tables. Then readers and positions no longer wait for
     WRITER. If WRITER sends again, it joins again.
     """
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app import synapse
 
     order = synapse.WorkerRetirement(writer, stream, wait)
     retired = synapse.retire(settings, order, threading.Event(), partial(click.echo, err=as_json))
     if as_json:
-        click.echo(as_object({"writer": writer, "retired": retired}))
+        click.echo(json_text({"writer": writer, "retired": retired}))
 
 
 @synapse.command("blockers")
 @json_option
 def synapse_blockers(*, as_json: bool) -> None:
     """Show the open transactions of Synapse that block a stream, oldest first, and how to end each."""
-    settings = loaded()
+    settings = load_settings()
     from tidemark.app import synapse
 
     writers = synapse.blockers(settings)
@@ -237,7 +237,7 @@ def synapse_blockers(*, as_json: bool) -> None:
         found = [{"streams": sorted(writer.streams)} | _transaction(writer.transaction) for writer in writers]
         without = {"stream", "writer"}  # a transaction of Synapse has many streams, and its writer is not known
         rows = [{name: value for name, value in row.items() if name not in without} for row in found]
-        click.echo(as_object({"blockers": rows}))
+        click.echo(json_text({"blockers": rows}))
         return
     for writer in writers:
         transaction = writer.transaction

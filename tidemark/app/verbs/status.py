@@ -13,11 +13,11 @@ from typing import Any, Final
 import click
 import msgspec
 
-from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis import health, open_ranges
 from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.app.diagnosis.open_ranges import lag_answer, last_seen
-from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
+from tidemark.app.output import count, duration, echo, id_range, join_escaped, json_text, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.positions import RequeueStatus
@@ -144,7 +144,7 @@ def read_from_postgres(postgres: Postgres, stored: Mapping[str, bytes], only: st
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
     """The JSON of `tidemark status`. `now` in seconds since 1970, to compute ages."""
-    return as_object(plain(streams, now, health))
+    return json_text(plain(streams, now, health))
 
 
 def plain(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
         _fault_lines,
     ):
         lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
-    return sanitize(lines)
+    return join_escaped(lines)
 
 
 def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
@@ -322,19 +322,19 @@ def _fault_lines(stream: StreamStatus, now: float) -> Iterator[str]:
         yield f"missing in {fault.sink} for {duration(now - fault.since.timestamp())}: {fault.problem}"
 
 
-@click.command("status", cls=OurCommand)
+@click.command("status", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.option("--check", is_flag=True, help="Exit code 3 if the pipeline that computes the positions has problems.")
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show the positions of all streams, or of STREAM, their writers and blockers, and the state of the pipeline."""
-    settings = loaded()
+    settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states()
         if stream is not None and stream not in stored:
-            raise CommandFailed(no_stream(stream, stored))
+            raise CommandFailed(unknown_stream_text(stream, stored))
         statuses = read_from_postgres(postgres, stored, stream)
         pipeline = health.configured_condition(settings, postgres)
     if as_json:
@@ -348,14 +348,14 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         context.exit(CHECK_FAILED)
 
 
-@click.command("top", cls=OurCommand)
+@click.command("top", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between two queries.")
 @click.option("--times", type=click.IntRange(1), help="Stop after this many queries. Default: run until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in a line for each query.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
     """Show `tidemark status` and `tidemark gaps` repeatedly. If a server does not answer, try again."""
-    settings = loaded()
+    settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         for query in itertools.count(1):
@@ -369,7 +369,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
-                    raise CommandFailed(no_stream(stream, postgres.streams()))
+                    raise CommandFailed(unknown_stream_text(stream, postgres.streams()))
                 if as_json:
                     click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
                 else:

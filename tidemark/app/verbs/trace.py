@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 import click
 
-from tidemark.app.commands import MAX_ID, CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import MAX_ID, CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis.open_ranges import moment
-from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize
+from tidemark.app.output import count, duration, echo, field_values, id_range, ids, join_escaped, json_text, progress
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import MAX_FILTERED
@@ -398,7 +398,9 @@ _STATES: Final[dict[IdState, str]] = {
 
 
 def to_json(trace: IdTrace) -> str:
-    return as_object(plain(trace) | {"dead_letters": [letters.plain(letter, {}) for letter in trace.dead_letters]})
+    return json_text(
+        field_values(trace) | {"dead_letters": [letters.plain(letter, {}) for letter in trace.dead_letters]}
+    )
 
 
 def to_text(trace: IdTrace) -> str:
@@ -411,7 +413,7 @@ def to_text(trace: IdTrace) -> str:
         _related_lines(trace),
     )
     lines += [f"  {line}" for part in parts for line in part]
-    return sanitize([*lines, *(f"  unknown: {problem}" for problem in trace.unknown)])
+    return join_escaped([*lines, *(f"  unknown: {problem}" for problem in trace.unknown)])
 
 
 def _headline(trace: IdTrace) -> str:
@@ -552,7 +554,7 @@ class StreamIdType(click.ParamType[int]):
         return id
 
 
-@click.command("trace", cls=OurCommand, context_settings={"ignore_unknown_options": True})
+@click.command("trace", cls=Utf8Command, context_settings={"ignore_unknown_options": True})
 @click.argument("stream")
 @click.argument("id", type=StreamIdType(), metavar="ID")
 @click.option(
@@ -569,11 +571,11 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 
     Exit code 1 if the ID is not allocated.
     """
-    settings = loaded()
+    settings = load_settings()
     with IdInspection(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(no_stream(stream, past.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, past.stream_names()))
         trace = from_postgres(past, stream, encoded, id)
         home = home_partition(encoded)
         with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import click
 
 from tidemark.app import relay
-from tidemark.app.commands import OurCommand, loaded
+from tidemark.app.commands import Utf8Command, load_settings
 from tidemark.app.output import CLEAR_LINE, progress
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
@@ -283,9 +283,9 @@ def _say(text: str) -> None:
         click.echo(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text)
 
 
-@click.command("up", cls=OurCommand)
+@click.command("up", cls=Utf8Command)
 @click.option("--demo", is_flag=True, help="Also run several demo writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis, the pipeline, the relay and the sidecar."""
-    settings = loaded()
+    settings = load_settings()
     run(settings, demo=demo)

@@ -19,8 +19,8 @@ from urllib.request import Request, urlopen
 
 import click
 
-from tidemark.app.commands import Amount, OurCommand, loaded
-from tidemark.app.output import as_object, count, echo, one_line, progress, shows_progress
+from tidemark.app.commands import Amount, Utf8Command, load_settings
+from tidemark.app.output import count, echo, json_text, one_line, progress, shows_progress
 from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.status import Audit, AuditedStream, HistoryFault
@@ -467,7 +467,7 @@ def to_json(report: VerifyReport) -> str:
         "differences": report.differences,
         "history": report.history,
     }
-    return as_object(fields)
+    return json_text(fields)
 
 
 def to_text(report: VerifyReport) -> str:
@@ -539,7 +539,7 @@ def _summary_line(report: VerifyReport) -> str:
     return f"{count(len(report.differences), 'difference')} in {count(report.streams, 'stream')} of {where}{history}"
 
 
-@click.command("verify", cls=OurCommand)
+@click.command("verify", cls=Utf8Command)
 @click.option("--history", is_flag=True, help="Also check that the whole history has no hole and no overlap.")
 @click.option("--sidecar", "sidecars", multiple=True, metavar="URL", help="Also compare this sidecar; may be repeated.")
 @click.option(
@@ -553,7 +553,7 @@ def _summary_line(report: VerifyReport) -> str:
 @click.pass_context
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
     """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ."""
-    settings = loaded()
+    settings = load_settings()
     trust = client_tls_context(settings.sidecar_ca_file)
     asked_sidecars = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
