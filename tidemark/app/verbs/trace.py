@@ -398,9 +398,7 @@ _STATES: Final[dict[IdState, str]] = {
 
 
 def to_json(trace: IdTrace) -> str:
-    return json_text(
-        field_values(trace) | {"dead_letters": [letters.plain(letter, {}) for letter in trace.dead_letters]}
-    )
+    return json_text(field_values(trace) | {"dead_letters": [letters.plain(row, {}) for row in trace.dead_letters]})
 
 
 def to_text(trace: IdTrace) -> str:
