@@ -154,6 +154,36 @@ def test_a_stream_with_writers_elsewhere_is_moved_by_what_is_published(
         assert not follower.is_local("s")
 
 
+def source(readers: psycopg.Connection) -> str:
+    [(source,)] = readers.execute("select source from tidemark_reader.positions where stream = 's'").fetchall()
+    return str(source)
+
+
+def test_positions_are_copied_once_they_have_reached_those_of_the_database(
+    redis_url: str, pipeline: Pipeline, database: str, readers: psycopg.Connection
+) -> None:
+    """A writer elsewhere is found while this database is ahead, also of another writer. Nothing moves until the
+    published positions are as far; also across a start of the process. What the database finds out meanwhile about a
+    restore still counts."""
+    readers.execute("update tidemark.append_progress set writer = 'shop'")
+    readers.execute("select tidemark_reader.publish('database', array['s'], array[12], array[jsonb '{\"shop\": 15}'])")
+    assert readers.execute("select low, high from tidemark_reader.take('s', 'mailer')").fetchall() == [(0, 12)]
+    with following(redis_url, database):
+        pipeline.move("elsewhere", 0, 9)
+        eventually(lambda: source(readers) == "handover")
+        assert token(readers) == "m12~shop.15"
+    with following(redis_url, database) as follower:
+        pipeline.move("elsewhere", 9, 14, linear=13)
+        eventually(lambda: not follower.is_local("s"))
+        time.sleep(1.5)  # it has read all streams
+        assert (source(readers), token(readers)) == ("handover", "m12~shop.15")
+        readers.execute("select tidemark_reader.went_back('s', 7)")
+        eventually(is_at(readers, "m13~elsewhere.14"))
+        assert source(readers) == "published"
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="went back to ID 7"):
+        readers.execute("select * from tidemark_reader.take('s', 'mailer')")
+
+
 @pytest.mark.parametrize(("epoch", "position"), [(7, "m9"), (6, "m4")])
 def test_an_override_moves_the_stream(
     redis_url: str, pipeline: Pipeline, database: str, readers: psycopg.Connection, epoch: int, position: str

@@ -230,9 +230,9 @@ class PositionFollower:
             if updates:
                 reader_database.publish(self._session, updates)
                 for stream, update in updates.items():
-                    known = self._known.get(stream, KnownStream(0, 0, is_decided_here=False))
+                    known = self._known.get(stream, KnownStream(0, 0, "published"))
                     newest = max([known.late, update.late_after, *(late.number for late in update.late)])
-                    self._known[stream] = KnownStream(update.linear, newest, is_decided_here=False)
+                    self._known[stream] = KnownStream(update.linear, newest, "published")
 
     def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
         """Whether to copy the published positions of the stream. Also updates `_local_streams`.
@@ -243,7 +243,9 @@ class PositionFollower:
         on, which is permanent.
         """
         known = self._known.get(stream)
-        is_decided_here = known is not None and known.is_decided_here
+        if known is not None and known.source == "handover":
+            return self._hand_over(stream, keys, known)
+        is_decided_here = known is not None and known.source == "database"
         if stream in self._local_writers:
             after, writers = self._local_writers[stream]
             if any(writer not in writers and is_beyond(id, after) for writer, id in keys.positions.items()):
@@ -256,16 +258,22 @@ class PositionFollower:
             else:
                 reason = ""
             self._local_streams.discard(stream)
-            if is_decided_here:
+            if known is not None and is_decided_here:
                 log.warning(
                     "This database no longer decides the position of a stream; the published position is used",
                     stream=stream,
                     reason=reason,
                 )
-                reader_database.start_following(self._session, stream, keys.late)
-                self._known[stream] = KnownStream(keys.linear or 0, keys.late, is_decided_here=False)
-                is_decided_here = False
+                return self._hand_over(stream, keys, known)
         return keys.linear is not None and not is_decided_here
+
+    def _hand_over(self, stream: str, keys: StreamKeys, known: KnownStream) -> bool:
+        """Make the stream `published`, or `handover` until the published positions have reached the position of this
+        database. Returns whether the stream is `published` now and has a published position to copy."""
+        source = reader_database.hand_over(self._session, stream, keys.late, keys.linear or 0, keys.positions)
+        late = keys.late if known.source == "database" else known.late
+        self._known[stream] = KnownStream(keys.linear or known.linear, late, source)
+        return keys.linear is not None and source == "published"
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator override has settled IDs beyond the position `known` of this database.

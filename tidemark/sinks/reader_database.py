@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from typing import Literal
 
 from psycopg import sql
 from psycopg.types.json import Jsonb
@@ -87,6 +88,9 @@ def install(session: PostgresSession, progress: Progress = no_progress) -> bool:
     return True
 
 
+PositionSource = Literal["database", "handover", "published"]
+
+
 @dataclass(frozen=True, slots=True)
 class KnownStream:
     """A stream in a database of readers.
@@ -94,13 +98,12 @@ class KnownStream:
     Attributes:
         linear: the linear position of the stream in this database.
         late: the number of the stream's newest late completion in this database.
-        is_decided_here: whether the transactions of this database decide the position. If not, the database has a copy
-            of the published positions.
+        source: where the position comes from: column `tidemark_reader.positions.source`.
     """
 
     linear: int
     late: int
-    is_decided_here: bool
+    source: PositionSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,8 @@ class StreamUpdate:
 
 def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
     """Query the streams whose positions this database has. Returns name -> stream."""
-    rows = session.fetch_tuples("select stream, linear, late, source = 'database' from tidemark_reader.positions")
-    return {stream: KnownStream(linear, late, is_decided_here) for stream, linear, late, is_decided_here in rows}
+    rows = session.fetch_tuples("select stream, linear, late, source from tidemark_reader.positions")
+    return {stream: KnownStream(linear, late, source) for stream, linear, late, source in rows}
 
 
 def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
@@ -168,20 +171,35 @@ def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]
     return {(stream, number): count for stream, number, count in rows}
 
 
-def start_following(session: PostgresSession, stream: str, late: int) -> None:
-    """Make a stream follow its published positions from now on. Before, this database decided the position.
+def hand_over(
+    session: PostgresSession, stream: str, late: int, linear: int, positions: Mapping[str, int]
+) -> PositionSource:
+    """Stop this database from deciding the position of a stream, permanently. Other streams are not changed.
 
-    This is permanent. Other streams are not changed. Readers in this database do not get the late completions up to
-    number `late`, because these late completions are older than the change.
+    The stream has the source `handover`, and its position does not move, until the published positions have reached the
+    position in this database. Then the stream becomes `published`. Readers in this database do not get the late
+    completions up to number `late`, because these late completions are older than the first call.
+
+    Args:
+        session: a session in the database.
+        stream: the stream.
+        late: the number of the newest published late completion.
+        linear: the published linear position.
+        positions: writer -> published position. A writer that is not named is at `linear`.
+
+    Returns:
+        The source of the stream now.
     """
-    session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
+    source = session.fetch_value(
+        "select tidemark_reader.share(%s, %s, %s, %s)", [stream, late, linear, Jsonb(dict(positions))]
+    )
+    return "published" if source == "published" else "handover"
 
 
 def publish(session: PostgresSession, updates: Mapping[str, StreamUpdate]) -> None:
     """Store the published positions and late completions of streams, in one transaction.
 
-    A position that is lower than the stored position is ignored. Streams whose position this database decides are not
-    moved.
+    A position that is lower than the stored position is ignored. Only streams with the source `published` are moved.
 
     Args:
         session: a session in the database.

@@ -112,7 +112,7 @@ def test_effects_of_withdrawn_ids_are_undone(world: World) -> None:
     for _ in range(4):
         world.write("events", "w1")
     world.read()
-    world.sql.execute("select tidemark_reader.share('events', 0)")
+    world.sql.execute("select tidemark_reader.share('events', 0, 9, '{}')")
     world.sql.execute("delete from demo.events where stream_id in (2, 3)")
     world.sql.execute(
         "insert into demo.events (stream_id, part, writer, written_at) values (3, 1, 'w1', now());"
@@ -130,7 +130,7 @@ def test_an_operator_handles_late_facts_among_others_once(world: World) -> None:
     for writer in ("w1", "w2", "w1"):
         world.write("events", writer)
     world.read()
-    world.sql.execute("select tidemark_reader.share('events', 0)")
+    world.sql.execute("select tidemark_reader.share('events', 0, 9, '{}')")
     for number in (1, 2):
         world.sql.execute(
             "select tidemark_reader.publish_late('events', 0, array[%s], array['w1'], array[1], array[0], array[3],"

@@ -13,7 +13,7 @@ from psycopg.conninfo import make_conninfo
 from tests.sources.relay.world import Core, World
 from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay.decider import Decider
-from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.effects import LateCompletion, StreamEffects
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 
@@ -40,12 +40,14 @@ class TokenCore(Core):
         super().__init__(stream)
         self.published: set[int] = set()
         self.named: set[int] = set()
+        self.completions: list[LateCompletion] = []
 
     def take(self, values: list[bytes]) -> list[StreamEffects]:
         done: list[StreamEffects] = []
         for record in (one for value in values for one in split_edges(records.decode(value))):
             effects = super().take([records.encode(record)])
             done += effects
+            self.completions += [late for each in effects for late in each.late]
             if isinstance(record, Rdata) and isinstance(record.id, int):
                 id, token = abs(record.id), int(bytes(record.row))
                 for each in effects:

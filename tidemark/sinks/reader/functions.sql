@@ -7,7 +7,7 @@ comment on column tidemark_reader.places.timeline is 'Timeline of the positions 
 
 create table if not exists tidemark_reader.positions (
     stream      text        primary key,
-    source      text        not null check (source in ('database', 'published')),
+    source      text        not null check (source in ('database', 'handover', 'published')),
     linear      bigint      not null,
     vector      jsonb       not null default '{}',
     token       text        not null,
@@ -19,7 +19,7 @@ create table if not exists tidemark_reader.positions (
 );
 comment on table tidemark_reader.positions is 'How far each stream is complete: written by the relay of this database, or by `tidemark follow`';
 comment on column tidemark_reader.positions.source is
-    'database: all writers append in this database, and its transactions decide the position. published: a copy of the position that Tidemark has published';
+    'database: all writers append in this database, and its transactions decide the position. published: a copy of the position that Tidemark has published. handover: no longer database; becomes published when the published position has reached this one';
 comment on column tidemark_reader.positions.vector is 'Writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.positions.late is 'Number of the newest known late completion';
 comment on column tidemark_reader.positions.late_after is 'Late completions up to this number are not known here';
@@ -142,7 +142,7 @@ begin
 end
 $$;
 
--- Begins a new timeline of a `database` stream, because IDs beyond `back_to` may be given out again. Readers beyond `back_to`
+-- Begins a new timeline of a `database` or `handover` stream, because IDs beyond `back_to` may be given out again. Readers beyond `back_to`
 -- then get an error. Returns false for other streams. `restored`: a restore has put back the tables of the relay, and
 -- `back_to` is their floor. If the restore has also put back the row of positions, the stream goes on from these positions.
 create or replace function tidemark_reader.went_back(
@@ -157,7 +157,7 @@ declare
     _back_to bigint := went_back.back_to;
 begin
     select * into _known from tidemark_reader.positions as known
-    where known.stream = went_back.stream and known.source = 'database' for update;
+    where known.stream = went_back.stream and known.source <> 'published' for update;
     if _known.stream is null then
         return false;
     end if;
@@ -184,18 +184,39 @@ end
 $$;
 
 -- Makes a `database` stream `published` permanently: it has writers elsewhere, or an operator has settled IDs that are open
--- here. Readers do not get late completions up to number `late`, because these are older. Returns false for other streams.
-create or replace function tidemark_reader.share(stream text, late bigint) returns boolean
+-- here. `linear`, `vector`: the published positions. The stream stays in `handover`, and its position does not move, until they
+-- have reached the position of this database. Until then, only this database can know that a restore has taken back IDs that
+-- readers have passed. Readers do not get late completions up to number `late`, because these are older. Returns the source of
+-- the stream now.
+create or replace function tidemark_reader.share(stream text, late bigint, linear bigint, vector jsonb) returns text
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
+declare
+    _known tidemark_reader.positions;
+    _from text;
 begin
-    update tidemark_reader.positions as known set source = 'published', late = share.late, late_after = share.late
-    where known.stream = share.stream and known.source = 'database';
-    if not found then
-        return false;
+    select * into _known from tidemark_reader.positions as known where known.stream = share.stream for update;
+    _from := _known.source;
+    if _from = 'database' then
+        _known.late := share.late;
     end if;
-    update tidemark_reader.places as known set late = share.late where known.stream = share.stream and known.late < share.late;
-    return true;
+    if _from <> 'published' then
+        _known.source := case when abs(_known.linear) > abs(share.linear) or exists (
+            select from jsonb_each_text(_known.vector) as each (writer, at)
+            where abs(at::bigint) > abs(coalesce((share.vector ->> writer)::bigint, share.linear))
+        ) then 'handover' else 'published' end;
+    end if;
+    if _from <> _known.source then
+        update tidemark_reader.positions as known
+        set source = _known.source, late = _known.late, late_after = _known.late,
+            written_by = case when known.written_by = known.xmin then pg_current_xact_id()::xid else known.written_by end
+        where known.stream = share.stream;
+    end if;
+    if _from = 'database' then
+        update tidemark_reader.places as known set late = share.late
+        where known.stream = share.stream and known.late < share.late;
+    end if;
+    return _known.source;
 end
 $$;
 
@@ -347,7 +368,7 @@ begin
                 message = format('stream %L runs in the other direction than %L', _stream, _since);
         end if;
         _farthest := tidemark_reader.farthest(_linear, case when _mode = 'vector' then _positions else '{}' end);
-        if _now.source = 'database' and _farthest > tidemark_reader.farthest(_now.linear, _now.vector) then
+        if _now.source <> 'published' and _farthest > tidemark_reader.farthest(_now.linear, _now.vector) then
             if _farthest > abs(tidemark_reader.last_id(_stream)) then
                 raise exception using errcode = 'invalid_parameter_value',
                     message = format('stream %L can never reach %L: this database has given out no ID beyond %s',
@@ -394,7 +415,7 @@ declare
     _back_to bigint;
 begin
     select * into _now from tidemark_reader.positions as known where known.stream = _place.stream;
-    if _now.source = 'database' and abs(_farthest) > tidemark_reader.farthest(_now.linear, _now.vector) then
+    if _now.source <> 'published' and abs(_farthest) > tidemark_reader.farthest(_now.linear, _now.vector) then
         _back_to := _now.linear;
     end if;
     select coalesce(min(past.back_to * sign(past.back_to)) * sign(_farthest), _back_to)::bigint into _back_to
@@ -892,7 +913,7 @@ begin
         grant select on tidemark_reader.positions, tidemark_reader.late_completions, tidemark_reader.places,
             tidemark_reader.parked to tidemark_relay;
         grant execute on function
-            tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint, boolean), tidemark_reader.share(text, bigint),
+            tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint, boolean), tidemark_reader.share(text, bigint, bigint, jsonb),
             tidemark_reader.publish_late(text, bigint, bigint[], text[], bigint[], bigint[], bigint[], bigint[], text[], integer)
         to tidemark_relay;
     end if;

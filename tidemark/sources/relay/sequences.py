@@ -368,7 +368,7 @@ def begin_timelines_for_filled_ids(connection: Connection) -> None:
             ) as filled
             from tidemark_reader.positions as known join tidemark.append_streams using (stream)
             join tidemark.append_progress as progress using (number)
-            where source = 'database' and abs(linear) > abs(floor)
+            where source <> 'published' and abs(linear) > abs(floor)
                 and not coalesce(progress.written_by <> progress.xmin, false)
         ) as facts
         where filled is not null
