@@ -44,13 +44,13 @@ from tidemark.sources.synapse.channel import SynapseChannel
 def test_what_cannot_be_told_is_refused_with_a_word(plan: BridgePlan, why: str) -> None:
     """Before any server is asked."""
     with pytest.raises(BadSetting) as refused:
-        plan.bridged()
+        plan.bridged_streams()
     assert why in str(refused.value)
 
 
 def test_streams_are_told_once_by_their_prefix() -> None:
     """However often one is named."""
-    [events, caches] = BridgePlan("hs", ["events", "caches", "events"], ["events=a,b"], "hs1.").bridged()
+    [events, caches] = BridgePlan("hs", ["events", "caches", "events"], ["events=a,b"], "hs1.").bridged_streams()
     assert (events.name, [*events.writers], caches.name) == ("hs1.events", ["a", "b"], "hs1.caches")
 
 

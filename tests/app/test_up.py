@@ -62,7 +62,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
     with terminal.up() as process:
         names = {path.stem for path in (terminal.home.root / "run").iterdir()}
         assert names == {"up", "kafka", "postgres", "redis", "pipeline", "relay", "sidecar"}
-        pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
+        pids = [int(terminal.home.pid_file(name).read_text()) for name in names - {"up"}]
         arguments = []
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has ended since
@@ -99,11 +99,11 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
             eventually(lambda: set(client.scan_iter("tidemark:{*}:linear")) - {LINEAR}, VISIBLE_SECONDS)
             eventually(lambda: int(client.get("tidemark:{payments}:linear") or 0) > 1, VISIBLE_SECONDS)
             eventually(lambda: b"session named slow-payment" in terminal.run("status").stdout, VISIBLE_SECONDS)
-        os.kill(int(terminal.home.pid("redis").read_text()), signal.SIGKILL)
+        os.kill(int(terminal.home.pid_file("redis").read_text()), signal.SIGKILL)
         eventually(lambda: terminal.said("redis is back"), READY_SECONDS)
         process.kill()
         process.wait()
-    kafka = int(terminal.home.pid("kafka").read_text())
+    kafka = int(terminal.home.pid_file("kafka").read_text())
     assert not _is_gone(kafka)
     with terminal.up():
         assert terminal.said(f"ended kafka (pid {kafka}), which an earlier stack left running")
@@ -159,7 +159,7 @@ def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
     misleading = {"PGSSLMODE": "require", "PGSERVICE": "prod", "PGHOST": "prod", "no_proxy": "intra"}
     shell = subprocess.run(["sh", "-c", program, str(path)], env=misleading, capture_output=True, text=True, check=True)
     assert shell.stdout == f"{home.root}|127.0.0.1|unset|unset|intra,127.0.0.1,localhost|"
-    assert read_stack_env(path) == {**members.variables(), **members.postgres.libpq}
+    assert read_stack_env(path) == {**members.variables(), **members.postgres.libpq_environment}
     assert path.stat().st_mode & 0o077 == 0
     programs = [sys.executable, postgres_program("psql"), redis_program("redis-cli")]
     folders = [str(Path(program).parent) for program in programs]

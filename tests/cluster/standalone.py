@@ -11,7 +11,7 @@ from typing import ClassVar
 import psutil
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.processes import LOOPBACK, ServerProcess, free_port, listens, process_of
+from tidemark.app.stack.processes import LOOPBACK, ServerProcess, find_process, free_port, listens
 
 
 def spark_home() -> Path:
@@ -67,7 +67,7 @@ class ClusterWorker(_SparkServer):
     @property
     def executors(self) -> int:
         """How many it runs now."""
-        process, found = process_of(self.home, self.name), 0
+        process, found = find_process(self.home, self.name), 0
         for child in [] if process is None else process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 found += "org.apache.spark.executor.CoarseGrainedExecutorBackend" in child.cmdline()
@@ -75,7 +75,7 @@ class ClusterWorker(_SparkServer):
 
     def crash(self) -> None:
         """What happens when a host loses power: worker, executors and their Python workers are gone at once."""
-        process = process_of(self.home, self.name)
+        process = find_process(self.home, self.name)
         assert process is not None
         for victim in [process, *process.children(recursive=True)]:
             try:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.postgres import PostgresServer, as_ordinary_user
+from tidemark.app.stack.postgres import PostgresServer, ordinary_user_prefix
 from tidemark.app.stack.processes import LOOPBACK, ServerProcess, listens
 
 CONNECTIONS = 4
@@ -55,7 +55,7 @@ class PgBouncer(ServerProcess):
         self._settings.write_text("\n".join(["[databases]", behind, "[pgbouncer]", *lines, ""]))
 
     def command(self) -> Sequence[str]:
-        return [*as_ordinary_user(), self._program, str(self._settings)]
+        return [*ordinary_user_prefix(), self._program, str(self._settings)]
 
     def answers(self) -> bool:
         return listens(self.port)

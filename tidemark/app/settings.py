@@ -1,9 +1,12 @@
-"""All settings, from environment variables `TIDEMARK_...`. No other module reads settings from the environment.
+"""All settings, from environment variables `TIDEMARK_...`.
 
-The value of a setting comes from the first of these that exists: the variable; the file that `<variable>_FILE` names
-(only secrets); `stack.env` of the local stack in TIDEMARK_HOME; the default.
+Other modules get the settings from `load`. Only two read a variable themselves, because they have no settings:
+`streaming.ingest.jit_cache` (TIDEMARK_HOME) and `app.output` (NO_COLOR).
 
-With `stack.env`, commands in another terminal need no settings. A shell can source the file, too. `settings_lines`
+The value of a setting comes from the first of these that is not empty: the variable; the file that `<variable>_FILE`
+names (only secrets); `stack.env` of the local stack in TIDEMARK_HOME; the default.
+
+With `stack.env`, commands in another terminal need no settings. A shell can also source the file. `settings_lines`
 shows the effective settings with their sources, without secrets.
 """
 
@@ -37,7 +40,8 @@ from tidemark.common.environment import default_home, is_trusted
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
 
-_FOR_SHELLS = "# Only for shells: unset what would direct psql and curl to other servers, find programs."
+_FOR_SHELLS = "# Only for shells: unset variables of other servers, bypass proxies, and extend PATH."
+"""The line in `stack.env` that separates the settings from the commands that only a shell executes."""
 
 
 def stack_env() -> Path:
@@ -50,7 +54,7 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
     temporary directory of another user.
 
     Args:
-        path: the path of the file; None: `stack.env` of the stack in TIDEMARK_HOME.
+        path: the path of the file; None: `stack_env()`.
     """
     path = path or stack_env()
     words: list[list[str]] = []
@@ -62,12 +66,12 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
 
 
 def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str], programs: Sequence[Path]) -> None:
-    """Write `stack.env`. Only its owner may read it, because it contains the password of Postgres.
+    """Write `stack.env`. Only its owner may read the file, because it contains the password of Postgres.
 
     Args:
         path: the file.
-        variables: the variables to export.
-        unset: variables that the shell must unset.
+        variables: the variables to export: name -> value.
+        unset: the names of variables that the shell must unset.
         programs: folders that the shell must add to the end of PATH, so that the user's own programs come first.
     """
     path.touch(mode=0o600)
@@ -90,7 +94,7 @@ def _check_proxies(text: str) -> str:
     return text
 
 
-Proxies = Annotated[str, AfterValidator(_check_proxies)]
+TrustedProxies = Annotated[str, AfterValidator(_check_proxies)]
 
 
 class SidecarSettings(BaseModel):
@@ -118,13 +122,13 @@ class SidecarSettings(BaseModel):
         "",
         description="Accepted `Host` names, comma-separated. Default: any; on a loopback address, only loopback names.",
     )
-    sidecar_trusted_proxies: Proxies = Field(
+    sidecar_trusted_proxies: TrustedProxies = Field(
         "",
         description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For is trusted; * = any.",
     )
     sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
     sidecar_max_open_requests: Positive = Field(
-        2500, description="Waiting requests, plus event streams, that may be open at the same time."
+        2500, description="Waiting requests and event streams that may be open at the same time."
     )
     sidecar_banner: str = Field(
         "", description="Banner text on the live page. On a phone, only its first line is shown unfolded."
@@ -166,7 +170,7 @@ class SidecarSettings(BaseModel):
         return _split_list(self.sidecar_trusted_proxies)
 
     @property
-    def sidecar_names(self) -> list[str]:
+    def sidecar_hosts(self) -> list[str]:
         return _split_list(self.sidecar_allowed_hosts)
 
 
@@ -217,7 +221,7 @@ class Settings(SidecarSettings, Connections):
     spark_driver_host: str | None = Field(
         None,
         min_length=1,
-        description="Host name at which executors reach this process. Default: the name of the host.",
+        description="Host name at which executors reach this process. Default: the address on the route to the master.",
     )
     spark_driver_port: AnyPort = Field(0, description="Port at which executors reach the driver; 0 = any free port.")
     spark_block_manager_port: AnyPort = Field(
@@ -323,8 +327,11 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """The current value of the secret setting `name`; None if the setting is not set. If the secret is in a file,
-        reads the file at each call; if this fails, returns the content at the start of the process."""
+        """The current value of the secret setting `name`; None if the setting is not set.
+
+        If the secret is in a file, reads the file at each call. If the file cannot be read, returns the value at the
+        time when the settings were loaded.
+        """
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -346,8 +353,8 @@ class Settings(SidecarSettings, Connections):
     @model_validator(mode="before")
     @classmethod
     def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add the values from secret files, the environment and `stack.env` to the given values, which take precedence.
-        An empty variable counts as unset."""
+        """Add the values from secret files, the environment and `stack.env` to `given`. Values in `given` take
+        precedence. An empty variable counts as unset."""
         stack = read_stack_env()
         values: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
@@ -358,8 +365,8 @@ class Settings(SidecarSettings, Connections):
 
 
 def _secret_of_file(name: str, field: FieldInfo) -> str | None:
-    """Read a secret from the file that `TIDEMARK_..._FILE` names, as container platforms provide secrets. None if the
-    field is no secret, or if the variable is not set.
+    """Read a secret from the file that the variable `TIDEMARK_..._FILE` names. None if the setting is no secret, or if
+    the variable is not set. Container platforms provide secrets as files.
 
     Raises:
         BadSetting: the file cannot be read, or the variable is also set directly.
@@ -401,7 +408,7 @@ def _bad_setting(error: ValidationError) -> BadSetting:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of the field `name`."""
+    """The name of the environment variable of the setting `name`."""
     alias = Settings.model_fields[name].validation_alias if name in Settings.model_fields else name
     return str(alias or variable(name))
 
@@ -411,7 +418,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def origin_of(name: str) -> str:
-    """The source of a field's effective value: `environment`, the path of a file, or `default`."""
+    """The source of the effective value of the setting `name`: `environment`, the path of a file, or `default`."""
     variable = variable_of(name)
     if os.environ.get(variable):
         return "environment"
@@ -448,7 +455,8 @@ class UnknownVariable:
 
 def effective_settings(settings: Settings) -> list[EffectiveSetting]:
     return [
-        EffectiveSetting(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()
+        EffectiveSetting(variable_of(name), _shown_value(name, getattr(settings, name)), origin_of(name))
+        for name in _names()
     ]
 
 
@@ -460,7 +468,8 @@ def unknown_settings() -> list[UnknownVariable]:
 
 
 def settings_lines(settings: Settings) -> Iterator[str]:
-    """One line for each setting, then one for each unknown `TIDEMARK_...` variable."""
+    """Yield one line of text for each setting, then one for each unknown `TIDEMARK_...` variable. Secrets are
+    masked."""
     rows = [(row.name, "-" if row.value is None else row.value, row.source) for row in effective_settings(settings)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
@@ -474,7 +483,8 @@ def _names() -> list[str]:
     return list(Settings.model_fields)
 
 
-def _shown(name: str, value: Any) -> str | None:
+def _shown_value(name: str, value: Any) -> str | None:
+    """The value of the setting `name` as text with masked secrets; None if the setting is not set."""
     match value:
         case None:
             return None

@@ -1,4 +1,4 @@
-"""`tidemark synapse`: send the facts of Synapse's workers to Kafka. Also creates the bridge's tables, retires workers,
+"""`tidemark synapse`: sends the facts of Synapse's workers to Kafka. Also creates the bridge's tables, retires workers,
 and lists blocking transactions."""
 
 import threading
@@ -39,7 +39,7 @@ class BridgePlan:
     Attributes:
         server: Synapse's server_name.
         streams: Synapse's names of the streams to send.
-        writers: for some of these streams, `stream=worker,worker` with all workers that write to the stream.
+        writers: items `stream=worker,worker`: all workers that write to one of `streams`. Not needed for each stream.
         prefix: the prefix of the streams' names in Kafka.
         metrics: the address at which metrics and probes are served; None: serve none.
     """
@@ -50,8 +50,8 @@ class BridgePlan:
     prefix: str = ""
     metrics: str | None = None
 
-    def bridged(self) -> list[BridgedStream]:
-        """The streams to send. Raises `BadSetting` if an argument is wrong or a stream cannot be sent."""
+    def bridged_streams(self) -> list[BridgedStream]:
+        """The streams to send, each once. Raises `BadSetting` if an argument is wrong, or a stream cannot be sent."""
         writers = dict(map(_parse_writers, self.writers))
         for stream in [*self.streams, *writers]:
             option = "--stream" if stream in self.streams else "--writers"
@@ -87,8 +87,8 @@ def _parse_writers(text: str) -> tuple[str, Sequence[str]]:
 
 def run(settings: Settings, plan: BridgePlan) -> None:
     """Run the bridge until SIGTERM or SIGINT. Waits while servers are down. Raises `Stop` if a person must decide."""
-    streams = plan.bridged()
-    dsn, redis = _address(settings), settings.secret("synapse_redis_url")
+    streams = plan.bridged_streams()
+    dsn, redis = _synapse_dsn(settings), settings.secret("synapse_redis_url")
     if redis is None:
         raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: give the URL of the Redis of Synapse's workers")
     address = RedisAddress(redis)
@@ -118,20 +118,20 @@ def run(settings: Settings, plan: BridgePlan) -> None:
         ).run()
 
 
-def _address(settings: Settings) -> str:
-    """The address of Synapse's database. Raises `BadSetting` if the setting is missing."""
+def _synapse_dsn(settings: Settings) -> str:
+    """The DSN of Synapse's database. Raises `BadSetting` if the setting is missing."""
     if (dsn := settings.secret("synapse_dsn")) is None:
         raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: give the address of Synapse's own database")
     return dsn
 
 
 def blockers(settings: Settings) -> list[TableWriter]:
-    """Read the open transactions that write to tables of Synapse's streams, and that OPEN records report.
+    """Read the open transactions that write to tables of Synapse's streams, if they are old enough for OPEN records
+    (`is_reported`).
 
-    Oldest first. A transaction is reported if it has been open for `REPORTED_AFTER` or longer, or if this user may not
-    see its start (`is_reported`).
+    Transactions whose start this user may not see come first, then the others, the oldest first.
     """
-    dsn = _address(settings)
+    dsn = _synapse_dsn(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         return [
             writer
@@ -141,7 +141,8 @@ def blockers(settings: Settings) -> list[TableWriter]:
 
 
 def migrate(settings: Settings) -> list[int]:
-    """Create or update the tables of the bridge's state. Returns the versions that were applied now."""
+    """Create or update the tables of the bridge's state. Returns the versions of the migrations that were applied
+    now."""
     with state_session(settings.postgres) as session:
         return SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
 
@@ -165,9 +166,15 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
     """Request the retirement of a worker, and wait until the bridge has retired the worker. The bridge first sends all
     facts of the worker. Calls `say` with a line of text for each stream.
 
+    Returns:
+        The retirements; empty if no stream has the worker and another active writer. A stream keeps its last active
+        writer.
+
     Raises:
-        BadSetting: the worker still runs.
-        PrerequisitePending: the bridge has not retired the worker in time. The request remains in the database.
+        BadSetting: the worker still runs, so the bridge has cancelled the retirement.
+        PrerequisitePending: the bridge has not retired the worker after `order.wait_seconds`. The request remains in
+            the database.
+        Stopping: `halt` was set.
     """
     retired = list[Retirement]()
     with state_session(settings.postgres) as session:
@@ -180,14 +187,18 @@ def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, s
             say(f"{order.writer} retires at ID {id} of {stream}")
             retired.append(Retirement(stream, id))
         if not streams:
-            existing = f"active writers are {', '.join(known)}" if known else "no bridge has sent records of a writer"
+            existing = f"active writers are {', '.join(known)}" if known else "there are no active writers"
             say(f"no stream has {order.writer} and another active writer; {existing}")
     return retired
 
 
 def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:
-    """Read the ID at which the bridge has retired the writer. Raises `PrerequisitePending` if the bridge has not
-    retired the writer yet, and `BadSetting` if the worker still runs."""
+    """Read the ID at which the bridge has retired the writer.
+
+    Raises:
+        PrerequisitePending: the bridge has not retired the writer yet.
+        BadSetting: the worker still runs, or the stream no longer has this writer.
+    """
     with session.use() as connection:
         retired = state.read_retired_id(connection, writer, stream)
     if retired is None:

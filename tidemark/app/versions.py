@@ -1,5 +1,6 @@
-"""Checks which versions may run together, and finds the Java program. Pipeline and sidecar may differ by one minor
-version.
+"""Checks which versions of Tidemark may run together, and finds the Java program.
+
+The pipeline and a process that reads its data may differ by one minor version.
 
 The schema has its own version check (`common.migrations`), and so have encoded states (`streaming.core.codec`). The
 versions of processes are compared because the keys in Redis have no version.
@@ -18,23 +19,23 @@ OURS = version("tidemark-streams")
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 
 
-def require_neighbour(pipeline: str, ours: str = OURS) -> None:
-    """Check that this process may read the data of a pipeline of version `pipeline`: the two versions differ by at most
-    one minor version. A version without a number, such as "", passes. Raises `VersionSkew`."""
-    if abs(_ahead(pipeline, ours)) > 1:
+def require_compatible(pipeline: str, ours: str = OURS) -> None:
+    """Raise `VersionSkew` if this process may not read the data of a pipeline of version `pipeline`, because the
+    versions differ by more than one minor version. A version without a number, such as "", passes."""
+    if abs(_minor_versions_ahead(pipeline, ours)) > 1:
         raise VersionSkew(ours, pipeline)
 
 
 def require_successor(last: str, ours: str = OURS) -> None:
-    """Check that a pipeline of this version may continue after a pipeline of version `last`. `last` may be any older
-    version, and at most one minor version newer. Raises `VersionSkew`."""
-    if _ahead(last, ours) > 1:
+    """Raise `VersionSkew` if a pipeline of this version may not continue after a pipeline of version `last`, because
+    `last` is more than one minor version newer. A version without a number, such as "", passes."""
+    if _minor_versions_ahead(last, ours) > 1:
         raise VersionSkew(ours, last)
 
 
-def _ahead(theirs: str, ours: str) -> int:
-    """The number of minor versions by which `theirs` is newer than `ours`; negative if older; 0 if one of them has no
-    number. A major version counts as 1000 minor versions."""
+def _minor_versions_ahead(theirs: str, ours: str) -> int:
+    """The number of minor versions by which `theirs` is newer than `ours`; negative if `theirs` is older. 0 if one of
+    the versions has no number. A major version counts as 1000 minor versions."""
     if not (their_numbers := _NUMBERS.match(theirs)) or not (our_numbers := _NUMBERS.match(ours)):
         return 0
     majors = int(their_numbers[1]) - int(our_numbers[1])
@@ -53,8 +54,8 @@ class JavaUnfit(Stop):
 
 
 def find_java(java_home: Path | None) -> str:
-    """Find the `java` program of `java_home`, or the first `java` on the PATH. Runs the program to check its version.
-    Raises `JavaUnfit` if Java is missing or too old."""
+    """Find the `java` program of `java_home`; None: the first `java` on the PATH. Runs the program to check its
+    version. Raises `JavaUnfit` if Java is missing or too old."""
     program = str(java_home / "bin" / "java") if java_home else "java"
     path = shutil.which(program)
     if path is None:

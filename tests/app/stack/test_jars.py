@@ -17,7 +17,7 @@ def _fake_java(directory: Path, script: str) -> str:
 def test_the_brokers_jars_are_there(jars: Path) -> None:
     """With all that they depend on, as many as the progress bar counts."""
     assert (jars / BROKER / "kafka-clients-4.1.1.jar").exists()
-    assert len([*(jars / BROKER).iterdir()]) == BROKER_JARS.jars
+    assert len([*(jars / BROKER).iterdir()]) == BROKER_JARS.jar_count
 
 
 def test_second_start_downloads_nothing(jars: Path, tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_a_terminal_gets_a_bar_over_modules_and_one_over_jars(tmp_path: Path) ->
     """With rate and remaining time; the name of each jar is for pipes only."""
     script = "printf '\\tfound a#b;1 in public\\n'; sleep 1; echo 'downloading https://somewhere/b-1.jar ...'"
     shown = shown_on_a_terminal(FETCHING, str(tmp_path), _fake_java(tmp_path, script))
-    assert f"1/{BROKER_JARS.modules}" in shown
-    assert f"1/{BROKER_JARS.jars}" in shown
+    assert f"1/{BROKER_JARS.module_count}" in shown
+    assert f"1/{BROKER_JARS.jar_count}" in shown
     assert "modules/s" in shown
     assert "jars/s" in shown
     assert "said" not in shown

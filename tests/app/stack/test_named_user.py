@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.stack import home
-from tidemark.app.stack.home import NamedUser, NeedsNamedUser, named_user
+from tidemark.app.stack.home import NamedUser, NeedsNamedUser, find_named_user
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_user_with_a_name_needs_nothing(tmp_path: Path) -> None:
     """As nearly everybody has."""
-    assert named_user(tmp_path) == NamedUser()
+    assert find_named_user(tmp_path) == NamedUser()
 
 
 @pytest.mark.usefixtures("unknown")
@@ -30,8 +30,8 @@ def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.Mo
     library = tmp_path / "libnss_wrapper.so"
     library.touch()
     monkeypatch.setattr(home, "_LIBRARIES", [str(library.relative_to("/"))])
-    user = named_user(tmp_path)
-    assert user.command == ()
+    user = find_named_user(tmp_path)
+    assert user.command_prefix == ()
     assert user.variables["LD_PRELOAD"] == str(library)
     line = Path(user.variables["NSS_WRAPPER_PASSWD"]).read_text()
     assert line.split(":")[2:4] == [str(os.geteuid()), str(os.getegid())]
@@ -43,4 +43,4 @@ def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(home, "_succeeds", lambda command: False)
     monkeypatch.setattr(home, "_LIBRARIES", [])
     with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, because this user has no name"):
-        named_user(tmp_path)
+        find_named_user(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fix_servers import own_postgres
 from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
-from tidemark.app.stack.processes import process_of
+from tidemark.app.stack.processes import find_process
 
 pytestmark = pytest.mark.postgres
 
@@ -46,7 +46,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
         replica.start()
         replica.wait_until_streaming(synchronous=not lags)
         if lags:
-            replica.fall_behind()
+            replica.disconnect()
         ask(origin, f"insert into kept values ({n})")
         replica.promote()
         replica.replace_origin()
@@ -78,7 +78,7 @@ def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin
     replica.start()
     with psycopg.connect(origin.dsn("postgres")) as session:
         replica.freeze_origin()
-        postmaster = process_of(origin.home, origin.name)
+        postmaster = find_process(origin.home, origin.name)
         assert postmaster is not None
         postmaster.kill()
         replica.replace_origin()

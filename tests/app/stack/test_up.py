@@ -58,9 +58,9 @@ def test_pid_file_stands_while_the_process_does(own_home: Home) -> None:
     """`run/<name>.pid` names the process, and is gone when that was stopped."""
     server = ListeningServer(own_home, free_port())
     server.start()
-    assert int(own_home.pid("listener").read_text()) == server.pid
+    assert int(own_home.pid_file("listener").read_text()) == server.pid
     server.stop()
-    assert not own_home.pid("listener").exists()
+    assert not own_home.pid_file("listener").exists()
     assert not listens(server.port)
 
 
@@ -77,7 +77,7 @@ def test_leftover_of_a_dead_owner_is_ended(own_home: Home) -> None:
 def test_stranger_with_a_leftovers_number_is_let_live(own_home: Home) -> None:
     """A process that began after the pid file was written only got the same number by chance."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
-        path = own_home.pid("listener")
+        path = own_home.pid_file("listener")
         path.write_text(f"{stranger.pid}\n")
         os.utime(path, (0, 0))
         assert ListeningServer(own_home, free_port()).end_leftover() is None
@@ -134,7 +134,7 @@ time.sleep(600)
 
 def test_a_start_has_all_the_time_that_it_needs(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is slow. While the log grows the start goes on, and somebody who waits is told how long it is."""
-    monkeypatch.setattr(processes, "PROGRESS_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "PROGRESS_INTERVAL_SECONDS", 2.0)
     server = SlowServer(own_home, free_port())
     told: list[float] = []
     server.start(told.append)

@@ -151,7 +151,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     standby.copy(as_standby=True)
     standby.start()
     standby.wait_until_streaming(synchronous=False)
-    standby.fall_behind()
+    standby.disconnect()
     lost = relayed.append(4)
     relayed.relay.finish()
     reached = relayed.core.line
@@ -204,7 +204,7 @@ def test_readers_in_the_database_of_a_promoted_standby(server: PostgresServer, s
     standby.copy(as_standby=True)
     standby.start()
     standby.wait_until_streaming(synchronous=False)
-    standby.fall_behind()
+    standby.disconnect()
     relayed.append(4)
     read.drain()
     relayed.close()

@@ -105,7 +105,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         standby.copy(as_standby=True)
         standby.start()
         standby.wait_until_streaming(synchronous=False)
-        standby.fall_behind()
+        standby.disconnect()
         lost = bridged.write(8)
         bridged.follow()
         reached = bridged.core.line

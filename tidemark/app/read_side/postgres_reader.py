@@ -19,7 +19,7 @@ from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus
 from tidemark.app.read_side.single_flight import CircuitBreaker
-from tidemark.app.versions import require_neighbour
+from tidemark.app.versions import require_compatible
 from tidemark.common.errors import Refused, Slow, StateTooNew, Unavailable
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.database import session_of
@@ -120,7 +120,7 @@ class PostgresReader:
 
     def _check(self) -> None:
         self._postgres.check_readable()
-        require_neighbour(self._postgres.pipeline_version())
+        require_compatible(self._postgres.pipeline_version())
 
     async def names(self) -> set[str]:
         """Read the names of all streams in Postgres."""

@@ -246,7 +246,7 @@ def run(settings: Settings) -> None:
         )
     )
     limits = Limits(client_limits.open_requests, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
-    hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
+    hosts = settings.sidecar_hosts or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = AppConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
     listener_config = _listener_config(settings, client_limits.handshakes)
     stopping = asyncio.Event()

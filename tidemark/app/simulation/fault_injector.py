@@ -39,7 +39,7 @@ from tidemark.app.simulation.workload import (
 )
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresReplica, PostgresServer
-from tidemark.app.stack.processes import free_port, process_of
+from tidemark.app.stack.processes import find_process, free_port
 from tidemark.common.errors import TidemarkError
 from tidemark.common.log import get_logger
 
@@ -389,7 +389,7 @@ class FaultInjector:
 
     def _kill_server(self, name: str) -> str:
         """Kill a server of the local stack. Returns the name of the server; '' if the server is down."""
-        process = process_of(self._databases.home, name)
+        process = find_process(self._databases.home, name)
         if process is None:
             return ""
         process.kill()
@@ -451,7 +451,7 @@ class ServicesPostgres:
         """Make `Servers` of the services' Postgres, and of Tidemark's Postgres if `tidemark up` runs that server."""
         postgres = {PostgresOwner.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
-        if process_of(home, PostgresServer.name) is not None:
+        if find_process(home, PostgresServer.name) is not None:
             postgres[PostgresOwner.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
         return Servers(postgres, verification)
 
@@ -494,7 +494,7 @@ class Replacement:
             self._replica.start()
             self._replica.wait_until_streaming(synchronous=self.successor is Successor.SYNCHRONOUS_STANDBY)
         if self.successor is Successor.LAGGING_STANDBY:
-            self._replica.fall_behind()
+            self._replica.disconnect()
 
     def switch(self) -> None:
         """Give the data of the new server to the old server, and kill the old server.
@@ -550,7 +550,7 @@ class Servers:
         server and `tidemark up` does not run it.
         """
         owner, number = next(self._next_crashes)
-        process = process_of(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None
+        process = find_process(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None
         if process is None:
             return ""
         process.send_signal(number)

