@@ -29,7 +29,7 @@ def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(home, "_succeeds", lambda command: False)
     library = tmp_path / "libnss_wrapper.so"
     library.touch()
-    monkeypatch.setattr(home, "_LIBRARIES", [str(library.relative_to("/"))])
+    monkeypatch.setattr(home, "_NSS_WRAPPER_PATTERNS", [str(library.relative_to("/"))])
     user = find_named_user(tmp_path)
     assert user.command_prefix == ()
     assert user.variables["LD_PRELOAD"] == str(library)
@@ -41,6 +41,6 @@ def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.Mo
 def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In one line, before anything is started."""
     monkeypatch.setattr(home, "_succeeds", lambda command: False)
-    monkeypatch.setattr(home, "_LIBRARIES", [])
+    monkeypatch.setattr(home, "_NSS_WRAPPER_PATTERNS", [])
     with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, because this user has no name"):
         find_named_user(tmp_path)
