@@ -78,7 +78,7 @@ class Recording:
         now = self._now + 60_000 * self._number
         messages = []
         for topic, first in self._next.items():
-            _, end = self._kafka.bounds(topic, 0)
+            _, end = self._kafka.offset_range(topic, 0)
             messages += [*self._kafka.between(topic, 0, first, end)]
             self._next[topic] = end
         effects = apply_batch(0, States(self.states), make_packets(messages, self._roles), now, Bounds())

@@ -27,7 +27,7 @@ from tidemark.common.errors import (
 from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLetterResult
 from tidemark.sinks.publisher import Publisher, PublishResult
-from tidemark.sources.topics import RememberedTopic
+from tidemark.sources.topics import TopicIdentity
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, RECORDS_PER_TASK
@@ -69,7 +69,7 @@ class _Held(_Quick):
 
 EMPTY = cast("DataFrame", _Empty())
 BEFORE = ("earlier", 41)
-TOPICS = {"facts": RememberedTopic("id", 1)}
+TOPICS = {"facts": TopicIdentity("id", 1)}
 
 
 def batches(publisher: _Quick | None = None, *, one_task: bool = False) -> BatchHandler:

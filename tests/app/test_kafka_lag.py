@@ -12,7 +12,7 @@ from tidemark.app.pipeline import kafka_lag
 from tidemark.app.pipeline.kafka_lag import MAX_SAMPLES, LagMonitor, LagTracker, PartitionLag
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.common.errors import Unavailable
-from tidemark.sources.topics import RememberedTopic, Topics
+from tidemark.sources.topics import TopicIdentity, Topics
 
 PLACE = "facts", 0
 
@@ -64,7 +64,7 @@ def test_while_kafka_does_not_answer_no_partition_counts_as_read(monkeypatch: py
     noted: list[Sequence[kafka_lag.Note]] = []
     topics = create_autospec(Topics, instance=True)
     topics.identities.side_effect = Unavailable("Kafka", "here:9092", "no answer")
-    remembered = {"facts": RememberedTopic("id", 2)}
+    remembered = {"facts": TopicIdentity("id", 2)}
     with LagMonitor(topics, remembered, StreamCollector(), noted.append).running():
         eventually(lambda: noted)
     assert [note[:3] for note in noted[0]] == [("facts", 0, 0), ("facts", 1, 0)]

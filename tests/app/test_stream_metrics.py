@@ -21,7 +21,7 @@ from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import RememberedTopic, TopicPlan, Topics
+from tidemark.sources.topics import TopicIdentity, TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
@@ -396,7 +396,7 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     """Not at the first answer: a broker that has just started may not know its topics yet."""
     monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.05)
     connection = KafkaConnection(kafka.bootstrap_servers)
-    absent = {prefix: RememberedTopic("some", 1)}
+    absent = {prefix: TopicIdentity("some", 1)}
     with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:
         eventually(lambda: noticing.failure, 30, lambda: "the failure")
     assert isinstance(noticing.failure, TopicMissing)

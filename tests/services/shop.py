@@ -18,7 +18,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.wire.records import Rdata, Record
 
@@ -63,7 +63,7 @@ class Shop:
         """
         eventually(self._settled, 60.0)
         verdict = self.judge.verdict()
-        facts = dict(_facts(chain.from_iterable(map(split_edges, verdict.records))))
+        facts = dict(_facts(chain.from_iterable(map(split_run, verdict.records))))
         assert facts == self.truth()
         head = self.head()
         assert verdict.position(STREAM, WRITER) == head

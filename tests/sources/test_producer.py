@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TidemarkError, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import NO_TIME_LIMIT, RecordProducer, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, RecordProducer, make_topic_producer
 from tidemark.sources.topics import TopicPlan, Topics
 
 # From the JVM client's own test of its hash, modulo 4 partitions.
@@ -69,7 +69,7 @@ def test_the_limits_of_the_topic_are_those_of_the_producer(
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
     for done in admin.incremental_alter_configs([resource]).values():
         done.result(60)
-    producer = topic_producer(connection, topic, give_up_after=60)
+    producer = make_topic_producer(connection, topic, give_up_after=60)
     assert producer.max_bytes == 5_000_000
     producer.send("21", random.Random(1).randbytes(producer.max_value_bytes("21")))
     producer.deliver(60)

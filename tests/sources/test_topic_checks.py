@@ -13,13 +13,13 @@ from tidemark.common.errors import (
 from tidemark.sources.topics import (
     Acceptance,
     Partition,
-    RememberedTopic,
+    TopicIdentity,
     TopicState,
     require_policy,
     starting_offsets,
 )
 
-AS_BEFORE = RememberedTopic("id-1", 2)
+AS_BEFORE = TopicIdentity("id-1", 2)
 
 
 def topic(*partitions: tuple[int, int], name: str = "facts", policy: str = "delete") -> TopicState:
@@ -28,7 +28,7 @@ def topic(*partitions: tuple[int, int], name: str = "facts", policy: str = "dele
 
 def offsets(
     found: TopicState,
-    before: RememberedTopic | None,
+    before: TopicIdentity | None,
     stored: dict[int, int],
     accept: frozenset[Acceptance] = frozenset(),
 ) -> dict[int, int]:
@@ -56,14 +56,14 @@ def test_a_partition_that_was_never_read_starts_at_its_oldest_record() -> None:
     [
         (topic((0, 9)), AS_BEFORE, {}, PartitionsChanged),
         (topic((0, 9), (0, 9), (0, 9)), AS_BEFORE, {}, PartitionsChanged),
-        (topic((0, 9), (0, 9)), RememberedTopic("id-0", 2), {}, TopicReplaced),
+        (topic((0, 9), (0, 9)), TopicIdentity("id-0", 2), {}, TopicReplaced),
         (topic((5, 9), (0, 9)), AS_BEFORE, {0: 4}, RecordsGone),
         (topic((0, 9), (0, 9)), AS_BEFORE, {1: 10}, RecordsBeyondEnd),
     ],
     ids=["fewer partitions", "more partitions", "another topic", "retention", "lost end"],
 )
 def test_what_would_lose_order_or_records_stops_the_start(
-    found: TopicState, before: RememberedTopic, stored: dict[int, int], error: type[Stop]
+    found: TopicState, before: TopicIdentity, stored: dict[int, int], error: type[Stop]
 ) -> None:
     """Rule 5: nothing is passed over in silence; each cause has its own error with the procedure to follow."""
     with pytest.raises(error):
@@ -79,7 +79,7 @@ def test_accepted_loss_reads_what_is_left_of_the_partition() -> None:
 
 def test_accepted_loss_of_a_whole_topic_forgets_the_offsets_of_the_old_one() -> None:
     """An offset of the deleted topic means nothing in the new one, even where it would fit."""
-    assert offsets(topic((0, 9)), RememberedTopic("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: 0}
+    assert offsets(topic((0, 9)), TopicIdentity("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: 0}
 
 
 def test_accepted_partitions_keep_the_offsets_of_those_that_were_there() -> None:

@@ -21,7 +21,7 @@ from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Sto
 from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sinks.reader_database import install
-from tidemark.sources.producer import NO_TIME_LIMIT, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, make_topic_producer
 from tidemark.sources.relay import queries
 from tidemark.sources.relay.local_positions import LocalPositions
 from tidemark.sources.relay.queries import SCHEMA, session_of
@@ -79,7 +79,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
-            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=NO_TIME_LIMIT),
+            lambda: make_topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=NO_TIME_LIMIT),
             plan.writer,
             metrics,
             halt,

@@ -19,7 +19,7 @@ from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Stopping
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sources.producer import NO_TIME_LIMIT, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, make_topic_producer
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
@@ -110,7 +110,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
             synapse,
             own,
             channel,
-            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=NO_TIME_LIMIT),
+            lambda: make_topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=NO_TIME_LIMIT),
             streams,
             metrics,
             halt,

@@ -81,10 +81,10 @@ class KafkaConnection:
         return settings | {name: value for name, value in optional.items() if value is not None}
 
     def portable_settings(self) -> dict[str, str]:
-        """`client_settings` for clients on other hosts, with the contents of the certificate and key files.
+        """Settings of a librdkafka client on another host: the contents of the PEM files instead of their paths.
 
-        The result is the same in every call until a file changes. The settings contain secrets, so never log them.
-        Raises `BadSetting` if a file cannot be read.
+        Reads the files. The result is the same in every call until a file changes. The settings contain secrets, so
+        never log them. Raises `BadSetting` if a file cannot be read.
         """
         settings = self.client_settings()
         for part in ("ca", "certificate", "key"):
@@ -93,10 +93,10 @@ class KafkaConnection:
         return settings
 
     def producer_settings(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
-        """Settings of every producer: no record is lost, duplicated or reordered in a partition.
+        """Settings of a producer. Its retries do not lose, duplicate or reorder records of a partition.
 
         Args:
-            max_bytes: the topic's `max.message.bytes`. A broker refuses a larger batch, with all its records.
+            max_bytes: the topic's `max.message.bytes`. A broker refuses a larger batch with all records in the batch.
         """
         return self.client_settings() | {
             "enable.idempotence": "true",
@@ -105,7 +105,8 @@ class KafkaConnection:
             "partitioner": "murmur2_random",
             "compression.type": "lz4",
             "linger.ms": "5",
-            # A batch that the topic accepts may be larger before its compression.
+            # librdkafka compares this limit with the size before compression, and the topic its limit with the size
+            # after compression.
             "message.max.bytes": str(max(_BATCH_BYTES, max_bytes)),
             "batch.size": str(min(_BATCH_BYTES, max_bytes)),
         }
@@ -115,4 +116,4 @@ def _read_pem(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting("Kafka's certificates", f"cannot read {path}: {error}") from None
+        raise BadSetting("a certificate or key file of Kafka", f"cannot read {path}: {error}") from None

@@ -32,7 +32,8 @@ class RecordedMessage:
 class RecordReader:
     """Reads the records between two offsets of a partition. A context manager. Not thread-safe.
 
-    Methods raise `Refused`, and `Unavailable` after `timeout` seconds without an answer.
+    Methods raise `Refused` if Kafka refuses the request, and `Unavailable` after another error or after `timeout`
+    seconds without an answer.
     """
 
     def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
@@ -48,17 +49,22 @@ class RecordReader:
         if self._partition_reader is not None:
             self._partition_reader.close()
 
-    def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """Query the oldest available offset, and the offset that the next written record will get."""
+    def offset_range(self, topic: str, partition: int) -> tuple[int, int]:
+        """Query the range `[oldest, end)` of the readable offsets of a partition.
+
+        The end is the first offset of the oldest open Kafka transaction. Without an open transaction, the end is the
+        offset that the next written record will get.
+        """
         try:
             return self._reader().offsets(topic, partition)
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
 
     def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
-        """Read the records with offsets in `[first, end)`. The range must lie within `bounds`.
+        """Read the records with offsets in `[first, end)`. The range must lie within `offset_range`.
 
-        Records are left out if retention removes them during the iteration, or if their Kafka transaction was aborted.
+        Leaves out records of aborted Kafka transactions. If retention removes the next record, ends early without an
+        error.
         """
         if first >= end:
             return
@@ -76,7 +82,7 @@ class RecordReader:
             raise self._errors.explain(error.args[0]) from error
 
     def _reader(self) -> PartitionReader:
-        """The reader of all partitions, which is made at the first call."""
+        """Return the reader of all partitions. The first call makes the reader."""
         if self._partition_reader is None:
             # The pipeline also skips records of aborted transactions.
             self._partition_reader = PartitionReader(
@@ -86,14 +92,14 @@ class RecordReader:
 
 
 MAX_RECORDS_PER_READ = 2_000
-"""The largest number of records that one call of `Tail.read` returns. Each edge of a RUN counts as a record."""
+"""The largest number of records that one call of `Tail.read` returns, after each RUN was split."""
 _OFFSET_GONE_CODES = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 class Tail:
-    """Follows the end of a topic. A context manager. Not thread-safe.
+    """Reads the new records of a topic. A context manager that closes the consumer. Not thread-safe.
 
-    Methods raise `Unavailable`, `Refused` and `TopicMissing`. After an error, call `begin` again.
+    Call `begin` first, and again after an error. Methods raise `Unavailable` and `Refused`.
 
     Args:
         connection: the address and the credentials of Kafka.
@@ -123,7 +129,7 @@ class Tail:
             self._consumer = None
 
     def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
-        """Start to read all partitions. Stops an earlier read.
+        """Start to read all partitions. Stops an earlier read. Raises `TopicMissing` if the topic does not exist.
 
         Args:
             offsets: partition -> the first offset to read. Other partitions are read from their oldest record.
@@ -140,12 +146,15 @@ class Tail:
             raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """Wait up to `seconds` for records. Returns pairs of a partition and a record; an empty list if none came.
+        """Wait up to `seconds` for records, and return at most `MAX_RECORDS_PER_READ` of them.
 
-        The records of a partition are in order. Records that cannot be decoded are left out. Each edge of a RUN is
-        returned as a record of its own.
+        Raises `Unavailable` if retention has removed records that were not read yet.
+
+        Returns:
+            Pairs of a partition and a record, in order within a partition; empty if no record came. Each RUN is split
+            (`split_run`). Records that cannot be decoded are left out.
         """
-        assert self._consumer is not None, "begin first"
+        assert self._consumer is not None, "call begin first"
         try:
             records = [*islice(self._remaining_records, MAX_RECORDS_PER_READ)]
             if not records:
@@ -162,11 +171,11 @@ class Tail:
         self._consumer = Consumer(
             {
                 **self._connection.client_settings(),
-                "group.id": "tidemark-tail",  # librdkafka requires it; offsets are never committed
+                "group.id": "tidemark-tail",  # librdkafka requires a group; offsets are never committed
                 "enable.auto.commit": "false",
                 "enable.auto.offset.store": "false",
                 "auto.offset.reset": "error",
-                "isolation.level": "read_committed",  # same as the pipeline
+                "isolation.level": "read_committed",  # as in the pipeline
                 "fetch.wait.max.ms": "50",
                 "queued.max.messages.kbytes": "16384",
                 "error_cb": self._errors,
@@ -179,31 +188,38 @@ class Tail:
         topic = consumer.list_topics(self.topic, self._timeout).topics[self.topic]
         if topic.error is not None:
             raise TopicMissing(self.topic)
-        is_complete, assignments = {}, []
+        begins_at_zero, assignments = {}, []
         for partition in topic.partitions:
             assignment = TopicPartition(self.topic, partition)
             earliest, _ = consumer.get_watermark_offsets(assignment, self._timeout, cached=False)
             assignment.offset = offsets.get(partition, earliest)
-            is_complete[partition] = assignment.offset == 0
+            begins_at_zero[partition] = assignment.offset == 0
             assignments.append(assignment)
         consumer.assign(assignments)
-        return is_complete
+        return begins_at_zero
 
     def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
-        """Decode a message of Kafka: pairs of the partition and a record of one edge."""
+        """Decode a message of Kafka, and split a RUN. Yields pairs of the partition and a record.
+
+        Yields nothing if the message cannot be decoded.
+        """
         if (error := message.error()) is not None:
             if is_group_refusal(error):
                 return
             if error.code() in _OFFSET_GONE_CODES:
-                raise Unavailable("Kafka", self._connection.bootstrap, "retention removed unread records")
+                raise Unavailable(
+                    "Kafka",
+                    self._connection.bootstrap,
+                    f"retention of topic {self.topic} removed records that were not read yet",
+                )
             raise KafkaException(error)
         with suppress(BadRecord):
-            for record in split_edges(read(message.value(), message.key(), Topic.FACTS)):
+            for record in split_run(read(message.value(), message.key(), Topic.FACTS)):
                 yield message.partition(), record
 
 
-def split_edges(record: Record) -> Iterator[Record]:
-    """Split a RUN into records of one edge each: RDATA and VOID. Yields any other record unchanged."""
+def split_run(record: Record) -> Iterator[Record]:
+    """Split a RUN into an RDATA for each row, and a VOID for each ID without rows. Yields another record unchanged."""
     if not isinstance(record, FactRun):
         yield record
         return

@@ -12,12 +12,12 @@ from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
 
 NO_TIME_LIMIT = 0.0
-"""A value of `give_up_after`: the producer tries to deliver a record without a time limit."""
+"""A value of `give_up_after`: the producer retries the delivery of a record without a time limit."""
 _FRAME_BYTES = 150
-"""The largest number of bytes that a batch of one record has besides the key and the value."""
+"""The largest size of a batch of one record in bytes, without the key and the value."""
 
 
-def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
+def make_topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
     """Query the topic's `max.message.bytes`, and make a producer with this limit.
 
     Args:
@@ -28,16 +28,16 @@ def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float
     Raises:
         Unavailable: Kafka does not answer.
         TopicMissing: the topic does not exist.
-        Refused: this user may not describe the topic.
+        Refused: Kafka refused the connection, or this user may not describe the topic.
     """
     return RecordProducer(connection, topic, give_up_after, Topics(connection).max_message_bytes(topic))
 
 
-def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
-    """Query the topic's limit, and return the librdkafka settings of a producer for the topic.
+def query_producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
+    """Query the topic's `max.message.bytes`, and return the librdkafka settings of a producer with this limit.
 
-    If the topic is missing, or this user may not describe the topic, the limit is Kafka's default. Raises `Unavailable`
-    if Kafka does not answer.
+    If the topic is missing, or Kafka refuses the query, the limit is Kafka's default. Raises `Unavailable` if Kafka
+    does not answer.
     """
     try:
         return connection.producer_settings(Topics(connection).max_message_bytes(topic))
@@ -47,6 +47,9 @@ def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]
 
 class RecordProducer:
     """Sends records to one topic. Not thread-safe. All records are in Kafka only after `flush` has returned 0.
+
+    If a record failed, this producer sends nothing more: each later call raises `Unavailable` or `Refused`. Then make a
+    new producer.
 
     Args:
         connection: the address and the credentials of Kafka.
@@ -84,7 +87,7 @@ class RecordProducer:
             raise kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
-        """Queue a record. Blocks while the queue is full. Raises the error of an earlier record, if there is one.
+        """Queue a record. Blocks while the queue is full. Raises the error of an earlier record, if a record failed.
 
         Args:
             stream: the key of the record.
@@ -94,14 +97,14 @@ class RecordProducer:
         self._poll(0)
 
     def send_all(self, stream: str, values: Iterable[bytes], on_acknowledged: Callable[[], None]) -> None:
-        """Queue several records. Blocks while the queue is full. Raises the error of an earlier record, if there is
-        one.
+        """Queue several records. Blocks while the queue is full. Raises the error of an earlier record, if a record
+        failed.
 
         Args:
             stream: the key of the records.
             values: the values of the records.
-            on_acknowledged: called once for each record that Kafka has acknowledged. Each call of this function happens
-                during this or a later call of a method of the producer.
+            on_acknowledged: called once for each record that Kafka has acknowledged. This method and later methods of
+                the producer call the function, in the thread of their caller.
         """
         key, on_delivery = stream.encode(), partial(self._on_delivery, on_acknowledged=on_acknowledged)
         for value in values:
@@ -121,14 +124,14 @@ class RecordProducer:
                 return
 
     def max_value_bytes(self, stream: str) -> int:
-        """The size in bytes of the largest value that the topic accepts with this key, without compression."""
+        """The largest value, in bytes before compression, that certainly fits into the topic with this key."""
         return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
     def backlog(self) -> int:
         """Process Kafka's acknowledgements without waiting. Returns the number of records that Kafka has not
         acknowledged.
 
-        Raises the error of an earlier record, if there is one.
+        Raises the error of an earlier record, if a record failed.
         """
         self._poll(0)
         return len(self._producer)
@@ -136,24 +139,26 @@ class RecordProducer:
     def flush(self, seconds: float) -> int:
         """Wait up to `seconds` until Kafka has acknowledged every record.
 
-        Returns the number of records that Kafka has not acknowledged. Raises `Unavailable` or `Refused`.
+        Returns the number of records that Kafka has not acknowledged. Raises `Unavailable` or `Refused` if a record
+        failed.
         """
         with self._errors.translate_errors():  # the reason if the client has failed permanently
-            left: int = self._producer.flush(seconds)
+            unacknowledged: int = self._producer.flush(seconds)
         self._raise_failure()
-        return left
+        return unacknowledged
 
     def deliver(self, seconds: float) -> None:
         """Wait until Kafka has acknowledged every record.
 
-        Raises `Unavailable` if Kafka has not acknowledged every record after `seconds`, or `Refused`.
+        Raises `Unavailable` if Kafka has not acknowledged every record after `seconds`. Raises `Unavailable` or
+        `Refused` if a record failed.
         """
-        if left := self.flush(seconds):
-            raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
+        if unacknowledged := self.flush(seconds):
+            raise Unavailable("Kafka", self.where, f"{unacknowledged} records were not acknowledged")
 
     @property
     def problem(self) -> str:
-        """The newest reason why the brokers were unreachable; empty if they never were."""
+        """The newest error of the connection to the brokers; empty if there was none."""
         return self._errors.reason
 
     def _poll(self, seconds: float) -> None:

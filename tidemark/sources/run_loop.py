@@ -1,7 +1,7 @@
 """The run loop of the relay and of the bridge to Synapse: connect, get the locks, work, back off, start again.
 
-The relay and the bridge read a database and send records to Kafka. Any number of processes may run for one database.
-One process holds advisory locks and works. The other processes are on standby until the session with the locks ends.
+The relay and the bridge read a database and send records to Kafka. Several processes may run for the same streams. The
+process that has the advisory locks works. The others are on standby until the session with the locks ends.
 """
 
 import threading
@@ -25,17 +25,17 @@ from tidemark.streaming.wire import records
 log = get_logger(__name__)
 
 FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE = 5.0, 60.0
-"""Shortest and longest pause between two queries of the topic's limit, in seconds."""
+"""Shortest and longest pause between two queries of the topic's `max.message.bytes`, in seconds."""
 
 
 class OversizedRecords:
-    """The records that were not sent, because they exceed the limit of the Kafka topic.
+    """The records that were not sent because they exceed `max.message.bytes` of the Kafka topic.
 
     Args:
         gauge: shows the number of these records for each stream.
 
     Attributes:
-        causes: stream -> text that names its newest oversized record and the remedy.
+        causes: stream -> text that names the stream's newest oversized record and the remedy.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -75,7 +75,7 @@ class OversizedRecords:
         remedy = f"raise max.message.bytes of the topic to at least {needed}"
         fact = "a fact" if id is None else f"fact {id}"
         self.causes[stream] = (
-            f"{fact} is too large for the Kafka topic, which takes {producer.max_bytes} bytes: {remedy}"
+            f"{fact} is too large for the Kafka topic, whose max.message.bytes is {producer.max_bytes}: {remedy}"
         )
         log.error(
             "A record is too large for the Kafka topic; its stream is blocked, other streams go on",
@@ -84,9 +84,10 @@ class OversizedRecords:
         )  # fmt: skip
 
     def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """Query the topic's current limit, and make a producer with this limit if it accepts an oversized record.
+        """Query the topic's current limit, and make a producer with this limit if an oversized record now fits.
 
-        The pause between two queries grows.
+        Does nothing if the pause since the last query has not ended. The pause grows with each query. Raises the errors
+        of `make`, except `Unavailable`.
 
         Args:
             make: queries the limit and makes the producer.
@@ -112,16 +113,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 _RESET_BACKOFF_AFTER = 60.0
 """If the work lasted this many seconds before a failure, the back-off begins again with the first pause."""
 _STANDBY_PAUSE = 1.0
-"""Seconds between two attempts of a standby to get the lock."""
+"""Seconds between two attempts of a standby process to get the locks."""
 LOCK_TIMEOUT = "10s"
-"""Lock time-out of a statement. Afterwards the log names the sessions that hold the lock."""
+"""Postgres' `lock_timeout` of each statement. After a time-out, the error names the sessions that have the lock."""
 DELIVERY_TIMEOUT = 30.0
 """Seconds to wait until Kafka has acknowledged every record. After this time, the loop starts again."""
 SILENCE_LOGGED_AFTER = 5.0
-"""A warning is logged after this many seconds without an acknowledgement."""
+"""A warning is logged if records are sent and Kafka acknowledges none for this many seconds."""
 FAILURE_REPORTED_AFTER = 5.0
 """A failure is reported in OPEN records only after this many seconds, because most outages are shorter."""
-_LOCK_HOLDERS = """
+_LOCK_SESSIONS = """
 select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
     and classid = %s::bigint::oid and objid::bigint = any (select key & 4294967295 from unnest(%s::bigint[]) as key)
     and database = (select oid from pg_database where datname = current_database())
@@ -151,7 +152,7 @@ class LoopMetrics:
         )
         self.standby = Gauge(
             f"{prefix}_standby",
-            f"1 while this process is on standby, because another `tidemark {process}` works on the database.",
+            f"1 while this process is on standby, because another `tidemark {process}` has the locks.",
             registry=registry,
         )
         self.heartbeat = Gauge(
@@ -162,7 +163,7 @@ class LoopMetrics:
         )
         self.oversized = Gauge(
             f"{prefix}_oversized_facts",
-            "Facts above the topic's max.message.bytes, which are not sent. If it is above 0, the stream is blocked"
+            "Facts above the topic's max.message.bytes, which are not sent. If there are any, the stream is blocked"
             " until you raise max.message.bytes of the topic. The log names the ID and the size of each fact.",
             ["stream"],
             registry=registry,
@@ -174,14 +175,15 @@ class LoopMetrics:
             ["stream"],
             registry=registry,
         )
-        self.oldest = Gauge(
+        oldest_transaction = Gauge(
             f"{prefix}_oldest_transaction_seconds",
-            "Age of the oldest open transaction that blocks a stream; no series if none is open. If it rises, the"
-            f" transaction hangs, and readers get no newer facts; `tidemark {process} blockers` names the transaction.",
+            "Age of the oldest open transaction that blocks a stream; no series if none is open. If the age keeps"
+            " rising, the transaction hangs, and readers get no newer facts;"
+            f" `tidemark {process} blockers` names the transaction.",
             transaction_labels,
             registry=registry,
         )
-        self.oldest_open = OldestOpenGauge(self.oldest)
+        self.oldest_open = OldestOpenGauge(oldest_transaction)
 
     def show_open_transactions(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
         """Set the gauges of the oldest open transaction. `transactions`: all open transactions that block a stream."""
@@ -191,14 +193,17 @@ class LoopMetrics:
         )
 
     def clear(self) -> None:
-        """Reset the gauges that describe the running work. The loop calls this method when the work has stopped."""
+        """Set `active` and `standby` to 0, and remove the ages of transactions. Called when the work has stopped."""
         self.active.set(0)
         self.standby.set(0)
         self.oldest_open.show([])
 
 
-class KafkaWait:
-    """Logs when Kafka has acknowledged no record of a producer for a while, and when it acknowledges records again."""
+class AcknowledgementMonitor:
+    """Logs when Kafka has acknowledged no record of a producer for a while, and when Kafka acknowledges records again.
+
+    For one producer.
+    """
 
     def __init__(self) -> None:
         self._delivered = -1
@@ -206,10 +211,10 @@ class KafkaWait:
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Log if a silence of `SILENCE_LOGGED_AFTER` seconds has begun, or has ended.
+        """Log once if records wait and none was acknowledged for `SILENCE_LOGGED_AFTER` seconds. Log the end too.
 
         Args:
-            producer: the producer.
+            producer: the same producer in every call.
             unacknowledged: the number of the producer's records that Kafka has not acknowledged.
         """
         now = time.monotonic()
@@ -252,13 +257,13 @@ class StandbyLocks:
         if row is not None and row[0]:
             if self._since is not None:
                 seconds = round(time.monotonic() - self._since, 1)
-                log.info("The other process has ended; this process takes over", seconds=seconds)
+                log.info("The locks are free; this process takes over", seconds=seconds)
                 self._since = None
             return True
         connection.execute("select pg_advisory_unlock_all()")
         if self._since is None:
             self._since = time.monotonic()
-            row = connection.execute(_LOCK_HOLDERS, [self._lock_space, [*keys]]).fetchone()
+            row = connection.execute(_LOCK_SESSIONS, [self._lock_space, [*keys]]).fetchone()
             blockers = (
                 describe_sessions(connection, row[0] if row and row[0] else []) or "a session that has ended since"
             )
@@ -304,7 +309,7 @@ class RunLoop(ABC):
         self._producer: RecordProducer
         self._has_producer = False
         """Whether `_producer` exists, and nothing has failed since the producer was made."""
-        self._kafka_wait = KafkaWait()
+        self._kafka_wait = AcknowledgementMonitor()
         self._has_worked = False
         """Whether this process has ever worked. If so, a refusal of a server is taken for temporary, and the loop
         retries."""
@@ -313,11 +318,13 @@ class RunLoop(ABC):
         self._problem_since = 0.0
 
     def run(self) -> None:
-        """Work until `halt` is set. Retries after a failure that may be temporary.
+        """Work until `halt` is set. After a `Retry`, pauses and starts again.
+
+        A `Refused`, or a schema of version 0, is retried too if this process has worked before: a server may be
+        starting, or a restore may be running.
 
         Raises:
-            Stop: a person must decide.
-            Refused: a server refused before this process ever worked.
+            Stop: a person must act.
             Exception: an unexpected error.
         """
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
@@ -330,11 +337,11 @@ class RunLoop(ABC):
                         began = time.monotonic()
                         self._work(connection)
             except (Retry, Refused, SchemaMismatch) as error:
-                # If a schema that this process has used is missing, it is being restored.
+                # Version 0 means that there is no schema: a restore is running if this process has used the schema.
                 is_final = isinstance(error, SchemaMismatch) and error.found != 0
                 if is_final or not (self._has_worked or isinstance(error, Retry)):
                     raise
-                problem = str(self._restore_of_database(error) or error)
+                problem = str(self._find_running_restore(error) or error)
                 if self._problem != problem:
                     log.warning("Cannot send facts; they stay in the database; trying again", problem=problem)
                     self._problem_since = time.monotonic()
@@ -350,7 +357,7 @@ class RunLoop(ABC):
 
     @abstractmethod
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
-        """The second halves of the keys of the locks. The active process has all these locks."""
+        """Return the second half of the key of each lock. The active process has all these locks."""
 
     @abstractmethod
     def _work(self, connection: Connection) -> None:
@@ -358,13 +365,13 @@ class RunLoop(ABC):
         locks."""
 
     def _close(self) -> None:
-        """Close all sessions after a failure."""
+        """Close the session after a failure. A subclass with more sessions closes them too."""
         self._session.close()
 
     def _wait_for_turn(self, connection: Connection) -> bool:
         """Try to take the locks again and again until this process has them. Returns False if `halt` is set first.
 
-        A statement that waits for a lock would hold a snapshot, so this method polls.
+        This method polls, because a statement that waits for a lock keeps a snapshot open, which delays vacuum.
         """
         keys = self._lock_keys(connection)
         while not self._halt.is_set():
@@ -382,12 +389,13 @@ class RunLoop(ABC):
 
     def _use_producer(self, producer: RecordProducer) -> None:
         """Use `producer` from now on."""
-        self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
+        self._producer, self._kafka_wait, self._has_producer = producer, AcknowledgementMonitor(), True
 
     def _deliver(self) -> None:
         """Wait until Kafka has acknowledged every record.
 
-        Raises `Unavailable` if records are not acknowledged after `DELIVERY_TIMEOUT` seconds, or when `halt` is set.
+        Raises `Unavailable` if a record is not acknowledged after `DELIVERY_TIMEOUT` seconds, or when `halt` is set.
+        Raises `Unavailable` or `Refused` if a record failed.
         """
         deadline = time.monotonic() + DELIVERY_TIMEOUT
         while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
@@ -398,7 +406,7 @@ class RunLoop(ABC):
         """Process Kafka's acknowledgements, and log if none arrive for a long time."""
         self._kafka_wait.check(self._producer, self._producer.backlog())
 
-    def _grow_producer(self) -> bool:
+    def _switch_to_larger_producer(self) -> bool:
         """Change to a new producer if the topic now accepts an oversized record. Returns whether the producer changed.
 
         Before the change, waits until Kafka has acknowledged every record of the old producer.
@@ -407,7 +415,7 @@ class RunLoop(ABC):
             return False
         self._deliver()
         self._use_producer(producer)
-        log.info("The Kafka topic takes larger records now", limit=producer.max_bytes)
+        log.info("The Kafka topic accepts larger records now", limit=producer.max_bytes)
         return True
 
     def _log_recovery(self) -> None:
@@ -428,9 +436,8 @@ class RunLoop(ABC):
         for report in self._reports.due_records(transactions, now, {**self._oversized.causes, **blocked}):
             self._producer.send(report.stream, records.encode(report))
 
-    def _restore_of_database(self, error: TidemarkError) -> PrerequisitePending | None:
-        """Check whether `error` is a refusal that a running restore of the database explains. Returns the restore, or
-        None.
+    def _find_running_restore(self, error: TidemarkError) -> PrerequisitePending | None:
+        """If `error` is a refusal, check whether a restore of the database is running. Returns the restore, or None.
 
         During a restore, a table may be missing. Then the remedy in `error`, to run a migration, would be wrong.
         """
@@ -444,7 +451,10 @@ class RunLoop(ABC):
         return None
 
     def _report_failure(self) -> None:
-        """If the failure has lasted long enough and Kafka is reachable, send OPEN records with the reason."""
+        """If the failure has lasted `FAILURE_REPORTED_AFTER` seconds, send OPEN records with the reason.
+
+        Errors of Kafka are ignored.
+        """
         if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
             return  # without reporters no record was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)

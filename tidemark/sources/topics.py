@@ -1,7 +1,8 @@
 """Creates and describes topics, and compares topics with their state that was stored at the last start.
 
 All records of a stream must be in one partition, and the pipeline reads each record once and in order (docs/design.md
-3). So if a topic was created again, repartitioned or truncated, the pipeline stops until an operator accepts the loss.
+3). So if a topic was created again, has another number of partitions or has lost unread records, the pipeline stops
+until an operator accepts the change.
 """
 
 import time
@@ -30,9 +31,9 @@ log = get_logger(__name__)
 Acceptance = Literal["partitions", "loss", "shards"]
 """A change that an operator accepts for one start of the pipeline.
 
-`partitions`: the topic has another partition count, so streams may have moved to other partitions. `loss`: records were
-deleted before the pipeline read them. `shards`: the pipeline has another number of shards, which loses nothing; this
-module does not check `shards`.
+`partitions`: the topic has another partition count, so streams may have moved to other partitions. `loss`: the topic
+was created again, retention removed unread records, or the brokers lost records. `shards`: the pipeline has another
+number of shards, which loses nothing; this module does not check `shards`.
 """
 
 
@@ -66,8 +67,8 @@ class TopicState:
 
 
 @dataclass(frozen=True, slots=True)
-class RememberedTopic:
-    """The identity of a topic, which must not change, as it was stored in Postgres at the last start.
+class TopicIdentity:
+    """What must not change in a topic between two starts of the pipeline. Postgres stores the values of the last start.
 
     Attributes:
         id: the ID of the topic.
@@ -78,7 +79,7 @@ class RememberedTopic:
     partitions: int
 
 
-def require_unchanged(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
+def require_unchanged(topics: Mapping[str, TopicIdentity], remembered: Mapping[str, TopicIdentity]) -> None:
     """Raise `TopicReplaced` or `PartitionsChanged` for the first topic that differs from `remembered`.
 
     Args:
@@ -104,11 +105,14 @@ def require_policy(topics: Iterable[TopicState], policy: str = "delete") -> None
 
 def starting_offsets(
     topics: Mapping[str, TopicState],
-    remembered: Mapping[str, RememberedTopic],
+    remembered: Mapping[str, TopicIdentity],
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
-    """Compute the next offset to read of every partition. A partition that was never read starts at its oldest record.
+    """Compute the next offset to read of every partition.
+
+    A partition starts at its oldest record if it was never read, or if its stored offset is unusable and `accept`
+    contains `loss`.
 
     Args:
         topics: name -> the topic now.
@@ -126,7 +130,7 @@ def starting_offsets(
 
 
 def _topic_offsets(
-    topic: TopicState, before: RememberedTopic | None, stored: Mapping[int, int], accept: Set[Acceptance]
+    topic: TopicState, before: TopicIdentity | None, stored: Mapping[int, int], accept: Set[Acceptance]
 ) -> dict[int, int]:
     if before is not None and before.id != topic.id:
         if "loss" not in accept:
@@ -164,7 +168,7 @@ def _partition_offset(
             raise RecordsBeyondEnd(topic, number, wanted, partition.end)
         raise RecordsGone(topic, number, wanted, partition.earliest)
     log.warning(
-        "records were lost before they were read: the partition is read from its oldest record",
+        "the next offset is outside the partition, because records were lost: reading starts at the oldest record",
         topic=topic,
         partition=number,
         wanted=wanted,
@@ -180,7 +184,7 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The settings with which a missing topic is created. An existing topic is not compared with these settings.
+    """The settings with which a missing topic is created. `Topics` does not compare an existing topic with them.
 
     Attributes:
         name: the name of the topic.
@@ -201,7 +205,7 @@ class TopicPlan:
 
 def positions_plan(name: str) -> TopicPlan:
     """The plan of the topic of positions: one partition, compacted. Segments last one hour, so that compaction keeps
-    the topic small. The pipeline reads the whole topic at its start."""
+    the topic small: the pipeline reads the whole topic at its start."""
     return TopicPlan(name, 1)
 
 
@@ -226,7 +230,7 @@ def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) ->
 
 @dataclass(frozen=True, slots=True)
 class TopicDetails:
-    """The description of a topic for a person.
+    """The properties of a topic, and the operations that this user may perform.
 
     Attributes:
         partitions: the number of partitions.
@@ -244,8 +248,8 @@ class TopicDetails:
 class Topics:
     """Queries and creates topics over one connection. Not thread-safe.
 
-    Every method waits for the brokers. It raises `Unavailable` if they do not answer within `timeout` seconds, and
-    `Refused` if they refuse the request.
+    Every method sends one or more requests, and blocks until they are answered. Every method raises `Unavailable` if
+    the brokers do not answer a request within `timeout` seconds, and `Refused` if they refuse a request.
     """
 
     def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
@@ -263,6 +267,8 @@ class Topics:
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
         """Create the missing topics, with the brokers' default replication factor, and wait until they are usable.
+
+        Raises `Unavailable` or `TopicMissing` if a new topic is not usable after `timeout` seconds.
 
         Returns:
             The names of the topics that this call created. A topic that another process created at the same moment is
@@ -310,13 +316,13 @@ class Topics:
             for name in names
         }
 
-    def identities(self, names: Iterable[str]) -> dict[str, RememberedTopic]:
+    def identities(self, names: Iterable[str]) -> dict[str, TopicIdentity]:
         """Query the IDs and partition counts of the topics, in one request: name -> topic.
 
         Raises `TopicMissing` for the first missing topic.
         """
         topics = self._descriptions(list(names))
-        return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
+        return {name: TopicIdentity(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
         """Query the end offsets: (topic, partition) -> the offset that the next written record will get.
@@ -334,7 +340,7 @@ class Topics:
 
         Args:
             name: the name of the topic.
-            settings: whether to query the configuration. The user needs the right to describe it.
+            settings: whether to query the configuration, for which the user needs the right DESCRIBE_CONFIGS.
 
         Raises:
             TopicMissing: the topic does not exist.
@@ -418,7 +424,9 @@ class Topics:
         offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
         if min(offsets.values(), default=0) < 0:  # librdkafka's answer if a broker is unavailable
             self._admin = self._connect()
-            raise Unavailable("Kafka", self._where, "it returned no offsets")
+            raise Unavailable(
+                "Kafka", self._where, "it returned no offset of a partition, because a broker is unavailable"
+            )
         return offsets
 
     def _send_request(

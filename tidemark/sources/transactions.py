@@ -1,6 +1,7 @@
-"""Queries the running transactions of a database, their sessions, and the identity of the server's history.
+"""Queries the running transactions and the history of a database server, and makes OPEN records.
 
-The relay and the bridge use the results as evidence that an ID will never be committed.
+The relay and the bridge use the queries as evidence that an ID will never be committed. OPEN records report the open
+transactions that block a stream.
 """
 
 import math
@@ -24,7 +25,8 @@ class ServerHistory:
     Attributes:
         database: the system identifier, the timeline of the server, and the OIDs of the database and of one table. A
             restore from a dump changes the OIDs.
-        server: the start time of the server. A restored disk image has the same `database`, but another `server`.
+        server: the start time of the server, in seconds since 1970, as text. A restored disk image has the same
+            `database`, but another `server`.
     """
 
     database: str
@@ -33,9 +35,6 @@ class ServerHistory:
 
 def read_server_history(connection: Connection, where: str, table: str) -> ServerHistory:
     """Query the identity of the server's current history.
-
-    The timeline is read from the current write-ahead log, because pg_control_checkpoint() shows a promotion only after
-    the next checkpoint.
 
     Args:
         connection: a session of the database.
@@ -48,6 +47,8 @@ def read_server_history(connection: Connection, where: str, table: str) -> Serve
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
         raise Unavailable("Postgres", where, "it is a standby")
+    # The timeline is the start of the WAL file's name: pg_control_checkpoint() shows a promotion only after the next
+    # checkpoint.
     row = connection.execute(
         """
         select format('%%s/%%s/%%s/%%s', system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
@@ -61,10 +62,11 @@ def read_server_history(connection: Connection, where: str, table: str) -> Serve
     return ServerHistory(*row)
 
 
-def end_own_transaction(connection: Connection) -> None:
+def use_up_transaction_number(connection: Connection) -> None:
     """Use up a transaction number, so that later snapshots list every transaction that has a number now.
 
-    A snapshot lists only running transactions below the last one that has ended.
+    A snapshot lists only running transactions with lower numbers than the last ended transaction. The connection must
+    be in autocommit mode.
     """
     connection.execute("select pg_current_xact_id()")
 
@@ -72,7 +74,7 @@ def end_own_transaction(connection: Connection) -> None:
 def read_running_transactions(connection: Connection) -> frozenset[int]:
     """Query the numbers (64 bits) of the transactions that have not ended, including prepared transactions.
 
-    Call `end_own_transaction` first. Otherwise the newest transactions may be missing.
+    Call `use_up_transaction_number` first. Otherwise the newest transactions may be missing.
     """
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
@@ -83,7 +85,7 @@ def read_running_transactions(connection: Connection) -> frozenset[int]:
 def flush_wal(connection: Connection) -> str:
     """Write a message to the write-ahead log and wait for the disk, so that all earlier changes are durable.
 
-    Without this call, a `nextval` and an asynchronous commit are durable only after a later commit.
+    Without this call, a crash of the server may lose a `nextval` or an asynchronous commit.
 
     Returns:
         The position of the message in the write-ahead log, as text.
@@ -94,7 +96,7 @@ def flush_wal(connection: Connection) -> str:
 
 
 _LITERAL = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d+(?:\.\d+)?\b""", re.DOTALL)
-"""A literal in a query. An unterminated literal extends to the end."""
+"""A literal in a query. An unterminated literal extends to the end of the query, which may be cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class OpenTransaction:
         state: the state of the session, such as `idle in transaction`.
         since: the time at which the transaction began; None if this user may not see the time.
         query: the newest query of the session, up to 300 characters.
-        database: the database of the transaction.
+        database: the database of the transaction; empty if not queried.
     """
 
     stream: str
@@ -127,7 +129,7 @@ class OpenTransaction:
     database: str = ""
 
     def age(self, now: datetime) -> float:
-        """Seconds since the transaction began; 0 if this user may not see its start."""
+        """Seconds since the transaction began; 0 if this user may not see the time."""
         return 0.0 if self.since is None else (now - self.since).total_seconds()
 
     def __str__(self) -> str:
@@ -155,7 +157,7 @@ class OpenTransaction:
 
     @property
     def ending_statement(self) -> str:
-        """The SQL statement that ends the transaction."""
+        """The SQL statement that ends the transaction: rolls back a prepared transaction, or ends the session."""
         if self.pid is None:
             gid = (self.gid or "?").replace("'", "''")
             return f"rollback prepared '{gid}'"
@@ -166,7 +168,7 @@ REPORTED_AFTER = timedelta(seconds=2)
 """The shortest age of a transaction that OPEN records report."""
 
 
-HEARTBEATS_PER_SECOND = 20
+MAX_HEARTBEATS_PER_SECOND = 20
 """The largest number of heartbeats per second, over all streams. A heartbeat takes the pipeline about 0.5 ms."""
 
 
@@ -192,7 +194,7 @@ class SourceReports:
     def heartbeat(self) -> int:
         """Seconds between two heartbeats of a stream; 0 without heartbeats. Longer than wanted if there are many
         streams."""
-        shortest = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
+        shortest = math.ceil(len(self.reporters) / MAX_HEARTBEATS_PER_SECOND)
         return min(max(self._heartbeat, shortest), MAX_HEARTBEAT_SECONDS) if self._heartbeat else 0
 
     def due_records(
@@ -222,7 +224,7 @@ class SourceReports:
             known = (
                 [transaction.process for transaction in old],
                 cause,
-            )  # the report has the query, but a new query alone makes no report due
+            )  # without the query: the record has the query, but a new query alone makes no record due
             if is_due or self._last_reports.get(name) != known:
                 self._last_reports[name] = known
                 yield Open(
@@ -259,7 +261,7 @@ def is_reported(transaction: OpenTransaction, now: datetime) -> bool:
 
 
 def _descriptions(old: Sequence[OpenTransaction]) -> list[str]:
-    """The descriptions for an OPEN record, within the limits of number and length."""
+    """The descriptions for an OPEN record. If there are too many, the last text is the number of the others."""
     lines = [transaction.description[:MAX_TRANSACTION_LENGTH] for transaction in old]
     if len(lines) <= MAX_TRANSACTIONS:
         return lines

@@ -1,4 +1,4 @@
-"""Write facts from Python in the caller's transaction, with the SQL functions of docs/how-to/write-facts.md.
+"""Writes facts from Python in the caller's transaction, with the SQL functions of docs/how-to/write-facts.md.
 
     writer = Writer("checkout")
     with psycopg.connect(...) as connection:
@@ -27,7 +27,7 @@ from tidemark.streaming.wire.records import encode_row, explain_bad_name, is_nam
 MAX_ROW_BYTES = 900_000
 """The largest JSON of a row in bytes: Kafka's default limit (1 MB) minus room for the rest of the record."""
 MAX_FACT_BYTES = 16_777_216
-"""The largest fact in bytes: the JSON of its rows plus 200 for each row. The limit bounds the relay's memory."""
+"""The largest fact in bytes: the JSON of its rows plus 200 bytes for each row. Bounds the relay's memory."""
 _ROW_BYTES = 200
 """The bytes that each row adds to the size of a fact, besides its JSON."""
 MAX_DEPTH = 256
@@ -57,9 +57,9 @@ class Writer:
     """Appends facts as the writer `name`, which has its own position; without a name, as the writer of the database.
 
     The argument `connection` of the methods is a connection of psycopg or Django, or a Session or Connection of
-    SQLAlchemy on psycopg. Methods raise `BadRow`, `NotReserved`, `BadSetting` for an invalid name, and `Refused` if the
-    stream, the functions or a right are missing. Other errors of the connection are raised unchanged. After an error
-    the transaction must be rolled back, except after a `BadRow` that was raised before the row was sent.
+    SQLAlchemy on psycopg; `TypeError` for another object. Methods raise `BadRow`, `NotReserved`, `BadSetting` for an
+    invalid name, and `Refused` if the stream, the functions or a right are missing. Other errors of the connection are
+    raised unchanged. After an error that the database returned, the transaction must be rolled back.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -74,7 +74,10 @@ class Writer:
         return int(_run(connection, self._statements.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
-        """Append one fact for each row. Returns the stream IDs of the facts in the order of the rows."""
+        """Append one fact for each row. Returns the stream IDs of the facts, in the order of the rows.
+
+        The facts are published only if the transaction commits.
+        """
         return list(_run(connection, self._statements.append_many(stream, rows)))
 
     def reserve(self, connection: object, stream: str) -> int:
@@ -352,16 +355,20 @@ def _require_type(connection: object, wanted: type[_Driver]) -> _Driver:
     if isinstance(connection, wanted):
         return connection
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
-    raise TypeError(
-        f"{kind} is not a psycopg.{wanted.__name__} or a connection of SQLAlchemy or Django on psycopg: use"
-        f" {'AsyncWriter' if isinstance(connection, psycopg.AsyncConnection) else 'SELECT tidemark.append(...)'}"
-    )
+    if wanted is psycopg.Connection:
+        supported = "a psycopg.Connection, or a connection of SQLAlchemy or Django on psycopg"
+    else:
+        supported = "a psycopg.AsyncConnection, a connection of asyncpg, or a connection of SQLAlchemy on one of them"
+    alternative = "SELECT tidemark.append(...)"
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        alternative = "Writer" if isinstance(connection, psycopg.Connection) else "AsyncWriter"
+    raise TypeError(f"{kind} is not {supported}: use {alternative}")
 
 
 def _convert_error(
     error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _WriterStatement
 ) -> Exception | None:
-    """Convert an error of psycopg to an error of Tidemark; None if the error is not about appending facts."""
+    """Convert an error of psycopg to an error of Tidemark. Returns None for an error that `Writer` raises unchanged."""
     code = error.sqlstate or ""
     if (hidden := row_security_problem(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)

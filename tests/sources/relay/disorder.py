@@ -11,7 +11,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core, World
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.relay.decider import Decider
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects
 from tidemark.streaming.wire import records
@@ -44,7 +44,7 @@ class TokenCore(Core):
 
     def take(self, values: list[bytes]) -> list[StreamEffects]:
         done: list[StreamEffects] = []
-        for record in (one for value in values for one in split_edges(records.decode(value))):
+        for record in (one for value in values for one in split_run(records.decode(value))):
             effects = super().take([records.encode(record)])
             done += effects
             self.completions += [late for each in effects for late in each.late]

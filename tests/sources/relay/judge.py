@@ -8,7 +8,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import apply_batch
@@ -86,7 +86,7 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     done = apply_batch(0, States(states), packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
     announced: dict[str, set[int]] = {}
-    for record in chain.from_iterable(map(split_edges, records)):
+    for record in chain.from_iterable(map(split_run, records)):
         if isinstance(record, Rdata) and isinstance(record.id, int):
             announced.setdefault(record.stream, set()).add(record.id)
     rejected: dict[str, int] = {}

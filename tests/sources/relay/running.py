@@ -11,7 +11,7 @@ from tests.sources.relay.judge import Judge
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.postgres_session import Dsn
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import NO_TIME_LIMIT, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, make_topic_producer
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.relay.relay import AppendRelay, RelayMetrics
 from tidemark.sources.topics import TopicPlan, Topics
@@ -47,7 +47,7 @@ class Running:
         self._session = session_of(dsn, "tidemark relay")
         self.relay = AppendRelay(
             self._session,
-            lambda: topic_producer(connection, topic, NO_TIME_LIMIT),
+            lambda: make_topic_producer(connection, topic, NO_TIME_LIMIT),
             writer,
             self.metrics,
             self.halt,

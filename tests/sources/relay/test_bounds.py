@@ -56,7 +56,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
         reached = Counter[str]()
         for _ in range(3):
             append_to_all(many)
-            decided = _taken(decider.round(1_000_000))
+            decided = _taken(decider.run_round(1_000_000))
             assert 1 <= len(decided) <= 3
             for each in decided:
                 reached[each.stream_epoch.stream.name] += 1
@@ -82,7 +82,7 @@ def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Conne
         while pieces < 3:
             append_to_all(many)
             facts = Counter[str]()
-            for decision in _taken(decider.round(MAX_UNACKNOWLEDGED_BYTES)):
+            for decision in _taken(decider.run_round(MAX_UNACKNOWLEDGED_BYTES)):
                 facts[decision.stream_epoch.stream.name] += len(decision.facts)
                 decider.note_acknowledged(decision)
             assert facts.pop("orders") <= ROWS_AT_ONCE

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.evidence import EmptyRange
@@ -47,7 +47,7 @@ def said(records: Iterable[Record]) -> list[bytes]:
     return [
         encode(replace(one, prev=effective_prev(one)) if isinstance(one, Rdata) and one.id != "batch" else one)
         for record in records
-        for one in split_edges(record)
+        for one in split_run(record)
     ]
 
 

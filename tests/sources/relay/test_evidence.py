@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains, ids_of
+from tidemark.sources.relay.evidence import LockOwner, StreamEvidence, WriterChains, iterate_ids
 from tidemark.streaming.values.intervals import Intervals
 
 OWN, COMMON_CUT, NAMES = "0", "-1", ("0", "1", "2")
@@ -36,9 +36,9 @@ class Owned:
     def number(self, writer: str) -> int:
         return min(int(writer), self.hashes)
 
-    def lock_holders(self) -> frozenset[LockHolder]:
+    def lock_owners(self) -> frozenset[LockOwner]:
         return frozenset(
-            LockHolder(each, self.number(writer)) for each, writer in self.owner.values() if each in self.running
+            LockOwner(each, self.number(writer)) for each, writer in self.owner.values() if each in self.running
         )
 
 
@@ -56,14 +56,14 @@ class Looking:
 
     def look(self, size: int) -> None:
         truth, evidence = self._truth, self.evidence
-        lock_holders = truth.lock_holders() if self._locks and evidence.needs_locks else None
-        evidence.observe(len(truth.owner), frozenset(truth.running), lock_holders)
+        lock_owners = truth.lock_owners() if self._locks and evidence.needs_locks else None
+        evidence.observe(len(truth.owner), frozenset(truth.running), lock_owners)
         if asked := evidence.unread_ranges():
             facts = truth.facts()
             inside = sorted(id for id in facts if asked.within(id - 1, id))
             upto = inside[size - 1] if len(inside) > size else int(asked.highs[-1])
             found = [id for id in inside if id <= upto]
-            new = {*ids_of(evidence.note_rows(asked.up_to(upto), found))}
+            new = {*iterate_ids(evidence.note_rows(asked.up_to(upto), found))}
             assert not (self.voids | self.told) & new
             assert not (self.voids | self.told) & {*found}
             self.voids.update(new)
@@ -157,7 +157,7 @@ def test_each_id_is_decided_once_and_rightly(
 def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
     """Whose lock is held exclusively, or nobody knows yet how. Others announce what is beyond, and so does the writer
     where the lock is held as for an append, and when that transaction has ended."""
-    evidence, retiring = StreamEvidence(0, has_several_writers=True), LockHolder(7, 1, exclusive=True)
+    evidence, retiring = StreamEvidence(0, has_several_writers=True), LockOwner(7, 1, exclusive=True)
     evidence.observe(3, frozenset({7}))
     evidence.note_rows(evidence.unread_ranges(), [2, 3])
     beyond = Intervals.of([(2, 3)])
@@ -172,7 +172,7 @@ def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
     assert evidence.undecided_ids([1]) == Intervals.of([])
 
     appending = StreamEvidence(0, has_several_writers=True)
-    appending.observe(3, frozenset({7}), frozenset({LockHolder(7, 1)}))
+    appending.observe(3, frozenset({7}), frozenset({LockOwner(7, 1)}))
     appending.note_rows(appending.unread_ranges(), [2, 3])
     assert appending.undecided_ids([1]) == Intervals.of([(0, 1)])
 
@@ -187,4 +187,4 @@ def test_many_transactions_are_few_groups() -> None:
     evidence.observe(199, frozenset())
     asked = evidence.unread_ranges()
     assert asked == Intervals.of([(0, 199)])
-    assert [*ids_of(evidence.note_rows(asked, [7]))] == [id for id in range(1, 200) if id != 7]
+    assert [*iterate_ids(evidence.note_rows(asked, [7]))] == [id for id in range(1, 200) if id != 7]

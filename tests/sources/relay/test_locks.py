@@ -109,7 +109,7 @@ def test_stranger_with_the_lock_of_common_cuts_stops_no_relay(
         eventually(lambda: judge.verdict().announced == {"orders": {*range(1, 6)}, "payments": {1}})
     found = [it for it in logs if "lock of the stream's common cuts" in it["event"]]
     assert len(found) == 1
-    assert f"pid {stranger.info.backend_pid} (user connect_only, session named attacker" in found[0]["holder"]
+    assert f"pid {stranger.info.backend_pid} (user connect_only, session named attacker" in found[0]["blockers"]
     assert relay.metric("tidemark_relay_active") == 1
     head = "select pg_sequence_last_value('tidemark.append_ids_1')"
     assert sql.execute(head.encode()).fetchone() == (last,)

@@ -14,7 +14,7 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import epochs, queries, sequences
 from tidemark.sources.relay.decider import Decider, Decision, Steps, _StreamState
-from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains
+from tidemark.sources.relay.evidence import LockOwner, StreamEvidence, WriterChains
 from tidemark.sources.relay.queries import AppendStream, Page
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
@@ -24,22 +24,22 @@ pytestmark = pytest.mark.slow
 class HeadLast(Decider):
     """Reads the head after it has looked who runs."""
 
-    def round(self, max_bytes: int) -> Steps:
+    def run_round(self, max_bytes: int) -> Steps:
         real = sequences.read_snapshots
-        transactions.end_own_transaction(self._connection)
+        transactions.use_up_transaction_number(self._connection)
         running = transactions.read_running_transactions(self._connection)
         yield "heads"
         with (
             patch.object(transactions, "read_running_transactions", lambda _: running),
             patch.object(sequences, "read_snapshots", real),
         ):
-            return (yield from super().round(max_bytes))
+            return (yield from super().run_round(max_bytes))
 
 
 class OutboxFirst(Decider):
     """Reads the outbox before it looks who runs."""
 
-    def round(self, max_bytes: int) -> Steps:
+    def run_round(self, max_bytes: int) -> Steps:
         pages: dict[int, Page] = {}
         for each in self._streams.values():
             asked = Intervals.of([(each.evidence.floor, 2**62)])
@@ -54,17 +54,17 @@ class OutboxFirst(Decider):
             return Page(facts, int(asked.highs[-1]), old.floor, old.version, 0)
 
         with patch.object(queries, "read_page", page):
-            return (yield from super().round(max_bytes))
+            return (yield from super().run_round(max_bytes))
 
 
 class Impatient(Decider):
     """Waits for nobody who runs for long."""
 
-    def round(self, max_bytes: int) -> Steps:
+    def run_round(self, max_bytes: int) -> Steps:
         for each in self._streams.values():
             if each.evidence.needs_locks:
                 each.evidence.observe(each.evidence.head, frozenset())
-        return (yield from super().round(max_bytes))
+        return (yield from super().run_round(max_bytes))
 
 
 class Deaf(Decider):
@@ -86,19 +86,19 @@ class Eager(Decider):
 class Unguarded(Decider):
     """Lets the database's own line pass what only others may have, as it lets the line of any other."""
 
-    def round(self, max_bytes: int) -> Steps:
+    def run_round(self, max_bytes: int) -> Steps:
         def undecided_ids(each: _StreamState, writer: str) -> Intervals:
             return each.evidence.undecided_ids(each.stream_epoch.writers[writer].lock_keys)
 
         with patch.object(_StreamState, "undecided_ids", undecided_ids):
-            return (yield from super().round(max_bytes))
+            return (yield from super().run_round(max_bytes))
 
 
 class Hasty(Decider):
     """Cuts the lines of writers where it happens to look, and not where a fact or a common cut is."""
 
-    def round(self, max_bytes: int) -> Steps:
-        decided = yield from super().round(max_bytes)
+    def run_round(self, max_bytes: int) -> Steps:
+        decided = yield from super().run_round(max_bytes)
         for each in self._streams.values():
             if each.chains is not None and not each.evidence.has_undecided:
                 each.chains.note_common_cut(each.evidence.head)
@@ -126,26 +126,26 @@ class Remembering(Decider):
             each.evidence = self.remembered.setdefault(number, each.evidence)
 
 
-def shared_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
+def shared_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockOwner]]:
     """No lock looks as if its holder retires a writer."""
     return {
-        number: frozenset(each._replace(exclusive=False) for each in lock_holders)
-        for number, lock_holders in real_holders(connection, running).items()
+        number: frozenset(each._replace(exclusive=False) for each in lock_owners)
+        for number, lock_owners in real_holders(connection, running).items()
     }
 
 
-def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
+def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockOwner]]:
     """Only locks of sessions, as if a prepared transaction held none."""
     row = connection.execute("select array_agg(transaction::text::bigint) from pg_prepared_xacts").fetchone()
     prepared = set(row[0] or []) if row else set()
     found = real_holders(connection, running)
     return {
-        number: frozenset(each for each in lock_holders if each.transaction & 0xFFFF_FFFF not in prepared)
-        for number, lock_holders in found.items()
+        number: frozenset(each for each in lock_owners if each.transaction & 0xFFFF_FFFF not in prepared)
+        for number, lock_owners in found.items()
     }
 
 
-real_holders = queries.read_lock_holders
+real_holders = queries.read_lock_owners
 
 
 def unnoticed(connection: Connection, number: int, found: Mapping[str, int]) -> None:
@@ -526,9 +526,9 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (unacknowledged, Deleting),
 ]
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
-    (open_long, transactions, "end_own_transaction", lambda _: None),
-    (prepared_long, queries, "read_lock_holders", sessions_only),
-    (retiring_long, queries, "read_lock_holders", shared_only),
+    (open_long, transactions, "use_up_transaction_number", lambda _: None),
+    (prepared_long, queries, "read_lock_owners", sessions_only),
+    (retiring_long, queries, "read_lock_owners", shared_only),
     (crashed_after_telling, queries, "store_heads", lambda *_: True),
 ]
 FUNCTIONS = [

@@ -42,7 +42,7 @@ def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: R
     begins = [it for it in logs if it["event"] == waiting]
     assert len(begins) == 1
     assert begins[0]["blockers"].startswith(f"pid {row[0]} (user postgres, session named tidemark relay, ")
-    assert [it["event"] for it in logs].count("The other process has ended; this process takes over") == 1
+    assert [it["event"] for it in logs].count("The locks are free; this process takes over") == 1
 
 
 def test_a_relay_that_waits_for_kafka_says_so(

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sinks.reader_database import install
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.relay import epochs
 from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.epochs import StreamEpoch
@@ -161,7 +161,7 @@ class SteppedRelay:
         try:
             decider = self.begin()
             if self._steps is None:
-                self._steps = decider.round(10_000)
+                self._steps = decider.run_round(10_000)
             try:
                 next(self._steps)
             except StopIteration as over:
@@ -211,7 +211,7 @@ class SteppedRelay:
     def cut_chains(self) -> None:
         try:
             if self._decider is not None:
-                for _ in self._decider.cut_chains():
+                for _ in self._decider.write_common_cuts():
                     pass
         except _DIED:
             self.die()
@@ -438,7 +438,7 @@ class Core:
         if not values:
             return []
         batch = 0
-        for record in (one for value in values for one in split_edges(records.decode(value))):
+        for record in (one for value in values for one in split_run(records.decode(value))):
             if isinstance(record, Rdata):
                 batch += 1
                 if isinstance(record.id, int):

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.sources.relay.world import Core
 from tidemark.sources.kafka import MAX_MESSAGE_BYTES
-from tidemark.sources.kafka_lookup import split_edges
+from tidemark.sources.kafka_lookup import split_run
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.synapse import state, tables
 from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
@@ -56,7 +56,7 @@ class RowCore(Core):
 
     def take(self, values: list[bytes]) -> list[StreamEffects]:
         done = list[StreamEffects]()
-        for record in (one for value in values for one in split_edges(records.decode(value))):
+        for record in (one for value in values for one in split_run(records.decode(value))):
             effects = super().take([records.encode(record)])
             done += effects
             if isinstance(record, Rdata):

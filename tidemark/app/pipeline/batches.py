@@ -42,7 +42,7 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.port import Batch, Fence
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher, PublishResult
-from tidemark.sources.topics import RememberedTopic
+from tidemark.sources.topics import TopicIdentity
 from tidemark.streaming.core.batch import apply_batch
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
@@ -153,7 +153,7 @@ class BatchHandler:
         publisher: Publisher,
         collector: StreamCollector,
         seed: Seed,
-        topics: Mapping[str, RememberedTopic],
+        topics: Mapping[str, TopicIdentity],
         trace: Trace,
         find_refused: Callable[
             [int, list[ShardEffects], ContentRefused], TidemarkError

@@ -16,7 +16,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.pipeline.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
-from tidemark.sources.topics import RememberedTopic, Topics, require_policy, require_unchanged
+from tidemark.sources.topics import TopicIdentity, Topics, require_policy, require_unchanged
 
 Partition = tuple[str, int]
 
@@ -118,7 +118,7 @@ class LagMonitor:
     def __init__(
         self,
         topics: Topics,
-        remembered: Mapping[str, RememberedTopic],
+        remembered: Mapping[str, TopicIdentity],
         collector: StreamCollector,
         note: Callable[[Sequence[Note]], None] = lambda _: None,
     ) -> None:

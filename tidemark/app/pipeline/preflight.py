@@ -11,7 +11,7 @@ from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
 from tidemark.sources.topics import (
     Acceptance,
-    RememberedTopic,
+    TopicIdentity,
     Topics,
     TopicState,
     positions_plan,
@@ -87,7 +87,7 @@ class Start:
     seed: Seed
     offsets: Offsets
     lag: int
-    topics: dict[str, RememberedTopic]
+    topics: dict[str, TopicIdentity]
     states: ShardedStates
     policies: Policies
 
@@ -113,7 +113,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     remembered = postgres.remembered_setup()
     offsets = starting_offsets(
         read,
-        {name: RememberedTopic(id_, count) for name, (id_, count) in remembered.topics.items()},
+        {name: TopicIdentity(id_, count) for name, (id_, count) in remembered.topics.items()},
         postgres.offsets(),
         accept,
     )
@@ -130,7 +130,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         Seed(uuid.uuid4().hex, postgres.last_batch(), states),
         offsets,
         sum(topic.partitions[number].end - at for name, topic in read.items() for number, at in offsets[name].items()),
-        {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
+        {name: TopicIdentity(topic.id, len(topic.partitions)) for name, topic in read.items()},
         ShardedStates(settings.shards, states),
         Policies(postgres.policies.read(), settings.policy_defaults),
     )

@@ -55,7 +55,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sources.producer import producer_settings
+from tidemark.sources.producer import query_producer_settings
 from tidemark.sources.topics import Acceptance, Topics
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import directory_lock, query_folder, store_folder
@@ -290,7 +290,9 @@ class PipelineRun:
             )
             facts, rejected = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
-                DeadLetters(DeadLettersConfig(rejected, kafka.client_settings(), producer_settings(kafka, rejected)))
+                DeadLetters(
+                    DeadLettersConfig(rejected, kafka.client_settings(), query_producer_settings(kafka, rejected))
+                )
             )
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda error: metrics.RETRIES.labels(error.what).inc()
@@ -299,7 +301,7 @@ class PipelineRun:
             lag_monitor = stack.enter_context(
                 LagMonitor(topics, start.topics, self._collector, postgres.note_lagging_partitions).running()
             )
-            requeue = RequeueConfig(facts, kafka.client_settings(), producer_settings(kafka, facts))
+            requeue = RequeueConfig(facts, kafka.client_settings(), query_producer_settings(kafka, facts))
             requeuer = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.REQUEUED.inc))
             wait_monitor = stack.enter_context(BatchWaitMonitor(postgres.batch_wait, lease))
             policy_watch = stack.enter_context(
@@ -336,7 +338,9 @@ class PipelineRun:
         show_progress = partial(progress, "filling Redis", unit="stream")
         sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, show_progress)]
         if (topic := self._settings.kafka_positions_topic) is not None:
-            config = PositionsTopicConfig(topic, self._kafka.client_settings(), producer_settings(self._kafka, topic))
+            config = PositionsTopicConfig(
+                topic, self._kafka.client_settings(), query_producer_settings(self._kafka, topic)
+            )
             sinks.append(stack.enter_context(PositionsTopic(postgres, config, Topics(self._kafka), lease)))
         return sinks
 

@@ -25,7 +25,7 @@ from tidemark.common.errors import BadRecord
 from tidemark.common.timestamps import timestamp
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
-from tidemark.sources.producer import topic_producer
+from tidemark.sources.producer import make_topic_producer
 from tidemark.sources.topics import Topics
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
@@ -72,7 +72,7 @@ def produce_lines(
             Tidemark ignores duplicates.
     """
     Topics(connection).describe([topic])
-    producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
+    producer = make_topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
     refused = 0
     for number, line in enumerate(lines, start=1):
         value = line.strip()
@@ -218,7 +218,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
         shown = 0
         while True:
             for partition, first in next_offsets.items():
-                _, end = kafka.bounds(*partition)
+                _, end = kafka.offset_range(*partition)
                 for message in kafka.between(*partition, first, end):
                     if key in (None, message.key):
                         click.echo(show(message))
@@ -245,7 +245,7 @@ def read_offset_ranges(settings: Settings, kafka: RecordReader) -> dict[tuple[st
     """
     topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
     return {
-        (topic, partition): kafka.bounds(topic, partition)
+        (topic, partition): kafka.offset_range(topic, partition)
         for topic in (settings.kafka_facts_topic, settings.kafka_control_topic)
         for partition in range(len(topics[topic].partitions))
     }

@@ -212,7 +212,7 @@ def add_records(
     If a record names the writer of the ID, the trace loses the advances and states of other writers that have joined.
     Also adds the gaps and the offsets of the batch, from Postgres.
     """
-    retained, end = kafka.bounds(topic, partition)
+    retained, end = kafka.offset_range(topic, partition)
     trace.unread = past.next_offset(topic, partition) or 0
     first, last = _record_range(trace, past, topic, partition)
     end = min(end, end if last is None else last)

@@ -52,13 +52,13 @@ def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads
         for number in sequences.read_sequence_defects(connection, moved):
             heads[number] = streams[number].head
         yield "end one"
-        transactions.end_own_transaction(connection)
+        transactions.use_up_transaction_number(connection)
     yield "running"
     running = transactions.read_running_transactions(connection)
     lock_owners = None
     if any(evidence.needs_locks for evidence in streams.values()):
-        yield "lock_holders"
-        lock_owners = queries.read_lock_holders(connection, running)
+        yield "lock owners"
+        lock_owners = queries.read_lock_owners(connection, running)
     for number, evidence in streams.items():
         evidence.observe(heads[number], running, None if lock_owners is None else lock_owners.get(number, frozenset()))
 
@@ -112,12 +112,12 @@ class _StreamState:
 
     Attributes:
         stream_epoch: the stream, with the epochs of its writers.
-        evidence: the evidence for its IDs.
-        chains: the chains of its writers; None if the stream has one writer, whose chain is cut at every ID.
+        evidence: the evidence for the stream's IDs.
+        chains: the chains of the stream's writers; None if the stream has one writer, whose chain is cut at every ID.
         acknowledged: the IDs above the floor whose edges Kafka has acknowledged.
         rows_sent: the IDs above the floor whose outbox rows Kafka has acknowledged.
         problem: why the stream is blocked; None if it is not blocked.
-        epoch_ends: writer -> the ID at which the writer's epoch ends. Only epochs that end after the last JOINs.
+        epoch_ends: writer -> the ID at which the writer's epoch ends. Only epochs whose end this decider has found.
     """
 
     stream_epoch: StreamEpoch
@@ -132,7 +132,7 @@ class _StreamState:
         """Note that the writer's epoch ends at `id`, and remove the writer's chain.
 
         The writer has no fact between the floor and `id`. The writer joins again before its facts beyond `id` are
-        published. Does nothing if the stream has one writer, or if the epoch has ended already.
+        published. Does nothing if the stream has one writer, if the writer is unknown, or if the epoch ended earlier.
         """
         known = self.stream_epoch.writers.get(writer)
         if known is not None and known.sent_upto < id and writer not in self.epoch_ends and self.chains is not None:
@@ -210,11 +210,11 @@ class Decider:
             if state.problem is not None
         }
 
-    def round(self, max_bytes: int) -> Steps:
+    def run_round(self, max_bytes: int) -> Steps:
         """Query all streams once, and decide IDs. Makes the outcome of the decided IDs durable before it returns.
 
-        Sets `is_outdated`, `unknown_writers` and `blocked`. If `is_outdated` is set before the transactions are
-        queried, returns no decision.
+        Sets `is_outdated`, `unknown_writers` and `blocked`. Returns no decision if `is_outdated` is set before the
+        transactions are queried, or if a stream was restored or dropped during the round.
 
         Args:
             max_bytes: the approximate limit for the outbox rows of all decisions together.
@@ -232,12 +232,12 @@ class Decider:
         yield from observe(
             self._connection, {state.stream_epoch.stream.number: state.evidence for state in observed}, heads
         )
-        decisions, left, pages = list[Decision](), max_bytes, 0
+        decisions, free_bytes, pages = list[Decision](), max_bytes, 0
         for state in _rotate_to(observed, self._last_read_stream + 1):
-            if left > 0 and pages < STREAMS_PER_ROUND and (ranges := state.evidence.unread_ranges()):
+            if free_bytes > 0 and pages < STREAMS_PER_ROUND and (ranges := state.evidence.unread_ranges()):
                 yield "page"
-                page = queries.read_page(self._connection, state.stream_epoch.stream, ranges, left)
-                left -= page.bytes
+                page = queries.read_page(self._connection, state.stream_epoch.stream, ranges, free_bytes)
+                free_bytes -= page.bytes
                 pages += 1
                 self._last_read_stream = state.stream_epoch.stream.number
                 decisions += self._decide(state, ranges, page)
@@ -259,8 +259,9 @@ class Decider:
     def _read_head(self, state: _StreamState, snapshot: StreamSnapshot | None) -> int:
         """Read the highest ID that may be decided (a magnitude).
 
-        Sets the `problem` of the stream. Sets `is_outdated` if the stream has changed, or if the stream's rows or its
-        sequence went back. If the stream was dropped or has a problem, the head is the same as in the last round.
+        Sets the `problem` of the stream. Sets `is_outdated` if the stream's version or floor has changed, if its
+        sequence went back, if a row was committed below the floor, or if a restore wrote the stream's rows. If the
+        stream was dropped or has a problem, the head is the same as in the last round.
         """
         known = state.evidence.head
         if snapshot is None:
@@ -310,10 +311,11 @@ class Decider:
                     state.chains.note_common_cut(fact.id)
         return [decision]
 
-    def cut_chains(self) -> Generator[str]:
-        """Write a common cut in each stream that needs one: a stream with several writers that is not blocked.
+    def write_common_cuts(self) -> Generator[str]:
+        """Write a common cut in each stream with several writers that needs a common cut and is not blocked.
 
-        Updates `streams_without_common_cut`. Yields the name of each step before the step runs.
+        A stream needs a common cut if a writer's chain ends below the highest ID that was given out. Updates
+        `streams_without_common_cut`. Yields the name of each step before the step runs.
         """
         for state in self._streams.values():
             if (

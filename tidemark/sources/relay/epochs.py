@@ -1,4 +1,4 @@
-"""The epochs of the writers of a database: a first epoch, and a new epoch for each timeline.
+"""The epochs of the writers of a database: a first epoch, and a new epoch for each timeline and after a retirement.
 
 Epochs are stored in the database, so a relay that starts continues the stored epochs. New epochs of all writers begin
 only after the server was restarted, the database was restored, a standby was promoted, or the stream went back. Then
@@ -84,8 +84,8 @@ class StreamEpoch:
     def join_records(self) -> list[Join]:
         """The JOIN records that Kafka has not acknowledged. The JOIN of the database's own writer is first.
 
-        The first JOIN of a stream has `unseen` set if IDs were given out before the stream was created. These IDs may
-        have facts.
+        In the first timeline of a stream, the JOIN of the database's own writer has `unseen` set if IDs were given out
+        before the stream was created. These IDs may have facts.
         """
         first = self.timeline.after is None
         return [
@@ -166,7 +166,10 @@ def begin(
     stream_epochs, reasons = [], {regression.stream.number: regression.why for regression in regressions}
     for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
-            raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")
+            raise BadSetting(
+                "writer",
+                f"stream {name} of this database was published as {own!r}, not as {writer!r}: use the name {own!r}",
+            )
         known = [
             WriterEpoch(name, epoch, sent_upto, state, frozenset({hashed, unnamed} if name == own else {hashed}))
             for name, epoch, sent_upto, state, hashed in writers
@@ -234,7 +237,7 @@ def _begin_new_epochs(
             "database": history.database,
             "server": history.server,
             "writer": writer,
-            "now": _read_clock(connection),
+            "now": _read_clock_ms(connection),
             "numbers": [regression.stream.number for regression in regressions],
             "versions": [regression.version for regression in regressions],
             "floors": [regression.stream.direction.signed(regression.floor) for regression in regressions],
@@ -292,11 +295,11 @@ def _store_new_writers(connection: Connection, number: int, writers: Mapping[str
         select number, name, %(now)s, last from given
         on conflict do nothing
         """,
-        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _read_clock(connection)},
+        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _read_clock_ms(connection)},
     )
 
 
-def _read_clock(connection: Connection) -> int:
+def _read_clock_ms(connection: Connection) -> int:
     """Read the clock of the database, in ms since 1970. New epochs have at least this number, so that they are higher
     than the epochs before a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()

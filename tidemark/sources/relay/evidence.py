@@ -25,8 +25,8 @@ import numpy as np
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 
 
-class LockHolder(NamedTuple):
-    """A transaction, and a writer's lock that the transaction holds.
+class LockOwner(NamedTuple):
+    """A transaction that may own undecided IDs, and a writer's lock that the transaction holds.
 
     Attributes:
         transaction: the number of the transaction (64 bits).
@@ -58,21 +58,21 @@ class _UndecidedGroup:
         absent: the IDs for which the outbox was read since a transaction last left `owners`, and had no row.
     """
 
-    owners: frozenset[LockHolder]
+    owners: frozenset[LockOwner]
     unread: Intervals
     absent: Intervals = NO_INTERVALS
 
-    def without_ended(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_UndecidedGroup":
+    def without_ended(self, running: frozenset[int], lock_owners: frozenset[LockOwner] | None) -> "_UndecidedGroup":
         """A copy without the owners that have ended. If the locks were queried, also without owners that hold no lock.
 
         If a transaction has left `owners`, the outbox must be read again: all IDs of the copy are `unread`.
         """
-        if lock_holders is None:
+        if lock_owners is None:
             owners = frozenset(lock for lock in self.owners if lock.transaction in running)
         else:
             transactions_without_writer = {lock.transaction for lock in self.owners if lock.writer is None}
             owners = frozenset(
-                lock for lock in lock_holders if lock.transaction in transactions_without_writer or lock in self.owners
+                lock for lock in lock_owners if lock.transaction in transactions_without_writer or lock in self.owners
             )
         if _transaction_numbers(owners) == _transaction_numbers(self.owners):
             return replace(self, owners=owners)
@@ -103,8 +103,8 @@ class StreamEvidence:
         self.head = floor
         self._has_several_writers = has_several_writers
         self._groups: list[_UndecidedGroup] = []
-        self._owners: frozenset[LockHolder] = frozenset()
-        self._last_holders: frozenset[int] = frozenset()
+        self._owners: frozenset[LockOwner] = frozenset()
+        self._locking_transactions: frozenset[int] = frozenset()
         self._observations_since_lock_query = 0
 
     @property
@@ -138,27 +138,28 @@ class StreamEvidence:
         if self._has_several_writers:
             unknown = any(lock.writer is None for lock in self._owners)
         else:
-            unknown = not _transaction_numbers(self._owners) <= self._last_holders
+            unknown = not _transaction_numbers(self._owners) <= self._locking_transactions
         return unknown or (bool(self._owners) and self._observations_since_lock_query >= _LOCK_QUERY_EVERY)
 
-    def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
+    def observe(self, head: int, running: frozenset[int], lock_owners: frozenset[LockOwner] | None = None) -> None:
         """Add an observation. The three values must be read in the order of the arguments.
 
         Args:
             head: the highest ID of the stream that was given out.
             running: the numbers of the running transactions.
-            lock_holders: the running transactions that hold locks of the stream's writers; None if not queried.
+            lock_owners: the running transactions that hold locks of the stream's writers; None if not queried.
         """
         self._observations_since_lock_query += 1
-        if lock_holders is not None:
-            self._last_holders, self._observations_since_lock_query = frozenset(_transaction_numbers(lock_holders)), 0
-        groups = [group.without_ended(running, lock_holders) for group in self._groups]
+        if lock_owners is not None:
+            self._locking_transactions = frozenset(_transaction_numbers(lock_owners))
+            self._observations_since_lock_query = 0
+        groups = [group.without_ended(running, lock_owners) for group in self._groups]
         self._owners = frozenset().union(*(group.owners for group in groups))
         if head > self.head:
-            owners = frozenset(map(LockHolder, running)) if lock_holders is None else lock_holders
+            owners = frozenset(map(LockOwner, running)) if lock_owners is None else lock_owners
             groups.append(_UndecidedGroup(owners, Intervals.of([(self.head, head)])))
             self.head = head
-        by_owners: dict[frozenset[LockHolder], _UndecidedGroup] = {}
+        by_owners: dict[frozenset[LockOwner], _UndecidedGroup] = {}
         for group in groups:
             known = by_owners.get(group.owners)
             by_owners[group.owners] = group if known is None else known.merge(group)
@@ -229,13 +230,13 @@ class StreamEvidence:
         return voids
 
 
-def _transaction_numbers(lock_holders: Collection[LockHolder]) -> set[int]:
-    return {lock.transaction for lock in lock_holders}
+def _transaction_numbers(lock_owners: Collection[LockOwner]) -> set[int]:
+    return {lock.transaction for lock in lock_owners}
 
 
-def ids_of(voids: Intervals) -> Iterator[int]:
+def iterate_ids(ids: Intervals) -> Iterator[int]:
     """Yield each ID of the intervals."""
-    return (id for low, high in voids for id in range(low + 1, high + 1))
+    return (id for low, high in ids for id in range(low + 1, high + 1))
 
 
 class EmptyRange(NamedTuple):
@@ -271,7 +272,7 @@ class WriterChains:
     def __init__(self, sent_upto: Mapping[str, int]) -> None:
         self._chains = {writer: _WriterChain(cut) for writer, cut in sent_upto.items()}
         self._common_cuts: list[int] = []
-        self._writers_with_gaps: set[str] = set()
+        self._writers_with_unsent_ranges: set[str] = set()
         self.last_common_cut = 0
         """The highest common cut; 0 if none was noted."""
 
@@ -282,19 +283,19 @@ class WriterChains:
         """Note that edges of the writer with these IDs are sent."""
         if ids:
             self._chains[writer].sent = self._chains[writer].sent.union(ids)
-            self._writers_with_gaps.add(writer)
+            self._writers_with_unsent_ranges.add(writer)
 
     def note_common_cut(self, id: int) -> None:
         """Note that the outbox has a common cut at `id`."""
         self._common_cuts.append(id)
         self._common_cuts.sort()
         self.last_common_cut = self._common_cuts[-1]
-        self._writers_with_gaps.update(self._chains)
+        self._writers_with_unsent_ranges.update(self._chains)
 
     def end_epoch(self, writer: str) -> None:
         """Remove the chain of a writer whose epoch ends. A RETIRE or a JOIN will settle the writer's remaining IDs."""
         self._chains.pop(writer, None)
-        self._writers_with_gaps.discard(writer)
+        self._writers_with_unsent_ranges.discard(writer)
 
     def needs_common_cut(self, head: int) -> bool:
         """Whether `head` is beyond the last common cut, and a writer's chain of sent edges ends below `head`."""
@@ -311,27 +312,27 @@ class WriterChains:
         Args:
             undecided_ids: returns the undecided IDs that may belong to a writer.
         """
-        ranges = list[EmptyRange]()
-        for writer in sorted(self._writers_with_gaps):
+        announced = list[EmptyRange]()
+        for writer in sorted(self._writers_with_unsent_ranges):
             chain = self._chains[writer]
-            gaps = self._gaps(chain)
-            undecided = undecided_ids(writer) if gaps else NO_INTERVALS
-            ready = [gap for gap in gaps if not undecided.within(*gap)]
-            ranges += (EmptyRange(writer, *gap) for gap in ready)
+            unsent = self._unsent_ranges(chain)
+            undecided = undecided_ids(writer) if unsent else NO_INTERVALS
+            ready = [bounds for bounds in unsent if not undecided.within(*bounds)]
+            announced += (EmptyRange(writer, *bounds) for bounds in ready)
             chain.sent = chain.sent.union(Intervals.of(ready))
-            if len(ready) == len(gaps):
-                self._writers_with_gaps.discard(writer)
-        return ranges
+            if len(ready) == len(unsent):
+                self._writers_with_unsent_ranges.discard(writer)
+        return announced
 
-    def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
+    def _unsent_ranges(self, chain: _WriterChain) -> list[tuple[int, int]]:
         """The ranges `(low, high]` of the chain that were not sent, in ascending order. A range that contains common
         cuts is divided at each cut."""
         top = max([chain.sent_upto, self.last_common_cut, *chain.sent.highs[-1:].tolist()])
-        gaps = list[tuple[int, int]]()
+        ranges = list[tuple[int, int]]()
         for low, high in chain.sent.missing(chain.sent_upto, top):
             cuts = [low, *(cut for cut in self._common_cuts if low < cut < high), high]
-            gaps += pairwise(cuts)
-        return gaps
+            ranges += pairwise(cuts)
+        return ranges
 
     def note_acknowledged(self, writer: str, ids: Intervals) -> None:
         """Note that Kafka has the edges of the writer with these IDs. Does nothing if the writer's epoch has ended."""
@@ -347,7 +348,7 @@ class WriterChains:
         self._common_cuts = [cut for cut in self._common_cuts if cut > floor]
 
     def _floor_limit(self, chain: _WriterChain) -> int:
-        """The highest ID to which this chain lets the floor be raised."""
+        """The highest ID to which the floor can be raised with regard to this chain; 2**63 - 1 without a limit."""
         position = chain.acknowledged.contiguous_end(chain.sent_upto)
         if chain.sent.contiguous_end(chain.sent_upto) > position:
             return position
@@ -359,6 +360,6 @@ class WriterChains:
 def ranges_by_writer(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
     """Group the ranges: writer -> the IDs of its ranges."""
     by_writer: dict[str, list[tuple[int, int]]] = {}
-    for gap in announced:
-        by_writer.setdefault(gap.writer, []).append((gap.prev, gap.id))
+    for empty_range in announced:
+        by_writer.setdefault(empty_range.writer, []).append((empty_range.prev, empty_range.id))
     return {writer: Intervals.of(parts) for writer, parts in by_writer.items()}

@@ -23,7 +23,7 @@ from tidemark.common.postgres_session import (
     describe_sessions,
     fetch_value,
 )
-from tidemark.sources.relay.evidence import LockHolder
+from tidemark.sources.relay.evidence import LockOwner
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
@@ -119,7 +119,7 @@ _HAS_SEQUENCE: LiteralString = """
 """
 
 
-def read_lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
+def read_lock_owners(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockOwner]]:
     """Query the transactions that hold the lock of a writer now: number of the stream -> transactions and locks.
 
     Two kinds of transactions are left out, because they had reserved no ID when `running` was read, or have ended:
@@ -145,10 +145,10 @@ def read_lock_holders(connection: Connection, running: Collection[int]) -> dict[
         [LOCK],
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # pg_locks has only the lower half of a number
-    owners: dict[int, set[LockHolder]] = {}
+    owners: dict[int, set[LockOwner]] = {}
     for number, xid, writer, exclusive in rows:
         if xid in whole:
-            owners.setdefault(number, set()).add(LockHolder(whole[xid], writer, exclusive))
+            owners.setdefault(number, set()).add(LockOwner(whole[xid], writer, exclusive))
     return {number: frozenset(locks) for number, locks in owners.items()}
 
 
@@ -199,8 +199,8 @@ def store_heads(connection: Connection, heads: Mapping[AppendStream, int]) -> bo
         heads: stream -> the highest ID that was given out (a magnitude).
 
     Returns:
-        False if a restore or a replication has written the rows of a stream. Nothing is stored for such a stream,
-        because the stream's head belongs to the previous history.
+        False if a stream was dropped, or a restore or a replication has written the stream's rows. Nothing is stored
+        for such a stream, because its head belongs to the previous history.
     """
     row = connection.execute(
         """
@@ -232,7 +232,7 @@ def write_common_cut(connection: Connection, stream: AppendStream) -> bool:
     return True
 
 
-def describe_common_cut_lock_holders(connection: Connection, stream: AppendStream) -> str:
+def describe_common_cut_lock_sessions(connection: Connection, stream: AppendStream) -> str:
     """Describe, for a log message, the sessions that hold or request the stream's lock of common cuts exclusively."""
     rows = connection.execute(
         """
@@ -252,8 +252,8 @@ def raise_floor(
     """Raise the floor of a stream, and delete the rows that Kafka has, in one transaction.
 
     Only the rows of `sent_ids` are deleted. Another row up to `new` was committed after its ID had been declared void.
-    Such a row stays below the floor, where `sequences.read_misplaced_rows` finds it. Writers whose epochs end at or
-    below `new` become `retiring`.
+    Such a row stays below the floor, where `sequences.read_misplaced_rows` finds it. Stores the last cut of each
+    writer's chain up to `new`. Writers whose epochs end at or below `new` become `retiring`.
 
     Args:
         connection: must not be in a transaction.
@@ -264,7 +264,8 @@ def raise_floor(
         sent_ids: the IDs up to `new` whose rows Kafka has.
 
     Returns:
-        False if another relay has changed the stream, or a restore or a replication has written its rows.
+        False if another relay has changed the stream, if the stream was dropped, or if a restore or a replication has
+        written the stream's rows. Then nothing has changed.
     """
     lows, highs = signed_bounds(stream, sent_ids)
     rows = connection.execute(
@@ -356,7 +357,8 @@ _USE = DatabaseUse(
         ("enable_bitmapscan", "off"),
         ("jit", "off"),
     ),
-    # Otherwise a crash of the server would not be noticed, and IDs that are given out again would be declared void.
+    # Behind a pooler, the relay would not notice a crash of the server. The server may then give out IDs again, and the
+    # relay would declare them void.
     pooler_remedy="give the relay a direct connection to the server",
 )
 
@@ -389,7 +391,10 @@ def session_of(dsn: Dsn, application: str) -> PostgresSession:
 
 
 def read_blockers(connection: Connection) -> list[OpenTransaction]:
-    """Query the open transactions that block a stream, the oldest first, after transactions whose start is hidden."""
+    """Query the open transactions that may block a stream: those with a writer's lock that have used the sequence.
+
+    Transactions whose start this user may not see come first, then the others, the oldest first.
+    """
     rows = connection.execute(
         """
         select streams.stream,

@@ -29,7 +29,7 @@ from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import epochs, queries
 from tidemark.sources.relay.decider import Decider, Decision
-from tidemark.sources.relay.evidence import EmptyRange, ids_of
+from tidemark.sources.relay.evidence import EmptyRange, iterate_ids
 from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, SCHEMA, AppendedFact, read_dead_client_timeout
 from tidemark.sources.run_loop import LoopMetrics, RunLoop, set_lock_timeout
 from tidemark.sources.transactions import SourceReports, read_server_history
@@ -40,9 +40,9 @@ from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Void
 MAX_RUN_FACTS = 200
 """The default of the largest number of edges in a RUN record."""
 MAX_RUN_BYTES = 256 * 1024
-"""The largest size of a RUN record, in bytes. A larger fact gets its own RDATA records."""
+"""The largest size of a RUN record, in bytes. A larger fact is sent as RDATA records."""
 _VOID_BYTES = 30
-"""The approximate size of a void in a RUN record."""
+"""The approximate size of a void in a RUN record, in bytes."""
 _decoder = msgspec.json.Decoder(Raw)
 
 
@@ -54,7 +54,7 @@ class _RecordEdge:
         writer: the writer's name on Kafka.
         id: the ID.
         rows: the rows of the fact; empty for a void.
-        bytes: the approximate size of the edge in a RUN record.
+        bytes: the approximate size of the edge in a RUN record, in bytes.
     """
 
     writer: str
@@ -103,10 +103,11 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
 
 
 def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
-    """The ranges in which to announce `decision.previously_published`.
+    """The ranges with which `decision.previously_published` is announced.
 
-    The IDs may have had facts, so they are announced as ranges and not declared void. If the stream has one writer, the
-    published edges had one ID each, so a range of any size ends at an edge. Otherwise each range has one ID.
+    The IDs may have had facts, so they are announced and not declared void. If the stream has one writer, neighbouring
+    IDs share a range: each earlier edge had one ID, so every range ends at an earlier edge. Otherwise each range has
+    one ID.
     """
     for low, high in decision.previously_published:
         cuts = [low, high] if len(decision.stream_epoch.writers) == 1 else range(low, high + 1)
@@ -131,7 +132,7 @@ def _chains(decision: Decision, max_edges: int, max_bytes: int) -> Iterator[list
 
 def _edges(decision: Decision) -> Iterator[_RecordEdge]:
     """The edges of facts and voids in ascending order of their IDs. Raises `MalformedFact`."""
-    voids = ids_of(decision.voids)
+    voids = iterate_ids(decision.voids)
     next_void = next(voids, None)
     for fact in decision.facts:
         while next_void is not None and next_void < fact.id:
@@ -155,7 +156,7 @@ _ENVELOPE_BYTES = 3000
 
 
 @dataclass(slots=True, eq=False)
-class InFlight:
+class InFlightDecision:
     """A decision whose records were sent, with the count of unacknowledged records.
 
     Attributes:
@@ -179,8 +180,10 @@ class InFlight:
             yield value
 
 
-def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> InFlight:
-    """Encode the records of a decision and queue them in the producer. Does not wait for Kafka's acknowledgements.
+def send_decision(producer: RecordProducer, decision: Decision, max_run_facts: int) -> InFlightDecision:
+    """Encode the records of a decision and queue them in the producer. Blocks while the producer's queue is full.
+
+    Does not wait for Kafka's acknowledgements.
 
     Args:
         producer: the producer.
@@ -189,14 +192,14 @@ def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> In
 
     Raises:
         MalformedFact: a row is not JSON.
-        Refused, Unavailable: an earlier record was not accepted.
+        Refused, Unavailable: an earlier record failed.
     """
     name = decision.stream_epoch.stream.name
     size = sum(fact.bytes for fact in decision.facts)
     size += _VOID_RECORD_BYTES * (decision.voids.width() + len(decision.announced))
     max_bytes = min(MAX_RUN_BYTES, producer.max_value_bytes(name) - _ENVELOPE_BYTES)
     # `unacknowledged` begins with 1, so that the decision is not acknowledged before all records are sent.
-    in_flight = InFlight(decision.without_rows(), size, 1)
+    in_flight = InFlightDecision(decision.without_rows(), size, 1)
     producer.send_all(
         name, in_flight.count_records(encode_decision(decision, max_run_facts, max_bytes)), in_flight.note_acknowledged
     )
@@ -217,7 +220,7 @@ def split_decision(decision: Decision) -> Iterator[Decision]:
 
 
 def largest_record_bytes(decision: Decision, fact: AppendedFact) -> int:
-    """The size in bytes of the fact's largest record, if each row of the fact has its own record."""
+    """The size in bytes of the fact's largest record, if each row of the fact has its own record: an upper bound."""
     signed, writer = decision.stream_epoch.stream.direction.signed, decision.stream_epoch.kafka_name(fact.writer)
     envelope = Rdata(
         stream=decision.stream_epoch.stream.name,
@@ -246,7 +249,8 @@ class RelayMetrics(LoopMetrics):
         )
         self.voids = Counter(
             "tidemark_relay_voids",
-            "IDs without a fact that Kafka has acknowledged: their transactions rolled back.",
+            "IDs without a fact that Kafka has acknowledged: of transactions that rolled back, and IDs that the relay"
+            " took itself (common cuts).",
             ["stream"],
             registry=registry,
         )
@@ -276,13 +280,14 @@ nothing, and further facts stay in the database."""
 SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.05
 """Seconds between two queries of the database: the first after a change, the second after a while without changes."""
 _FLOOR_INTERVAL = 1.0
-"""Seconds after which the relay raises floors again, and updates the metrics again."""
+"""Seconds between two raises of the floors, and between two updates of the metrics."""
 _FLOORS_AT_ONCE = 500
 """The largest number of streams whose floors are raised between two rounds, each in its own transaction."""
 _COMMON_CUT_INTERVAL = 1.0
 """The shortest time between two common cuts of a stream, in seconds. See `evidence`."""
 _CHAINS_PER_SECOND = 200
-"""The largest number of chains that common cuts cut in a second. With more chains there are fewer common cuts."""
+"""The largest number of chains that common cuts cut in a second. With more chains the pause between two common cuts is
+longer."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
 REGRESSION_EVENT = (
@@ -302,8 +307,8 @@ class AppendRelay(RunLoop):
         writer: the name of the database's own writer; None for the name of the database.
         metrics: the metrics to update.
         halt: stops the relay.
-        max_run_facts: the largest number of facts in a RUN record.
-        heartbeat: seconds between two OPEN records of a stream; 0 for none without a change.
+        max_run_facts: the largest number of edges in a RUN record.
+        heartbeat: seconds between two OPEN records of a stream; 0 to send OPEN records only after a change.
     """
 
     def __init__(
@@ -325,7 +330,7 @@ class AppendRelay(RunLoop):
         self._blocked: dict[str, str] = {}
         self._streams_without_common_cut: set[queries.AppendStream] = set()
         self._unsent: deque[Decision] = deque()
-        self._in_flight: list[InFlight] = []
+        self._in_flight: list[InFlightDecision] = []
 
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
         return [0]
@@ -336,8 +341,8 @@ class AppendRelay(RunLoop):
         set_lock_timeout(connection)
         if not self._has_worked and (seconds := read_dead_client_timeout(connection)) > DEAD_CLIENT_WARNING_SECONDS:
             log.warning(
-                f"Postgres detects a dead client host only after {seconds} s, and until then its transaction blocks the"
-                f" stream; lower {_SETTINGS}"
+                f"If the host of a service dies, its open transaction may block a stream for {seconds:g} s, until"
+                f" Postgres ends the transaction; set a lower value of {_SETTINGS}"
             )
         self._has_worked = True
         self._connect_producer()
@@ -400,7 +405,7 @@ class AppendRelay(RunLoop):
             self._metrics.heartbeat.set_to_current_time()
             if not self._unsent and (free_bytes := self._free_bytes()) > 0:
                 self._unsent += (
-                    part for decision in _run_steps(decider.round(free_bytes)) for part in split_decision(decision)
+                    part for decision in _run_steps(decider.run_round(free_bytes)) for part in split_decision(decision)
                 )
                 self._metrics.last_poll.set_to_current_time()
                 self._report_blocked(decider)
@@ -412,10 +417,10 @@ class AppendRelay(RunLoop):
                 _run_steps(decider.raise_floors(_FLOORS_AT_ONCE))
                 floors_raised_at = time.monotonic()
             if now - last_common_cut >= max(_COMMON_CUT_INTERVAL, decider.chain_count / _CHAINS_PER_SECOND):
-                _run_steps(decider.cut_chains())
+                _run_steps(decider.write_common_cuts())
                 self._report_without_common_cut(connection, decider)
                 last_common_cut = now
-            if self._grow_producer():
+            if self._switch_to_larger_producer():
                 break
             if now - metrics_updated_at >= _FLOOR_INTERVAL:
                 self._update_metrics(connection, decider)
@@ -427,7 +432,9 @@ class AppendRelay(RunLoop):
         _run_steps(decider.raise_floors())
 
     def _report_blocked(self, decider: Decider) -> None:
-        """Log each stream that has become blocked or continues since the last call. Updates the metric."""
+        """Log each stream that was blocked or unblocked, or whose problem changed, since the last call. Updates the
+        metric.
+        """
         blocked = {stream: str(problem) for stream, problem in decider.blocked.items()}
         if blocked == self._blocked:
             return
@@ -441,11 +448,11 @@ class AppendRelay(RunLoop):
         self._blocked = blocked
 
     def _report_without_common_cut(self, connection: Connection, decider: Decider) -> None:
-        """Log each stream whose common cuts another session has blocked since the last call."""
+        """Log each stream for which the lock of common cuts was free at the last call, and is not free now."""
         for stream in decider.streams_without_common_cut - self._streams_without_common_cut:
             log.warning(
                 "Cannot move the positions of idle writers: a session holds the lock of the stream's common cuts",
-                stream=stream.name, holder=queries.describe_common_cut_lock_holders(connection, stream),
+                stream=stream.name, blockers=queries.describe_common_cut_lock_sessions(connection, stream),
                 do="end that session",
             )  # fmt: skip
         self._streams_without_common_cut = {*decider.streams_without_common_cut}
@@ -455,7 +462,7 @@ class AppendRelay(RunLoop):
         return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size for in_flight in self._in_flight)
 
     def _send(self, decision: Decision) -> None:
-        self._in_flight.append(send(self._producer, self._without_oversized(decision), self._max_run_facts))
+        self._in_flight.append(send_decision(self._producer, self._without_oversized(decision), self._max_run_facts))
 
     def _without_oversized(self, decision: Decision) -> Decision:
         """Copy the decision without the facts that have a record too large for the topic. Reports these facts.

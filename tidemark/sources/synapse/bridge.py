@@ -28,10 +28,10 @@ from tidemark.sources.synapse.tables import TableWriter
 from tidemark.sources.transactions import (
     OpenTransaction,
     SourceReports,
-    end_own_transaction,
     flush_wal,
     read_running_transactions,
     read_server_history,
+    use_up_transaction_number,
 )
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
@@ -285,7 +285,7 @@ class SynapseBridge(RunLoop):
         observed = [publisher for publisher in self._publishers.values() if publisher.decider.needs_observation]
         if observed:
             heads = self._read_heads(synapse, observed)
-            end_own_transaction(synapse)
+            use_up_transaction_number(synapse)
             running = read_running_transactions(synapse)
             table_writers = (
                 tables.read_table_writers(synapse, [publisher.bridged.stream for publisher in observed], running)
@@ -354,7 +354,7 @@ class SynapseBridge(RunLoop):
         """
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
-        if self._grow_producer():
+        if self._switch_to_larger_producer():
             self._oversized.clear()
             self._send(own)
         self._audit(synapse, own)

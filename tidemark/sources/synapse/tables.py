@@ -3,9 +3,9 @@
 Each query returns the rows of a fact as JSON arrays, in the form in which Synapse sends them on its replication
 channel. If a fact has rows from several queries, the rows are in the order of the queries.
 
-The bridge writes nothing to Synapse's tables. Each statement has its own snapshot. Two statements of
-`sources.transactions` have side effects in Synapse's database: `end_own_transaction` consumes a transaction number, and
-`flush_wal` writes a message to the write-ahead log.
+The bridge writes nothing to Synapse's tables. Each statement has its own snapshot. Two functions of
+`sources.transactions` have side effects in Synapse's database: `use_up_transaction_number`, and `flush_wal`, which
+writes a message to the write-ahead log.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -127,7 +127,7 @@ create function tidemark.wait_for_lock(_of integer, _writer integer, _stream tex
 language plpgsql volatile set lock_timeout = '5s'
 as $$
 declare
-    _holders text;
+    _blockers text;
 begin
     if _limit <> '0' then
         perform set_config('lock_timeout', _limit, true);
@@ -136,14 +136,14 @@ begin
 exception when lock_not_available then
     select string_agg(distinct case when held.pid is null then 'a prepared transaction' else
         format('pid %s (user %s, session named %s)', held.pid, activity.usename, activity.application_name) end, '; ')
-    into _holders
+    into _blockers
     from pg_locks as held left join pg_stat_activity as activity on activity.pid = held.pid
     where held.locktype = 'advisory' and held.objsubid = 2 and held.mode = 'ExclusiveLock'
         and held.classid::bigint = _of and held.objid = _writer::oid and held.pid is distinct from pg_backend_pid()
         and held.database = (select oid from pg_database where datname = current_database());
     raise exception using errcode = 'lock_not_available',
-        message = format('appending to stream %L waits for an advisory lock of %s',
-            _stream, coalesce(_holders, 'a session that has ended')),
+        message = format('cannot append to stream %L: the wait for an advisory lock of %s has timed out',
+            _stream, coalesce(_blockers, 'a session that has ended')),
         hint = 'End that session. To keep logins from such locks, see SECURITY.md, "Locks in Postgres".';
 end
 $$;
@@ -173,6 +173,7 @@ begin
 end
 $$;
 
+-- Checks the name of a writer, and returns the name.
 create function tidemark.append_writer(_writer text) returns text
 language plpgsql immutable
 as $$
@@ -203,6 +204,7 @@ begin
 end
 $$;
 
+-- Returns the row of a stream. Raises an error if the stream does not exist or was dropped.
 create function tidemark.append_stream(_stream text) returns tidemark.append_streams
 language plpgsql stable
 as $$
@@ -242,12 +244,12 @@ begin
     foreach _text in array _texts loop
         if _text is null then
             raise exception using errcode = 'null_value_not_allowed', message = 'a row is NULL',
-                hint = 'The JSON value is ''null''::jsonb.';
+                hint = 'For the JSON value null, give ''null''::jsonb.';
         elsif octet_length(_text) > 512 then
             if octet_length(_text) > 900000 then
                 raise exception using errcode = 'program_limit_exceeded', message =
                     format('a row has %s bytes of JSON, and the limit is 900000', octet_length(_text)),
-                    hint = 'Keep only what readers need to find the fact, or split it into several rows.';
+                    hint = 'Keep only what readers need to find the fact, or split the row into several rows.';
             elsif jsonb_path_exists(_text::jsonb, '$.**{256}') then
                 raise exception using errcode = 'program_limit_exceeded', message =
                     'a row is nested 256 deep or deeper, which not every JSON parser accepts';
@@ -275,7 +277,7 @@ begin
         raise exception using errcode = 'program_limit_exceeded',
             message = format('a fact of stream %L has %s bytes in %s rows, and a fact may have 16777216 (200 for each row,'
                 ' and its JSON)', _stream, _bytes, cardinality(_texts)),
-            hint = 'Split it into several facts, or keep in the rows only what readers need to find them.';
+            hint = 'Split the fact into several facts, or keep in the rows only what readers need to find the fact.';
     end if;
     return _bytes;
 end
@@ -414,7 +416,7 @@ begin
         return;
     elsif abs(create_stream.after) > abs(_known.after) then
         raise exception using errcode = 'invalid_parameter_value',
-            message = format('stream %L was dropped at ID %s and must continue there: `after` is beyond it',
+            message = format('stream %L was dropped at ID %s and must continue there: `after` must not be beyond this ID',
                 _known.stream, _known.after);
     end if;
     _sequence := format('tidemark.append_ids_%s', _known.number);
@@ -446,31 +448,31 @@ as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(drop_stream.stream);
     _head bigint;
-    _holders text;
+    _blockers text;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         raise exception using errcode = 'feature_not_supported',
             message = 'tidemark.drop_stream needs a READ COMMITTED transaction';
     end if;
-    select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+    select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _blockers
     from pg_locks as held
     where held.locktype = 'advisory' and held.objsubid = 2 and held.granted and held.pid is distinct from pg_backend_pid()
         and held.classid::bigint = 1414087749 + _of.number
         and held.database = (select oid from pg_database where datname = current_database());
-    if _holders is null then
+    if _blockers is null then
         begin
             execute format('alter sequence %s no cycle', _of.ids);
         exception when lock_not_available then
-            select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+            select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _blockers
             from pg_locks as held
             where held.locktype = 'relation' and held.relation = _of.ids and held.granted
                 and held.database = (select oid from pg_database where datname = current_database());
-            _holders := coalesce(_holders, 'one that has ended since');
+            _blockers := coalesce(_blockers, 'one that has ended since');
         end;
     end if;
-    if _holders is not null then
+    if _blockers is not null then
         raise exception using errcode = 'object_in_use',
-            message = format('stream %L has open transactions: %s', drop_stream.stream, _holders),
+            message = format('stream %L has open transactions: %s', drop_stream.stream, _blockers),
             hint = 'Run `tidemark relay blockers` for details.';
     end if;
     _head := coalesce(pg_sequence_last_value(_of.ids), _of.after);
@@ -555,7 +557,7 @@ as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(retire_writer.stream);
     _known tidemark.append_writers;
-    _holders text;
+    _blockers text;
     _id bigint;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
@@ -577,14 +579,14 @@ begin
     end if;
     perform pg_current_xact_id();
     if not pg_try_advisory_xact_lock(1414087749 + _of.number, hashtext(_known.writer)) then
-        select string_agg(coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+        select string_agg(coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _blockers
         from pg_locks as held
         where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.classid::bigint = 1414087749 + _of.number and held.objid = hashtext(_known.writer)::oid
             and held.database = (select oid from pg_database where datname = current_database());
         raise exception using errcode = 'object_in_use',
             message = format('writer %L of stream %L has an open transaction: %s',
-                _known.writer, retire_writer.stream, coalesce(_holders, 'one that has ended since')),
+                _known.writer, retire_writer.stream, coalesce(_blockers, 'one that has ended since')),
             hint = 'Run `tidemark relay blockers` for details.';
     elsif exists (
         select from tidemark.append_outbox as kept where kept.number = _of.number and kept.writer = _known.writer
