@@ -224,9 +224,9 @@ class NotReserved(Reject):
     id: int
 
 
-@message("{text!r} is not a token like m7~first.9: {problem}")
+@message("invalid positions {text!r}: {problem}")
 class BadToken(Reject):
-    """A text is not a positions token."""
+    """A text is not a positions token, or not a set of IDs, or does not fit the stream."""
 
     text: str
     problem: str

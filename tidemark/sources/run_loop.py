@@ -175,7 +175,7 @@ class LoopMetrics:
             ["stream"],
             registry=registry,
         )
-        oldest_transaction = Gauge(
+        self.oldest_transaction = Gauge(
             f"{prefix}_oldest_transaction_seconds",
             "Age of the oldest open transaction that blocks a stream; no series if none is open. If the age keeps"
             " rising, the transaction hangs, and readers get no newer facts;"
@@ -183,7 +183,7 @@ class LoopMetrics:
             transaction_labels,
             registry=registry,
         )
-        self.oldest_open = OldestOpenGauge(oldest_transaction)
+        self.oldest_open = OldestOpenGauge(self.oldest_transaction)
 
     def show_open_transactions(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
         """Set the gauges of the oldest open transaction. `transactions`: all open transactions that block a stream."""

@@ -221,7 +221,7 @@ def test_lists_longer_than_a_page_are_followed(
     pipeline: Pipeline, positions: Positions, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list is read page by page, also where advances come meanwhile."""
-    monkeypatch.setattr("tidemark.sinks.reader.redis.PAGE", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.redis.LIST_PAGE_ENTRIES", 3)
     for id in range(1, 11):
         pipeline.move("w", id - 1, id)
     follow = positions.follow("s", since="m0")

@@ -456,7 +456,7 @@ def test_second_task_on_one_reader_is_refused(three: ReadingService) -> None:
 
 def test_mistyped_stream_is_logged_again_and_again(three: ReadingService, monkeypatch: pytest.MonkeyPatch) -> None:
     """With why: no record of such a stream was published."""
-    monkeypatch.setattr("tidemark.sinks.reader.follow.LOG_EVERY", 0.3)
+    monkeypatch.setattr("tidemark.sinks.reader.follow.WARNING_SECONDS", 0.3)
     with capture_logs() as logs, three.running("tiped"):
         eventually(lambda: len([line for line in logs if "not known yet" in line["event"]]) >= 2)
     assert logs[-1]["why"] == "no record of it was published: check its name"

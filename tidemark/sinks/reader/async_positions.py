@@ -102,7 +102,7 @@ class AsyncPositions:
             Unavailable: no server answers; call again.
             Refused: a server refuses this user.
         """
-        return await self._result(Driver[PositionSnapshot | Recovering](read_positions(stream)))
+        return await self._run_program(Driver[PositionSnapshot | Recovering](read_positions(stream)))
 
     async def wait(
         self,
@@ -133,7 +133,7 @@ class AsyncPositions:
             Refused: a server refuses this user.
         """
         program = wait_for_token(stream, target_token(until, writer), WaitConfig(timeout, grace))
-        return await self._result(Driver[PositionSnapshot](program))
+        return await self._run_program(Driver[PositionSnapshot](program))
 
     def follow(
         self,
@@ -176,9 +176,9 @@ class AsyncPositions:
         """
         match request:
             case ReadKeys():
-                return keep_keys_monotonic(self._monotonic, request.stream, await self._keys(request))
+                return keep_keys_monotonic(self._monotonic, request.stream, await self._read_keys(request))
             case ReadList() | ReadNewest():
-                return await self._keys(request)
+                return await self._read_keys(request)
             case CheckStreamName(stream):
                 try:
                     async with self._session.use() as client:
@@ -205,7 +205,7 @@ class AsyncPositions:
                 await async_pause(stopping, seconds)
         return None
 
-    async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+    async def _read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         return await read_redis_or_postgres(
             request, self._read_redis, None if self._history is None else self._read_postgres
         )
@@ -224,7 +224,7 @@ class AsyncPositions:
         assert self._history is not None
         return await asyncio.to_thread(self._history.read_keys, stream)
 
-    async def _result(self, driver: Driver[R]) -> R:
+    async def _run_program(self, driver: Driver[R]) -> R:
         never = asyncio.Event()
         result = await run_to_next_value(driver, lambda request: self.carry_out(request, never), never.is_set)
         assert result is not None

@@ -52,9 +52,9 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
 
     An async context manager and an async iterator of `ReadBatch`, for one asyncio task.
 
-    The effects of a batch are committed when the loop requests the next batch, and only then. `break` or an error in
-    the loop rolls back the current batch with its effects. Once `stopping` is set, the loop ends between two batches.
-    While a server is down, the reader logs the outage and waits.
+    The effects of a batch are committed when the loop requests the next batch, and only then. After `break` or an error
+    in the loop, the transaction of the current batch stays open until `aclose` or the next loop rolls it back. Once
+    `stopping` is set, the loop ends between two batches. While a server is down, the reader logs the outage and waits.
 
     Cancellation: a cancelled `anext`, for example by a time-out, loses no batch. The work of the call continues, and
     the next `anext` gets the batch. `aclose` ends the work.
@@ -172,14 +172,14 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         if self._begin_transaction is not None and context is not None and self._process == os.getpid():
             with suppress(Exception):
                 await context.__aexit__(BatchRolledBack, BatchRolledBack(), None)
-        # The sessions of the parent process stay open after a fork: closing them would end the parent's.
+        # After a fork, do not close the inherited sessions: the parent process uses the same sockets.
         if self._process == os.getpid():
             for session in self._sessions.values():
                 await session.close()
         self._sessions.clear()
 
     def __aiter__(self) -> Self:
-        """Begin a loop. If an earlier loop ended with an error, the first step rolls back its unfinished batch.
+        """Begin a loop. If an earlier loop has left an unfinished batch, the first step rolls the batch back.
 
         Raises `ReaderInUse` if another task is processing the unfinished batch.
         """
@@ -240,7 +240,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                     return await self._run_on_database(request)
                 except Unavailable as error:
                     role: Role = request.role if isinstance(request, RunSql) else "place"
-                    raise await asyncio.to_thread(self._databases.add_lock_holders, role, error) from error.__cause__
+                    raise await asyncio.to_thread(self._databases.name_lock_sessions, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
                     await self._close_sessions()  # the outcome is unknown
                     self._reset()
@@ -256,17 +256,17 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
             case RunSql(role):
                 with self._databases.translate_errors(role, self._sessions):
                     if role != "place":
-                        return await self._rows(await self._session(role), request)
+                        return await self._fetch_rows(await self._session(role), request)
                     if self._transaction is not None:
                         if self._transaction.has_ended:
                             raise TransactionEnded(self._config.reader, self._config.stream)
-                        return await self._rows(self._transaction.driver, request)
+                        return await self._fetch_rows(self._transaction.driver, request)
                     if self._begin_transaction is not None:
                         async with self._begin_transaction() as transaction:
-                            return await self._rows_with_lock_limit(transaction.driver, request)
+                            return await self._fetch_rows_with_lock_timeout(transaction.driver, request)
                     connection = await self._session("place")
                     async with connection.transaction():
-                        return await self._rows_with_lock_limit(connection, request)
+                        return await self._fetch_rows_with_lock_timeout(connection, request)
             case BeginTransaction():
                 with self._databases.translate_errors("place", self._sessions):
                     if self._begin_transaction is None:
@@ -286,15 +286,15 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                     await context.__aexit__(None, None, None)
         return None
 
-    async def _rows_with_lock_limit(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
+    async def _fetch_rows_with_lock_timeout(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
         """Run a statement in the open transaction, with a limit on its waits for locks, and return its rows.
 
         The limit holds until the end of the transaction, which must have no other statements.
         """
         await connection.execute(SET_LOCK_TIMEOUT)
-        return await self._rows(connection, request)
+        return await self._fetch_rows(connection, request)
 
-    async def _rows(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
+    async def _fetch_rows(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
         async with connection.cursor(row_factory=dict_row) as cursor:
             await cursor.execute(request.statement)
             try:

@@ -13,7 +13,7 @@ from tidemark.common.errors import Retry, Stop
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import explain_error, first_line
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.databases import EffectsTransaction, psycopg_error
+from tidemark.sinks.reader.databases import EffectsTransaction, find_psycopg_error
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.requests import Row
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 C = TypeVar("C")
 
-MAX_REASON = 2000  # characters of the stored reason
+MAX_REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,17 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         cannot solve the error, and the error is not a `Stop`."""
         if not isinstance(error, self._errors) or isinstance(error, Retry | Stop):
             return False
-        cause = psycopg_error(error)
+        cause = find_psycopg_error(error)
         return cause is None or not isinstance(explain_error(cause, "", {}), Retry)
 
     def _log_reason(self, error: BaseException | None) -> str:
         """Log that the fact is parked, and return the reason to store: the error as text that Postgres accepts."""
         text = first_line(error) if isinstance(error, psycopg.Error) else str(error)
-        reason = f"{type(error).__name__}: {text}"[:MAX_REASON].replace("\0", "?").encode(errors="replace").decode()
+        reason = (
+            f"{type(error).__name__}: {text}"[:MAX_REASON_CHARACTERS]
+            .replace("\0", "?")
+            .encode(errors="replace")
+            .decode()
+        )
         log.warning("Parked a fact", reader=self._checkpoint_store.reader, id=self._id, problem=reason)
         return reason

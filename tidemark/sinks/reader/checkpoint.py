@@ -15,7 +15,7 @@ from tidemark.common.errors import ReaderModeChanged, ReaderPartitionsChanged, R
 from tidemark.common.postgres_session import describe_hidden_rows
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, fetch_rows
 from tidemark.sinks.reader.table import Range
 
 SCHEMA_TEXT = (
@@ -25,7 +25,7 @@ SCHEMA_TEXT = (
     + "end $schema$"
 )
 
-RETRIES_PER_QUERY = 100  # parked facts that are handed over again after one query
+RETRIES_PER_QUERY = 100  # the most parked facts that one call of `read_operator_changes` returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class CheckpointStore:
             )
         return int(written[0]["version"])
 
-    def operator_changes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
+    def read_operator_changes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
         """Query the changes that operators have made.
 
         Returns:
@@ -249,7 +249,7 @@ class CheckpointStore:
             raise Refused("Postgres", f"database {table['database']}", problem, do)
 
     def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:
-        return (yield from rows(RunSql("place", self._statement(query, **values))))
+        return (yield from fetch_rows(RunSql("place", self._statement(query, **values))))
 
     def _statement(self, query: LiteralString, **values: object) -> sql.Composed:
         return sql.SQL(query).format(reader=self.reader, stream=self._stream, **values)

@@ -38,9 +38,9 @@ from tidemark.common.postgres_session import (
     is_reachable,
     lock_problem,
 )
-from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, fetch_rows
 
-BEGIN = "select 1"  # begins the transaction: SQLAlchemy and Django begin it only at its first statement
+BEGIN = "select 1"  # SQLAlchemy and Django begin a transaction in the database only with the first statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class EffectsTransaction:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the service has committed or rolled back the transaction. False if the connection was lost."""
+        """Whether the service has ended the transaction, or closed its connection. False if the connection was lost."""
         if self.driver.closed:
             return not self.driver.broken
         return bool(self.driver.info.transaction_status == TransactionStatus.IDLE)
@@ -85,8 +85,8 @@ def async_transaction_factory(effects: Any) -> Callable[[], AbstractAsyncContext
     return None if isinstance(effects, str) else partial(_async_begin, _check_effects(effects))
 
 
-def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
-    """Return `error`, or the error of psycopg that caused it (in SQLAlchemy or Django); None if there is none."""
+def find_psycopg_error(error: BaseException | None) -> psycopg.Error | None:
+    """Return the error of psycopg that `error` is, or that SQLAlchemy or Django has wrapped; None if there is none."""
     while error is not None and not isinstance(error, psycopg.Error):
         error = getattr(error, "orig", None) or error.__cause__
     return error
@@ -196,7 +196,7 @@ class Databases:
         # Operators count the copies of a reader by this name: each copy has one connection to the database with the
         # place.
         suffix = "" if role == "place" else f" ({role})"
-        return conninfo(self._dsn(role), f"{APPLICATION}{reader}{suffix}")
+        return conninfo(self._dsn(role), f"{APPLICATION_PREFIX}{reader}{suffix}")
 
     @contextmanager
     def translate_errors(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
@@ -214,7 +214,7 @@ class Databases:
         except TidemarkError:
             raise  # already converted by `raise_if_refused`
         except Exception as error:
-            cause = psycopg_error(error)
+            cause = find_psycopg_error(error)
             if cause is None:
                 raise
             where = address(self._dsn(role)) if self._dsn(role) else "effects"
@@ -236,10 +236,11 @@ class Databases:
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
 
-    def add_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
-        """Return `error`; if it is a lock time-out, an error that also names the sessions that may hold the lock.
+    def name_lock_sessions(self, role: Role, error: Unavailable) -> Unavailable:
+        """For a lock time-out, return an error that also names the sessions that may hold the lock.
 
-        For a lock time-out, opens a connection to query these sessions. If the query fails, returns `error`.
+        Opens a connection to query these sessions. Returns `error` unchanged if it is another error, if the query
+        fails, or if a library of the service opens the transactions.
         """
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
@@ -274,7 +275,7 @@ def row_error(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception
         error: the error of the fetch.
     """
     result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
-    if result is None or request.id not in names:
+    if result is None or request.id_column not in names:
         return error
     loader = Transformer(cursor)
     loader.set_pgresult(result)
@@ -282,18 +283,18 @@ def row_error(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception
         try:
             loader.load_row(number, tuple)
         except Exception as problem:  # noqa: BLE001 - whatever a type's loader raises
-            id = result.get_value(number, names.index(request.id))
+            id = result.get_value(number, names.index(request.id_column))
             return RowUnreadable((id or b"null").decode(), f"{type(problem).__name__}: {problem}")
     return error
 
 
 log = get_logger(__name__)
 
-APPLICATION = "tidemark reader "
+APPLICATION_PREFIX = "tidemark reader "
 """The prefix of the `application_name` of a copy's connection, before the name of the reader."""
 
-POLL_EVERY = 0.01  # seconds between two queries of the replica's replay position
-LOG_EVERY = 1000  # queries of the replay position between two warnings
+POLL_SECONDS = 0.01  # between two queries of the replica's replay position
+POLLS_PER_WARNING = 1000
 
 _WRITTEN_LSN = sql.SQL(
     "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
@@ -310,17 +311,20 @@ SHORT_HEADER, LONG_HEADER = 24, 40  # bytes of a page header, and of the header 
 
 def wait_for_replica() -> Generator[Request, Answer, None]:
     """Wait, without a time limit, until `source` has replayed everything that `primary` has written before the call."""
-    (written,) = yield from rows(RunSql("primary", _WRITTEN_LSN))
+    (written,) = yield from fetch_rows(RunSql("primary", _WRITTEN_LSN))
     target = end_of_records(written["lsn"], written["segment"])
     polls = 0
     while True:
-        (replayed,) = yield from rows(RunSql("source", _REPLAYED_LSN))
+        (replayed,) = yield from fetch_rows(RunSql("source", _REPLAYED_LSN))
         if replayed["lsn"] >= target:
             return
         polls += 1
-        if polls % LOG_EVERY == 0:
-            log.warning("Waiting for the replica to replay", bytes=target - replayed["lsn"])
-        yield Pause(POLL_EVERY)
+        if polls % POLLS_PER_WARNING == 0:
+            log.warning(
+                "Waiting until the replica has replayed the write-ahead log of the primary",
+                bytes=target - replayed["lsn"],
+            )
+        yield Pause(POLL_SECONDS)
 
 
 def end_of_records(insert: int, segment: int) -> int:

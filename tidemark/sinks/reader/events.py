@@ -21,8 +21,8 @@ class Advance:
         prev: the position of the writer before the move, and the `id` of the writer's event before.
         id: the position of the writer after the move.
         evidence: how many IDs of the range `(evidence_prev, id]` were settled in which way.
-        evidence_prev: where the stored advance begins. Below `prev` if the follower began inside the stored advance.
-            Then the counts of `evidence` are upper bounds for `(prev, id]`.
+        evidence_prev: where the stored advance begins. Nearer to 0 than `prev` if the follower began inside the stored
+            advance. Then the counts of `evidence` are upper bounds for `(prev, id]`.
         linear: the linear position after the pipeline's batch with the advance.
         batch: the number of the pipeline's batch.
         time: the time of the pipeline's batch, in milliseconds since 1970.

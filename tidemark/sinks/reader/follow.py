@@ -135,7 +135,10 @@ class EventMerge:
         return is_beyond(advance.prev, self.position_of(advance.writer))
 
     def add_advance(self, advance: Advance) -> Iterator[Advance | Reread]:
-        """Yield the new part of the advance, after a `Reread` of the gap before it. Nothing if no part is new."""
+        """Yield the new part of the advance. If the advance leaves a gap, yield a `Reread` of the gap first.
+
+        Yields nothing if no part is new.
+        """
         reached = self.position_of(advance.writer)
         if is_beyond(advance.id, reached):
             if self.leaves_gap(advance):
@@ -231,9 +234,9 @@ class EventMerge:
 
 log = get_logger(__name__)
 
-LOG_EVERY = 60.0  # seconds between two warnings that a stream is not known
+WARNING_SECONDS = 60.0  # between two warnings that a stream is not known
 
-PAGE = 5000  # the most advances that one query of Postgres returns: bounds memory and response time
+HISTORY_PAGE_ADVANCES = 5000  # the most advances that one query of Postgres returns: bounds memory and response time
 
 
 class ListMerge:
@@ -260,7 +263,8 @@ class ListMerge:
         """Whether the list may lack evidence for the positions in `keys`: then query Postgres before `add_entries`.
 
         Unless `is_complete` was given, True until all history was added: old entries may have been removed from the
-        list, and writers may have joined and retired. Later, True only if this page leaves a gap.
+        list, and writers may have joined and retired. Later, True only if this page leaves a gap, or if it is the last
+        page and something that was published is still missing.
 
         Args:
             keys: the keys of the stream, with one page of the list.
@@ -327,7 +331,7 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Follows the last event of a read: everything that was published when the list was read is handed over."""
+    """Yielded after the last event of a read: everything that was published when the list was read is handed over."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
@@ -349,7 +353,13 @@ class FollowProgram:
     """
 
     def __init__(
-        self, stream: str, mode: Mode, since: Place | Token | None, page: int = PAGE, *, reads_table: bool = False
+        self,
+        stream: str,
+        mode: Mode,
+        since: Place | Token | None,
+        page: int = HISTORY_PAGE_ADVANCES,
+        *,
+        reads_table: bool = False,
     ) -> None:
         self._page = page
         self._reads_table = reads_table
@@ -372,7 +382,7 @@ class FollowProgram:
         return Place(self._linear_evidence.linear, {}, place.late, is_settled=True) if self._linear_evidence else place
 
     @property
-    def writers(self) -> int:
+    def writer_count(self) -> int:
         """The number of known writers of the stream; 0 while the stream is unknown."""
         return len(self._merge.positions) if self._merge else 0
 
@@ -426,10 +436,10 @@ class FollowProgram:
                 return
 
     def _log_unknown(self) -> Generator[Request, Answer, None]:
-        """Log that the stream is unknown, at the first call and then once a minute: its name may be misspelled."""
+        """Log that the stream is unknown, at the first call and then once a minute: the name may be misspelled."""
         now = time.monotonic()
         self._unknown_since = self._unknown_since or now
-        if self._logged_at and now - self._logged_at < LOG_EVERY:
+        if self._logged_at and now - self._logged_at < WARNING_SECONDS:
             return
         self._logged_at = now
         may_exist = yield from repeat_while_unavailable(CheckStreamName(self._stream))
@@ -437,7 +447,9 @@ class FollowProgram:
             "Waiting for a stream that is not known yet",
             stream=self._stream,
             seconds=round(now - self._unknown_since),
-            why="no record of it was published: check its name" if may_exist is False else "Redis is recovering",
+            why="no record of the stream was published: check the name"
+            if may_exist is False
+            else "Redis is recovering",
         )
 
     def _begin(self, keys: StreamKeys) -> None:

@@ -9,8 +9,8 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
-MAX_ADVANCES = 10_000  # the most advances per writer that a page has: the newest; older ranges are read from the table
-STATEMENT_SECONDS = 4.0  # time limit of one statement; its work is bounded, so a longer time means an overloaded server
+MAX_ADVANCES = 10_000  # the most advances of one writer in a page: the newest ones; the ranges before become a `Reread`
+STATEMENT_SECONDS = 4.0  # the time limit of one statement: each statement reads a limited number of rows
 
 
 class History:

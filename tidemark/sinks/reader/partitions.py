@@ -28,7 +28,7 @@ from tidemark.sinks.reader.requests import (
     PlaceBusy,
     Request,
     RunSql,
-    rows,
+    fetch_rows,
 )
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
@@ -109,7 +109,7 @@ class _PartitionProgram:
 
 
 class PartitionedReadProgram:
-    """Reads the partitions of this copy in turn. Has the attributes of `ReadProgram`.
+    """Reads the partitions of this copy in turn. Has the public attributes of `ReadProgram` that the readers use.
 
     Each partition has a `ReadProgram`. A program is suspended when it would wait, and after each batch. It then has no
     open transaction.
@@ -196,8 +196,8 @@ class PartitionedReadProgram:
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
         """Wait until the stream's Redis list has an entry that a partition has not read, at most `HEARTBEAT_EVERY`.
 
-        Of the partitions that wait for an entry, the first one has read the list first in this round. The others have
-        read at least the same entries. So the wait for the first one ends in time for all.
+        Of the partitions that wait for an entry, the first one has read the list before the others in this round. The
+        others have read at least the same entries. So an entry that any partition has not read ends the wait.
 
         If no partition waits for an entry, pause: another copy has locked the places, or this copy has no partition.
         """
@@ -218,7 +218,7 @@ class PartitionedReadProgram:
         """Send the heartbeat of this copy, take its share of the partitions, and move `promised`."""
         try:
             yield from self.checkpoint_store.create_schema()
-            (row,) = yield from rows(
+            (row,) = yield from fetch_rows(
                 RunSql(
                     "place",
                     sql.SQL(_HEARTBEAT).format(

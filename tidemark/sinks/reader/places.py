@@ -16,7 +16,7 @@ from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import Refused
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession, fetch_all
-from tidemark.sinks.reader.databases import APPLICATION
+from tidemark.sinks.reader.databases import APPLICATION_PREFIX
 from tidemark.sinks.reader.token import Token
 
 _USE = DatabaseUse(
@@ -75,13 +75,13 @@ class StoredPlace:
         linear: the position up to which the IDs of each writer without an entry in `positions` were handed over.
         positions: writer -> the position up to which the writer's IDs were handed over. Empty in linear mode.
         late: the number of the last late completion that was handed over.
-        has_begun: False if the reader has committed no batch yet. Its next batch then begins at the `since` of its
-            service.
+        has_begun: False if the reader has committed no batch yet, or none since its place was reset. The reader then
+            begins at the `since` of its service.
         committed_at: when the place was stored; None if not `has_begun`.
         parked: the number of parked facts.
         retried: the number of parked facts for which a retry is requested and not done yet.
         copies: the number of connections of the reader's copies to this database, for all partitions. None if they
-            cannot be counted: the name of the reader is too long or not ASCII, or the reader uses SQL.
+            cannot be counted: the name of the reader is too long or not ASCII, or the reader calls the SQL functions.
         busy_since: when the oldest current batch of a copy began. None if no copy has a batch, if the batch is not
             visible to this user, or if the place is that of a partition.
     """
@@ -171,7 +171,7 @@ class ReaderPlaces:
             reader: a reader, for all its partitions, or one partition, such as `mailer[3/8]`; None: all readers.
             stream: the name of a stream; None: all streams.
         """
-        return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
+        return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION_PREFIX)
 
     def parked(self, reader: str | None, stream: str | None, limit: int) -> list[ParkedFact]:
         """Query the parked facts, newest first. Empty if the schema does not exist.
@@ -184,13 +184,14 @@ class ReaderPlaces:
         return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, limit=limit)
 
     def parked_with_ids(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
-        """Query the parked facts with these IDs, ordered by ID away from 0. Other IDs are left out."""
+        """Query the parked facts with these IDs, ordered by ID away from 0. IDs that are not parked are left out."""
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
 
     def last_id(self, stream: str) -> int | None:
-        """The last ID of the stream that this database has given out, if all writers of the stream are in this
-        database. None: not known, or this user may not call the function `tidemark_reader.last_id`.
+        """Query the last ID of the stream that was given out, if all writers of the stream are in this database.
+
+        Returns None if the ID is not known, or if this user may not call the function `tidemark_reader.last_id`.
         """
         may_call = "select has_function_privilege(to_regprocedure('tidemark_reader.last_id(text)'), 'execute')"
         if not self._session.fetch_value(may_call):
@@ -259,10 +260,10 @@ class ReaderPlaces:
             self._check_parked(connection, stored, token)
 
     def _check_parked(self, connection: Connection, stored: StoredPlace, token: Token) -> None:
-        """Raise `Refused` if a fact is parked between the positions of a token with several.
+        """Raise `Refused` if a fact is parked beyond the linear position of `token` and up to its highest position.
 
-        The writer of a parked fact is not stored. So it is not known whether the reader would read the fact again after
-        the seek (then the fact must not stay parked) or has passed the fact (then it must stay parked).
+        The writer of a parked fact is not stored. If the reader reads the fact again after the seek, the fact must not
+        stay parked. If the writer's position in the token has passed the fact, the fact must stay parked.
         """
         if stored.mode != "vector":
             return
@@ -282,9 +283,10 @@ class ReaderPlaces:
             )
 
     def reset(self, stored: StoredPlace) -> DeletedFactCounts:
-        """Reset a place, and delete its parked and delivered facts. Raises the errors of `seek`.
+        """Reset a place, and delete its parked and delivered facts.
 
-        The reader then begins again at the `since` of its service.
+        The reader then begins again at the `since` of its service. Raises `Refused` if a copy has locked the place for
+        5 s or longer.
         """
         with self._locked(stored) as connection:
             connection.execute(
@@ -296,7 +298,7 @@ class ReaderPlaces:
             return _delete_facts(connection, stored)
 
     def delete(self, stored: StoredPlace) -> DeletedFactCounts:
-        """Delete a place, and its parked and delivered facts. Raises the errors of `seek`."""
+        """Delete a place, and its parked and delivered facts. Raises `Refused` as `reset` does."""
         with self._locked(stored) as connection:
             connection.execute(
                 "delete from tidemark_reader.places where reader = %s and stream = %s", (stored.reader, stored.stream)
@@ -306,7 +308,7 @@ class ReaderPlaces:
     def retry(self, facts: Sequence[ParkedFact]) -> int:
         """Request that the reader hands parked facts over again. All `facts` are of one reader and stream.
 
-        Returns the number of facts that are still parked.
+        Returns the number of requests: facts that are no longer parked are left out.
         """
         return self._change_parked("update tidemark_reader.parked set retry_at = now()", facts)
 
@@ -333,8 +335,8 @@ class ReaderPlaces:
                     (stored.reader, stored.stream),
                 )
             except psycopg.errors.LockNotAvailable as error:
-                problem = f"a copy of {stored.reader} has been working on one batch for 5 s or longer"
-                raise Refused("Postgres", self.where, problem, "stop that copy, or try again") from error
+                problem = f"a copy of {stored.reader}, or another session, has locked the place for 5 s or longer"
+                raise Refused("Postgres", self.where, problem, "try again, or stop the copies of the reader") from error
             yield connection
 
 

@@ -104,7 +104,7 @@ class Positions:
             Unavailable: no server answers; call again.
             Refused: a server refuses this user.
         """
-        return self._result(Driver[PositionSnapshot | Recovering](read_positions(stream)))
+        return self._run_program(Driver[PositionSnapshot | Recovering](read_positions(stream)))
 
     def wait(
         self,
@@ -135,7 +135,7 @@ class Positions:
             Refused: a server refuses this user.
         """
         program = wait_for_token(stream, target_token(until, writer), WaitConfig(timeout, grace))
-        return self._result(Driver[PositionSnapshot](program))
+        return self._run_program(Driver[PositionSnapshot](program))
 
     def follow(
         self,
@@ -176,9 +176,9 @@ class Positions:
         """
         match request:
             case ReadKeys():
-                return keep_keys_monotonic(self._monotonic, request.stream, self._keys(request))
+                return keep_keys_monotonic(self._monotonic, request.stream, self._read_keys(request))
             case ReadList() | ReadNewest():
-                return self._keys(request)
+                return self._read_keys(request)
             case CheckStreamName(stream):
                 try:
                     with self._session.use() as client:
@@ -205,7 +205,7 @@ class Positions:
                 pause(stopping, seconds)
         return None
 
-    def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+    def _read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         return read_redis_or_postgres(request, self._read_redis, None if self._history is None else self._read_postgres)
 
     def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
@@ -222,7 +222,7 @@ class Positions:
         assert self._history is not None
         return self._history.read_keys(stream)
 
-    def _result(self, driver: Driver[R]) -> R:
+    def _run_program(self, driver: Driver[R]) -> R:
         never = threading.Event()
         result = run_to_next_value(driver, lambda request: self.carry_out(request, never), never.is_set)
         assert result is not None

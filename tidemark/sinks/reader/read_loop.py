@@ -39,9 +39,9 @@ from tidemark.sinks.reader.requests import (
     Request,
     Row,
     RunSql,
-    rows,
+    fetch_rows,
 )
-from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
+from tidemark.sinks.reader.table import Range, Table, TablePage, read_table_page
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.streaming.values.direction import farther, is_beyond
 
@@ -91,8 +91,11 @@ class ReadPlan:
             return self
         return replace(self, ranges=(*self.ranges, span))
 
-    def select_uncertain(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
-        """Yield the facts, given as (ID, writer or None), for which a late completion may still come."""
+    def select_delivered(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
+        """Yield the facts to store as `delivered`: those for which a late completion may still come.
+
+        `ids`: (ID, writer or None) of each fact that was read.
+        """
         for id, writer in ids:
             for epoch, span in self.skipped:
                 if span.contains(id) and writer in {None, span.writer}:
@@ -168,6 +171,7 @@ def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int,
 
 
 def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
+    """Return the ranges that the place has not passed."""
     return tuple(span for span in must_read if is_beyond(span.id, _position_of(place, span.writer)))
 
 
@@ -197,9 +201,9 @@ def _overlaps(must_read: Range, span: Range) -> bool:
     return same and is_beyond(must_read.id, span.prev) and is_beyond(span.id, must_read.prev)
 
 
-RANGES_PER_QUERY = 64  # branches of one query of the table
+RANGES_PER_QUERY = 64  # the most ranges in one query of the table
 REGRESSED = "regressed"  # `Late.why` after a restore of the source
-IDS_PER_QUERY = 10_000  # of a late range, to find the IDs without rows
+IDS_PER_QUERY = 10_000  # the most IDs that one query returns to find the IDs of a late range without rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +285,8 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """The stored place has changed. `is_locked`: another copy has locked the place, or the place was deleted."""
+    """The stored place is not the place that this copy has. `is_locked`: another copy has locked the stored place, or
+    the stored place was deleted."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
@@ -336,7 +341,7 @@ class ReadProgram:
             times=self.time_outs,
             seconds=round(time.monotonic() - self._handed_over_at, 1),
             problem=problem.problem,
-            do=f"raise {problem.setting}, for example with ALTER ROLE ... SET, or ask for fewer rows: Reader(rows=...)",
+            do=f"raise {problem.setting}, or read fewer rows in a batch: Reader(rows=...)",
         )
 
     def _follow(self) -> Steps:
@@ -380,14 +385,16 @@ class ReadProgram:
         """Hand over the parked facts to retry, each in its own transaction.
 
         Returns True, and hands over nothing, if an operator or another copy has changed the stored place."""
-        version, retries = yield from self.checkpoint_store.operator_changes()
+        version, retries = yield from self.checkpoint_store.read_operator_changes()
         if version != self._checkpoint.version:
             return True
         for id in retries:
             fact = Range(None, id - 1 if id > 0 else id + 1, id)
             yield from self._lock()
             if (yield from self.checkpoint_store.unpark(id)):
-                fact_rows = yield from rows(RunSql("source", self._config.table.select([fact]), self._config.table.id))
+                fact_rows = yield from fetch_rows(
+                    RunSql("source", self._config.table.select([fact]), self._config.table.id)
+                )
                 if fact_rows:
                     yield self._begin_portion(fact_rows, None, is_retry=True)
                 else:
@@ -410,7 +417,7 @@ class ReadProgram:
         if self._config.is_replica and (read_plan.ranges or read_plan.late):
             yield from wait_for_replica()
         for late in read_plan.late:
-            yield from self._read_late(late, goal, follower.writers)
+            yield from self._read_late(late, goal, follower.writer_count)
         remaining = [*read_plan.ranges]
         progress = CatchUpLog(self._config.stream)
         while True:
@@ -422,21 +429,21 @@ class ReadProgram:
             new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if new:
                 yield self._begin_portion(new, None)
-            uncertain = read_plan.select_uncertain((row[self._config.table.id], self._writer_of(row)) for row in new)
+            delivered = read_plan.select_delivered((row[self._config.table.id], self._writer_of(row)) for row in new)
             reached = read_plan.place_before(remaining)
             expired = () if remaining else self._expired_deliveries(read_plan.epochs, reached)
-            yield from self._save(replace(self._checkpoint, place=reached), uncertain, expired)
+            yield from self._save(replace(self._checkpoint, place=reached), delivered, expired)
             progress.note_page(len(new), before - _count_ids(remaining), _count_ids(remaining))
             if not remaining:
                 progress.end()
                 return
 
-    def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
-        """Hand over the rows of a late completion. `writers` is the number of writers. Raises `LateNeedsWriter`."""
+    def _read_late(self, late: Late, goal: Place, writer_count: int) -> Steps:
+        """Hand over the rows of a late completion. Raises `LateNeedsWriter`. `writer_count`: of the stream."""
         before = self._checkpoint
         remaining = [*late_parts(before, late, goal)]
         if self._config.table.writer is None:
-            if writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
+            if writer_count > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
                 raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
         elif remaining and (yield from self._may_include_null_writer(late)):
             remaining = [replace(span, has_null=True) for span in remaining]
@@ -466,11 +473,12 @@ class ReadProgram:
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
-        """Query whether the facts of the late range whose writer is NULL are late.
+        """Query whether the late completion includes the facts of its range whose writer is NULL.
 
-        Raises `LateNeedsWriter` if only some of these facts can be late."""
+        Raises `LateNeedsWriter` if it can include only some of these facts.
+        """
         span = Range(late.writer, late.prev, late.id)
-        (counts,) = yield from rows(RunSql("source", self._config.table.count_of_writer(span)))
+        (counts,) = yield from fetch_rows(RunSql("source", self._config.table.count_of_writer(span)))
         if not counts["have_none"] or counts["have_writer"] >= late.facts:
             return False
         if counts["have_writer"] + counts["have_none"] > late.facts:
@@ -496,17 +504,17 @@ class ReadProgram:
         the rows of the late completion. Returns the ID up to which `span` was checked, and the `absent_ranges`."""
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
-        with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
+        with_rows = yield from fetch_rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
         present = [row[column] for row in with_rows]
         done = present[-1] if len(present) == IDS_PER_QUERY else span.id
         own_ids = {row[column] for row in own}
         if self._config.table.where is not None:  # rows of the writer that `where` excludes
-            own_rows = yield from rows(RunSql("source", self._config.table.ids(span, IDS_PER_QUERY)))
+            own_rows = yield from fetch_rows(RunSql("source", self._config.table.ids(span, IDS_PER_QUERY)))
             own_ids |= {row[column] for row in own_rows}
         return done, absent_ranges(span.prev, done, [id for id in present if id not in own_ids])
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
-        return table_page(self._config.table, ranges, self._config.rows)
+        return read_table_page(self._config.table, ranges, self._config.rows)
 
     def _writer_of(self, row: Row) -> str | None:
         writer = None if self._config.table.writer is None else row[self._config.table.writer]

@@ -54,9 +54,9 @@ class Reader(Iterator[ReadBatch[Any]]):
 
     A context manager and an iterator of `ReadBatch`, for one thread.
 
-    The effects of a batch are committed when the loop requests the next batch, and only then. `break` or an error in
-    the loop rolls back the current batch with its effects. Once `stopping` is set, the loop ends between two batches.
-    While a server is down, the reader logs the outage and waits.
+    The effects of a batch are committed when the loop requests the next batch, and only then. After `break` or an error
+    in the loop, the transaction of the current batch stays open until `close` or the next loop rolls it back. Once
+    `stopping` is set, the loop ends between two batches. While a server is down, the reader logs the outage and waits.
 
     The loop raises these errors:
 
@@ -171,14 +171,14 @@ class Reader(Iterator[ReadBatch[Any]]):
         if self._begin_transaction is not None and context is not None and self._process == os.getpid():
             with suppress(Exception):
                 context.__exit__(BatchRolledBack, BatchRolledBack(), None)
-        # The sessions of the parent process stay open after a fork: closing them would end the parent's.
+        # After a fork, do not close the inherited sessions: the parent process uses the same sockets.
         if self._process == os.getpid():
             for session in self._sessions.values():
                 session.close()
         self._sessions.clear()
 
     def __iter__(self) -> Self:
-        """Begin a loop. If an earlier loop ended with an error, the first step rolls back its unfinished batch.
+        """Begin a loop. If an earlier loop has left an unfinished batch, the first step rolls the batch back.
 
         Raises `ReaderInUse` if another thread is processing the unfinished batch.
         """
@@ -239,7 +239,7 @@ class Reader(Iterator[ReadBatch[Any]]):
                     return self._run_on_database(request)
                 except Unavailable as error:
                     role: Role = request.role if isinstance(request, RunSql) else "place"
-                    raise self._databases.add_lock_holders(role, error) from error.__cause__
+                    raise self._databases.name_lock_sessions(role, error) from error.__cause__
             case CloseSessions():
                 self._close_sessions()
                 return None
@@ -251,17 +251,17 @@ class Reader(Iterator[ReadBatch[Any]]):
             case RunSql(role):
                 with self._databases.translate_errors(role, self._sessions):
                     if role != "place":
-                        return self._rows(self._session(role), request)
+                        return self._fetch_rows(self._session(role), request)
                     if self._transaction is not None:
                         if self._transaction.has_ended:
                             raise TransactionEnded(self._config.reader, self._config.stream)
-                        return self._rows(self._transaction.driver, request)
+                        return self._fetch_rows(self._transaction.driver, request)
                     if self._begin_transaction is not None:
                         with self._begin_transaction() as transaction:
-                            return self._rows_with_lock_limit(transaction.driver, request)
+                            return self._fetch_rows_with_lock_timeout(transaction.driver, request)
                     connection = self._session("place")
                     with connection.transaction():
-                        return self._rows_with_lock_limit(connection, request)
+                        return self._fetch_rows_with_lock_timeout(connection, request)
             case BeginTransaction():
                 with self._databases.translate_errors("place", self._sessions):
                     if self._begin_transaction is None:
@@ -281,15 +281,15 @@ class Reader(Iterator[ReadBatch[Any]]):
                     context.__exit__(None, None, None)
         return None
 
-    def _rows_with_lock_limit(self, connection: Connection, request: RunSql) -> list[Row]:
+    def _fetch_rows_with_lock_timeout(self, connection: Connection, request: RunSql) -> list[Row]:
         """Run a statement in the open transaction, with a limit on its waits for locks, and return its rows.
 
         The limit holds until the end of the transaction, which must have no other statements.
         """
         connection.execute(SET_LOCK_TIMEOUT)
-        return self._rows(connection, request)
+        return self._fetch_rows(connection, request)
 
-    def _rows(self, connection: Connection, request: RunSql) -> list[Row]:
+    def _fetch_rows(self, connection: Connection, request: RunSql) -> list[Row]:
         with connection.cursor(row_factory=dict_row) as cursor:
             cursor.execute(request.statement)
             try:

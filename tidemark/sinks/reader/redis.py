@@ -112,9 +112,9 @@ class AsyncSession:
             await aclose(self._client)
 
 
-MAX_UNSHARED_CONNECTIONS = 32  # connections of an asyncio client that each serve one task
+MAX_UNSHARED_CONNECTIONS = 32  # the most connections of an asyncio client that each serve one task
 STREAMS_PER_READ = 100  # streams in one transaction of Redis
-SECOND_CONNECTION_WAIT = 0.05  # seconds of one wait of the second connection; it can take further streams afterwards
+SECOND_CONNECTION_WAIT = 0.05  # seconds that the second connection waits before it takes further streams
 
 
 class _SharedReads:
@@ -190,7 +190,7 @@ class _SharedWatch:
 
         Raises errors of redis-py.
         """
-        done, after = asyncio.get_running_loop().create_future(), _entry_number(request.after)
+        done, after = asyncio.get_running_loop().create_future(), _parse_entry_number(request.after)
         self._waiting.setdefault(request.stream, {})[done] = after
         if True not in self._tasks:
             self._tasks[True] = asyncio.create_task(self._run(is_first=True))
@@ -236,7 +236,7 @@ class _SharedWatch:
         for name, entries in reply.items() if isinstance(reply, dict) else reply or ():
             stream = lists[_decode(name)]
             first = entries[0] if isinstance(reply, dict) else entries
-            newest = _entry_number(_decode(first[0][0]))
+            newest = _parse_entry_number(_decode(first[0][0]))
             for done, number in [*self._waiting.get(stream, {}).items()]:
                 if number < newest:
                     done.set_result(None)
@@ -249,7 +249,7 @@ class _SharedWatch:
             self._waiting.pop(stream, None)
 
 
-def _entry_number(name: str) -> tuple[int, int]:
+def _parse_entry_number(name: str) -> tuple[int, int]:
     """Parse the name of a list entry, such as `1700000000000-0`, to numbers that can be compared."""
     time, _, number = name.partition("-")
     return int(time), int(number or 0)
@@ -261,7 +261,7 @@ def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> Non
         if not answer.done():
             cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
             answer.set_exception(cause)
-            answer.exception()  # every task may be cancelled: asyncio logs errors that nobody retrieves
+            answer.exception()  # all waiting tasks may be cancelled, and asyncio logs errors that no task retrieves
 
 
 async def async_read_keys(session: AsyncSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
@@ -366,7 +366,7 @@ for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
 end
 return replies
 """
-PAGE = 1000  # list entries of one `ReadList`: an event loop decodes them in about 15 ms
+LIST_PAGE_ENTRIES = 1000  # the most entries of one `ReadList`: an event loop decodes them in about 15 ms
 
 
 def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
@@ -377,9 +377,9 @@ def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None
     pipe.get(key(request.stream, "allocated"))
     match request:
         case ReadList(stream, None):
-            pipe.xrange(key(stream, "advances"), count=PAGE)
+            pipe.xrange(key(stream, "advances"), count=LIST_PAGE_ENTRIES)
         case ReadList(stream, ListEntry(name)):
-            pipe.xrange(key(stream, "advances"), min=name, count=PAGE + 1)
+            pipe.xrange(key(stream, "advances"), min=name, count=LIST_PAGE_ENTRIES + 1)
         case ReadNewest(stream) | ReadKeys(stream):
             pipe.xrevrange(key(stream, "advances"), count=1)
 
@@ -429,7 +429,10 @@ def read_keys(session: RedisSession | CallerSession, request: ReadList | ReadNew
 
 
 def await_entry(session: RedisSession | CallerSession, request: AwaitEntry) -> None:
-    """Block until the list has an entry after `request.after`, at most `request.seconds`."""
+    """Block until the list has an entry after `request.after`, at most `request.seconds`.
+
+    Raises `Unavailable` and `Refused`.
+    """
     milliseconds = max(1, round(1000 * request.seconds))  # 0 would block without a limit
     with session.use() as client:
         client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
@@ -454,10 +457,10 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
         case ReadKeys():
             entries = []
         case ReadList(after=None):
-            has_more = len(entries) == PAGE
+            has_more = len(entries) == LIST_PAGE_ENTRIES
         case ReadList():
             is_continuous = entries[:1] == [request.after]
-            has_more = is_continuous and len(entries) == PAGE + 1
+            has_more = is_continuous and len(entries) == LIST_PAGE_ENTRIES + 1
             entries = entries[1:] if is_continuous else []
     return StreamKeys(
         linear=None if linear is None else int(linear),

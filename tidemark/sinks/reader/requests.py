@@ -19,7 +19,9 @@ from tidemark.common.errors import ReaderInUse, Unavailable
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-LONGEST_WAIT = 1.0  # seconds between two reads: when a writer retires, the linear position moves without a list entry
+LONGEST_WAIT = 1.0
+"""The longest wait for a list entry, in seconds. Afterwards the positions are read again, because the retirement of a
+writer moves the linear position without a list entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step of I/O, which may be repeated any number of times. Each class names the answer to its requests."""
+    """One step of I/O. Each class names the answer to its requests. If a request fails, it may be repeated, except
+    `CommitTransaction`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class StreamHistory:
 
 @dataclass(frozen=True, slots=True)
 class Pause(Request):
-    """Wait `seconds` before a retry. No answer."""
+    """Wait `seconds`, or until the reader or follower is stopped. No answer."""
 
     seconds: float
 
@@ -159,12 +162,12 @@ class RunSql(Request):
         role: the database. `place`: the reader's own database, inside the open transaction if there is one. `source`:
             the database with the backing table. `primary`: the server that `source` is a replica of.
         statement: the SQL statement.
-        id: the column whose value names the row in a `RowUnreadable`; empty if no row can be named.
+        id_column: the column whose value names the row in a `RowUnreadable`; empty if no row can be named.
     """
 
     role: "Role"
     statement: Composed
-    id: str = ""
+    id_column: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ def repeat_while_unavailable(request: Request) -> Generator[Request, Answer, Ans
             return answer
 
 
-def rows(request: RunSql) -> Generator[Request, Answer, list[Row]]:
+def fetch_rows(request: RunSql) -> Generator[Request, Answer, list[Row]]:
     """Yield the request and return the rows of its statement, each as a dict (column -> value)."""
     answer = yield request
     assert isinstance(answer, list)

@@ -15,7 +15,7 @@ create table if not exists tidemark_reader.places (
     is_settled  boolean     not null default true,
     primary key (reader, stream)
 );
-comment on table tidemark_reader.places is 'How far each reader has read; one copy of a reader moves it at a time';
+comment on table tidemark_reader.places is 'How far each reader has read. Only one copy of a reader moves the place at a time';
 comment on column tidemark_reader.places.positions is 'Vector mode: writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.places.late is 'Number of the last late completion that was handed over';
 comment on column tidemark_reader.places.is_settled is

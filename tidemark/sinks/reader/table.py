@@ -9,7 +9,7 @@ from typing import LiteralString
 
 from psycopg import sql
 
-from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, fetch_rows
 from tidemark.streaming.values.direction import farther, is_beyond, nearer
 
 
@@ -141,7 +141,7 @@ class Range:
     has_null: bool = False
 
     def contains(self, id: int) -> bool:
-        """Whether `id` is in `(prev, id]`, of any writer."""
+        """Whether the ID is beyond `prev` and not beyond the end of the range. Ignores the writer."""
         return is_beyond(id, self.prev) and not is_beyond(id, self.id)
 
     def overlaps(self, other: "Range") -> bool:
@@ -184,12 +184,12 @@ class TablePage:
     unread: list[Range]
 
 
-def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
+def read_table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
     """Read the first page of some ranges: at most `limit` rows, but a fact with more rows is a page by itself.
 
     `ranges` has at least one range; all ranges have the same direction.
     """
-    page = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
+    page = yield from fetch_rows(RunSql("source", table.select(ranges, limit + 1), table.id))
     if len(page) <= limit:
         return TablePage(page, [])
     next_id = page[-1][table.id]
@@ -197,6 +197,6 @@ def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[R
     if not rows_of_facts:
         before = next_id + (1 if next_id < 0 else -1)
         fact = [replace(span, prev=before, id=next_id) for span in ranges if span.contains(next_id)]
-        rows_of_facts = yield from rows(RunSql("source", table.select(fact), table.id))
+        rows_of_facts = yield from fetch_rows(RunSql("source", table.select(fact), table.id))
     last = rows_of_facts[-1][table.id]
     return TablePage(rows_of_facts, [rest for span in ranges if (rest := span.after(last))])

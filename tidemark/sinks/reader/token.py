@@ -81,7 +81,7 @@ class Token:
         """Return the token with the text `text`, such as `m7~first.9`. Raises `BadToken` if `text` is not a token."""
         first, *entries = text.split("~")
         if not first.startswith("m"):
-            raise BadToken(text, "it does not begin with m and the linear position")
+            raise BadToken(text, "it does not begin with m and the linear position, as m7~first.9 does")
         parts = [entry.rpartition(".") for entry in entries]
         if not all(name for name, _, _ in parts):
             wrong = next(entry for entry, (name, _, _) in zip(entries, parts, strict=True) if not name)

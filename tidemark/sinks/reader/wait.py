@@ -27,14 +27,14 @@ from tidemark.streaming.values.direction import farther, is_beyond
 
 log = get_logger(__name__)
 
-GRACE = 5.0  # seconds: the default limit of the wait while the stream is unknown
-LOG_EVERY = 60.0  # seconds between two warnings that a token is beyond every known ID
-RETRY_EVERY = 0.2  # seconds between two reads while Redis is down
+GRACE = 5.0  # the default of `WaitConfig.grace`, in seconds
+WARNING_SECONDS = 60.0  # between two warnings that a token is beyond every known ID
+RETRY_SECONDS = 0.2  # between two reads while no server answers
 
 
 @dataclass(frozen=True, slots=True)
 class Recovering:
-    """The positions of a stream are unknown: the stream has no facts yet, or Redis lost its data and is being filled.
+    """The positions of a stream are unknown: the stream has no records yet, or Redis lost its data and is being filled.
 
     Attributes:
         stream: the name of the stream.
@@ -155,9 +155,8 @@ class MonotonicPositions(Generic[P]):
         return replace(
             published,
             linear=linear,
-            vector=before.vector
-            if vector == before.vector
-            else vector,  # one object: there may be thousands of writers
+            # Reuses an equal mapping, which may have thousands of writers, to save memory.
+            vector=before.vector if vector == before.vector else vector,
             late=max(published.late, before.late),
             allocated=before.allocated if lower else published.allocated,
         )
@@ -227,7 +226,7 @@ def wait_for_token(
             left = deadline - clock()
             if left <= 0:
                 raise
-            yield Pause(min(RETRY_EVERY, left))
+            yield Pause(min(RETRY_SECONDS, left))
             continue
         snapshot = snapshot_of(stream, keys)
         if isinstance(snapshot, PositionSnapshot) and snapshot.reached(token):
@@ -245,7 +244,7 @@ def wait_for_token(
             text = str(snapshot.token) if isinstance(snapshot, PositionSnapshot) else None
             raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead)
         if is_ahead and now >= next_log:
-            next_log = now + LOG_EVERY
+            next_log = now + WARNING_SECONDS
             log.warning(
                 "Waiting for a token beyond every known ID",
                 stream=stream,
