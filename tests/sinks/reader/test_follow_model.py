@@ -236,7 +236,7 @@ class ModelReader:
                 # Who is gone and was passed by the line is like one that never was: it may begin at the line.
                 self.covered = {it: at for it, at in self.covered.items() if it in shown or is_beyond(at, line)}
                 if self.mode == "vector":
-                    assert self.following.writers <= len(shown) + len(self.covered.keys() - shown.keys())
+                    assert self.following.writer_count <= len(shown) + len(self.covered.keys() - shown.keys())
             case Advance():
                 self._covers(event.writer, event.prev, event.id)
                 if event.proven_empty:

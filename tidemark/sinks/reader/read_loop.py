@@ -92,10 +92,7 @@ class ReadPlan:
         return replace(self, ranges=(*self.ranges, span))
 
     def select_delivered(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
-        """Yield the facts to store as `delivered`: those for which a late completion may still come.
-
-        `ids`: (ID, writer or None) of each fact that was read.
-        """
+        """Of facts given as (ID, writer or None), yield those that may complete late again, to store as `delivered`."""
         for id, writer in ids:
             for epoch, span in self.skipped:
                 if span.contains(id) and writer in {None, span.writer}:
@@ -171,7 +168,6 @@ def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int,
 
 
 def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
-    """Return the ranges that the place has not passed."""
     return tuple(span for span in must_read if is_beyond(span.id, _position_of(place, span.writer)))
 
 
@@ -285,8 +281,7 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """The stored place is not the place that this copy has. `is_locked`: another copy has locked the stored place, or
-    the stored place was deleted."""
+    """The stored place has changed, or another copy has locked it. `is_locked`: it is locked, or was deleted."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
@@ -392,9 +387,8 @@ class ReadProgram:
             fact = Range(None, id - 1 if id > 0 else id + 1, id)
             yield from self._lock()
             if (yield from self.checkpoint_store.unpark(id)):
-                fact_rows = yield from fetch_rows(
-                    RunSql("source", self._config.table.select([fact]), self._config.table.id)
-                )
+                statement, id_column = self._config.table.select([fact]), self._config.table.id
+                fact_rows = yield from fetch_rows(RunSql("source", statement, id_column))
                 if fact_rows:
                     yield self._begin_portion(fact_rows, None, is_retry=True)
                 else:
@@ -475,8 +469,7 @@ class ReadProgram:
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
         """Query whether the late completion includes the facts of its range whose writer is NULL.
 
-        Raises `LateNeedsWriter` if it can include only some of these facts.
-        """
+        Raises `LateNeedsWriter` if it can include only some of these facts."""
         span = Range(late.writer, late.prev, late.id)
         (counts,) = yield from fetch_rows(RunSql("source", self._config.table.count_of_writer(span)))
         if not counts["have_none"] or counts["have_writer"] >= late.facts:
