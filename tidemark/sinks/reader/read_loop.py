@@ -155,9 +155,7 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
 
 
 def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present`, as pairs (lower ID, higher ID), both included.
-
-    `present` is sorted away from 0."""
+    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (lower, higher), both included."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
         if high - low > 1:
