@@ -155,7 +155,7 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
 
 
 def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (lower, higher), both included."""
+    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as inclusive pairs (lower, higher)."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
         if high - low > 1:
