@@ -75,7 +75,7 @@ class RecordProducer:
         """The partition and the offset of the record that was acknowledged last; None if none was."""
         settings = connection.producer_settings(max_bytes) | {
             "message.timeout.ms": str(int(give_up_after * 1000)),
-            # Callers limit their backlog themselves. A full queue would block without a way to interrupt it.
+            # Callers limit their backlog, so the queue is rarely full. A send to a full queue blocks.
             "queue.buffering.max.messages": "500000",
             # Send nothing after a refused record: the last record of a fact completes the fact, even if Kafka refused
             # one of its other records.
@@ -142,7 +142,7 @@ class RecordProducer:
         Returns the number of records that Kafka has not acknowledged. Raises `Unavailable` or `Refused` if a record
         failed.
         """
-        with self._errors.translate_errors():  # the reason if the client has failed permanently
+        with self._errors.translate_errors():  # raises the reason if the client has failed permanently
             unacknowledged: int = self._producer.flush(seconds)
         self._raise_failure()
         return unacknowledged

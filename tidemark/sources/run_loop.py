@@ -409,7 +409,7 @@ class RunLoop(ABC):
     def _switch_to_larger_producer(self) -> bool:
         """Change to a new producer if the topic now accepts an oversized record. Returns whether the producer changed.
 
-        Before the change, waits until Kafka has acknowledged every record of the old producer.
+        Before the change, waits until Kafka has acknowledged every record of the old producer. Raises as `_deliver`.
         """
         if (producer := self._oversized.make_larger_producer(self._make_producer, time.monotonic())) is None:
             return False

@@ -175,7 +175,7 @@ def _check_stream(stream: str) -> str:
 
 
 def _encode_array(stream: str, rows: Iterable[object], max_bytes: int | None = None) -> str:
-    """Encode the rows as the text of a Postgres array. This is much faster than psycopg's encoding.
+    """Encode the rows as the text of a Postgres array, much faster than psycopg does.
 
     Args:
         stream: the stream, for errors.

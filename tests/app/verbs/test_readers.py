@@ -29,7 +29,7 @@ SIGNED = ("--by=ada", "--why=repaired", "--yes")
 @pytest.fixture
 def readers(service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`tidemark readers`, with five facts in stream `s`, of which `copier` has read three."""
-    monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_QUERY_EVERY", 0.1)
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_QUERY_SECONDS", 0.1)
     service.write(1, 2, 3)
     pipeline.move("w", 0, 3)
     service.until(lambda: len(service.ids()) == 3)

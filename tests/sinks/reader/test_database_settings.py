@@ -87,7 +87,7 @@ def test_query_for_operators_changes_has_a_lock_timeout(
     three: ReadingService, pipeline: Pipeline, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader without new facts waits for a lock on its place: the log names the session that has it."""
-    monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_QUERY_EVERY", 0.0)
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_QUERY_SECONDS", 0.0)
     for module in ("reader", "async_reader"):
         monkeypatch.setattr(f"tidemark.sinks.reader.{module}.SET_LOCK_TIMEOUT", "set local lock_timeout = '200ms'")
     three.until(lambda: three.ids() == [1, 2, 3])

@@ -26,7 +26,7 @@ KEYS = ["ann", "bob", "cid", "dan", "eve"]
 
 @pytest.fixture(params=["threads", "asyncio"])
 def copier(service: ReadingService, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ReadingService:
-    monkeypatch.setattr(partitions, "HEARTBEAT_EVERY", 0.1)
+    monkeypatch.setattr(partitions, "HEARTBEAT_SECONDS", 0.1)
     service.form = request.param
     service.given = {"partitions": 4, "key": "instance"}
     return service

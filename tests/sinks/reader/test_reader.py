@@ -276,7 +276,7 @@ def test_reader_that_catches_up_logs_its_progress(
     service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rows, rate and what is left, while it takes long, and once at the end; a reader that is current logs nothing."""
-    monkeypatch.setattr("tidemark.sinks.reader.read_loop.PROGRESS_EVERY", 0.0)
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.PROGRESS_LOG_SECONDS", 0.0)
     service.write(*range(1, 101))
     pipeline.move("w", 0, 100)
     service.until(lambda: len(service.ids()) == 100, rows=40)

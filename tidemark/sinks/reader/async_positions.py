@@ -76,7 +76,7 @@ class AsyncPositions:
         self._session = open_async_session(redis)
         self._history = None if dsn is None else History(dsn)
         self._monotonic = MonotonicPositions[PublishedPositions]()
-        self._redis_log = WaitLog()  # only for the log: Postgres is read while Redis is down
+        self._redis_log = WaitLog()  # logs the outages of Redis during which Postgres is read
 
     async def __aenter__(self) -> Self:
         return self
@@ -304,7 +304,7 @@ async def run_to_next_value(
             driver.mark_handed_over()
             return step
         if task is not None and task.cancelling() > cancelled:  # async only
-            raise asyncio.CancelledError  # redis-py swallows a cancellation while it closes a connection
+            raise asyncio.CancelledError  # redis-py swallows a cancellation while closing a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:

@@ -242,7 +242,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                     role: Role = request.role if isinstance(request, RunSql) else "place"
                     raise await asyncio.to_thread(self._databases.name_lock_sessions, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
-                    await self._close_sessions()  # the outcome is unknown
+                    await self._close_sessions()  # the server may have carried out the request
                     self._reset()
                     raise
             case CloseSessions():
@@ -307,7 +307,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)
-                if role == "place":  # the connection of the batch keeps the settings of the database
+                if role == "place":  # the service uses this connection, so it gets no settings of Tidemark
                     connection = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
                     backend = await connection.execute(SELECT_BACKEND_PID)
                     detect_pooler(connection, await backend.fetchone())

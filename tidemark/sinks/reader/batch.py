@@ -99,7 +99,7 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         try:
             if self._savepoint.__exit__(kind, error, trace):
                 return True
-        except self._errors as raised:  # a session may write its objects only at the end of the savepoint
+        except self._errors as raised:  # SQLAlchemy may write objects only at the end of the savepoint
             if error is not None or not self._can_park(raised):
                 raise
             error = raised

@@ -109,7 +109,9 @@ def _is_engine(effects: Any) -> bool:
 def _check_driver(driver: Any, driver_class: type[Any]) -> Any:
     """Return the connection `driver`. Raise `BadSetting` if it is not of psycopg 3."""
     if not isinstance(driver, driver_class):
-        raise BadSetting("effects", f"its connections are of {type(driver).__module__}, and must be of psycopg 3")
+        raise BadSetting(
+            "effects", f"its connections are of {type(driver).__module__}: give an object that uses psycopg 3"
+        )
     return driver
 
 
@@ -119,7 +121,7 @@ def _begin(effects: Any) -> Iterator[EffectsTransaction]:
     if hasattr(effects, "getconn"):  # a pool of psycopg
         with effects.connection() as connection, connection.transaction():
             yield EffectsTransaction(connection, connection, connection.transaction)
-    elif hasattr(effects, "ensure_connection"):  # Django's
+    elif hasattr(effects, "ensure_connection"):  # Django's connection
         from django.db import transaction  # noqa: PLC0415 - only services that use Django have it
 
         savepoint = partial(transaction.atomic, using=effects.alias)

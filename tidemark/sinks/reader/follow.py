@@ -402,7 +402,7 @@ class FollowProgram:
             while self._since is None and keys.has_more:
                 keys = yield from self._read_keys(ReadList(self._stream, keys.entries[-1]))
             self._begin(keys)
-        if self._merge is None or keys.linear is None:  # Redis does not know the stream: it is recovering
+        if self._merge is None or keys.linear is None:  # the stream is unknown, or Redis is recovering
             yield from self._log_unknown()
             yield from self._await_entry(keys)
             return

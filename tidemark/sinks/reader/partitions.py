@@ -35,8 +35,8 @@ from tidemark.sinks.reader.token import ZERO, Token
 
 log = get_logger(__name__)
 
-HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats of a copy
-DEAD_AFTER = 5.0  # seconds after its last heartbeat, a copy no longer counts
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a copy
+DEAD_AFTER_SECONDS = 5.0  # without a heartbeat, after which a copy no longer counts
 MAX_PARTITIONS = 1000
 
 _HEARTBEAT = """
@@ -83,7 +83,7 @@ def make_partitioning(partitions: int | None, key: str | None, config: ReadConfi
     if partitions is None and key is None:
         return None
     if partitions is None or key is None:
-        raise BadSetting("partitions", "need a key, and a key needs partitions: partitions=8, key='customer'")
+        raise BadSetting("partitions", "give both partitions and key, such as partitions=8, key='customer', or neither")
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise BadSetting("partitions", f"give a number from 1 to {MAX_PARTITIONS}")
     if config.mode != "linear":
@@ -136,7 +136,7 @@ class PartitionedReadProgram:
         ]
         self._current = self._partitions[0]
         self._own_partitions: Sequence[_PartitionProgram] = ()
-        self._heartbeat_at = -HEARTBEAT_EVERY
+        self._heartbeat_at = -HEARTBEAT_SECONDS
         self._wait_log = WaitLog()
         self.promised = ZERO
 
@@ -159,7 +159,7 @@ class PartitionedReadProgram:
     def steps(self) -> Steps:
         """Yield requests and portions. Never ends. Raises only errors of the kind `Stop`."""
         while True:
-            if time.monotonic() - self._heartbeat_at >= HEARTBEAT_EVERY:
+            if time.monotonic() - self._heartbeat_at >= HEARTBEAT_SECONDS:
                 yield from self._take_share()
             has_moved = False
             for partition in self._own_partitions:
@@ -194,7 +194,7 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """Wait until the stream's Redis list has an entry that a partition has not read, at most `HEARTBEAT_EVERY`.
+        """Wait until the stream's Redis list has an entry that a partition has not read, at most `HEARTBEAT_SECONDS`.
 
         Of the partitions that wait for an entry, the first one has read the list before the others in this round. The
         others have read at least the same entries. So an entry that any partition has not read ends the wait.
@@ -204,11 +204,11 @@ class PartitionedReadProgram:
         waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
         if entry is None:
-            yield Pause(BUSY_PAUSE if waits else HEARTBEAT_EVERY)
+            yield Pause(BUSY_PAUSE if waits else HEARTBEAT_SECONDS)
             return
         seconds = BUSY_PAUSE if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
         try:
-            yield replace(entry, seconds=min(seconds, HEARTBEAT_EVERY))
+            yield replace(entry, seconds=min(seconds, HEARTBEAT_SECONDS))
         except Unavailable as problem:
             yield Pause(self._wait_log.pause_after(problem))
         else:
@@ -226,7 +226,7 @@ class PartitionedReadProgram:
                         stream=self._config.stream,
                         copy=self._copy,
                         names=[partition.program.checkpoint_store.reader for partition in self._partitions],
-                        dead_after=DEAD_AFTER,
+                        dead_after=DEAD_AFTER_SECONDS,
                     ),
                 )
             )

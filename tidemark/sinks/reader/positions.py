@@ -78,7 +78,7 @@ class Positions:
         self._session = open_session(redis)
         self._history = None if dsn is None else History(dsn)
         self._monotonic = MonotonicPositions[PublishedPositions]()
-        self._redis_log = WaitLog()  # only for the log: Postgres is read while Redis is down
+        self._redis_log = WaitLog()  # logs the outages of Redis during which Postgres is read
 
     def __enter__(self) -> Self:
         return self

@@ -241,12 +241,12 @@ class Portion:
 Steps = Generator[Request | Portion, Answer, None]
 
 BUSY_PAUSE = 0.5  # seconds until a copy tries again if another copy has locked the place
-OPERATOR_QUERY_EVERY = 5.0  # seconds between two queries for changes by operators
-PROGRESS_EVERY = 10.0  # seconds between two log lines of a reader that catches up
+OPERATOR_QUERY_SECONDS = 5.0  # between two queries for changes by operators
+PROGRESS_LOG_SECONDS = 10.0  # between two log lines of a reader that catches up
 
 
 class CatchUpLog:
-    """Logs the progress of a reader that needs longer than `PROGRESS_EVERY` for one batch of events."""
+    """Logs the progress of a reader that needs longer than `PROGRESS_LOG_SECONDS` for one batch of events."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
@@ -259,7 +259,7 @@ class CatchUpLog:
         self._rows += rows
         self._ids += passed
         now = time.monotonic()
-        if now - self._logged_at < PROGRESS_EVERY or not remaining:
+        if now - self._logged_at < PROGRESS_LOG_SECONDS or not remaining:
             return
         self._logged_at, self._is_logged = now, True
         seconds = now - self._began_at
@@ -369,7 +369,7 @@ class ReadProgram:
             is_new, self.promised = self.promised != self.complete_token, self.complete_token
             if is_new:
                 self._report()
-            if self._checkpoint.version and time.monotonic() - queried_at >= OPERATOR_QUERY_EVERY:
+            if self._checkpoint.version and time.monotonic() - queried_at >= OPERATOR_QUERY_SECONDS:
                 if (yield from self._apply_operator_changes()):
                     return
                 queried_at = time.monotonic()
@@ -390,7 +390,11 @@ class ReadProgram:
                 if fact_rows:
                     yield self._begin_portion(fact_rows, None, is_retry=True)
                 else:
-                    log.warning("A parked fact has no rows any more", stream=self._config.stream, id=id)
+                    log.warning(
+                        "A parked fact to retry has no rows any more, and is no longer parked",
+                        stream=self._config.stream,
+                        id=id,
+                    )
             yield from self._save(self._checkpoint)
         return False
 

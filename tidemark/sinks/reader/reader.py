@@ -302,7 +302,7 @@ class Reader(Iterator[ReadBatch[Any]]):
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)
-                if role == "place":  # the connection of the batch keeps the settings of the database
+                if role == "place":  # the service uses this connection, so it gets no settings of Tidemark
                     connection = psycopg.Connection.connect(conninfo, autocommit=True)
                     backend = connection.execute(SELECT_BACKEND_PID)
                     detect_pooler(connection, backend.fetchone())

@@ -113,7 +113,7 @@ class AsyncSession:
 
 
 MAX_UNSHARED_CONNECTIONS = 32  # the most connections of an asyncio client that each serve one task
-STREAMS_PER_READ = 100  # streams in one transaction of Redis
+STREAMS_PER_READ = 100  # the most streams in one transaction of Redis
 SECOND_CONNECTION_WAIT = 0.05  # seconds that the second connection waits before it takes further streams
 
 
