@@ -279,7 +279,7 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """The stored place has changed, or another copy has locked it. `is_locked`: it is locked, or was deleted."""
+    """The stored place has changed. `is_locked`: another copy has locked the place, or the place was deleted."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
@@ -390,11 +390,7 @@ class ReadProgram:
                 if fact_rows:
                     yield self._begin_portion(fact_rows, None, is_retry=True)
                 else:
-                    log.warning(
-                        "A parked fact to retry has no rows any more, and is no longer parked",
-                        stream=self._config.stream,
-                        id=id,
-                    )
+                    log.warning("Unparked a fact that has no rows any more", stream=self._config.stream, id=id)
             yield from self._save(self._checkpoint)
         return False
 
