@@ -279,7 +279,7 @@ class CatchUpLog:
 
 
 class _PlaceMoved(Exception):
-    """The stored place has changed. `is_locked`: another copy has locked the place, or the place was deleted."""
+    """The stored place has changed, or is locked. `is_locked`: another copy has locked the place, or it was deleted."""
 
     def __init__(self, *, is_locked: bool) -> None:
         self.is_locked = is_locked
