@@ -19,7 +19,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.answers import Problem, reason_phrase
 from tidemark.app.sidecar.app import OPERATIONS
-from tidemark.app.sidecar.openapi import BEARER, openapi_document
+from tidemark.app.sidecar.openapi import BEARER, create_openapi_document
 from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
 
@@ -205,7 +205,7 @@ def _metrics(rows: Iterable[MetricRow]) -> list[str]:
 
 
 def http_api() -> str:
-    description = openapi_document(OPERATIONS, BEARER)
+    description = create_openapi_document(OPERATIONS, BEARER)
     lines = [
         "A running sidecar serves this description for programs at `/openapi.json`. IDs are signed 64-bit integers.",
         "",

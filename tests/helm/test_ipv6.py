@@ -19,7 +19,7 @@ from tests.helm.tools import ROOT
 from tidemark.app.serving import http_health
 from tidemark.app.serving.serve import listening_socket
 from tidemark.app.settings import Settings
-from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
+from tidemark.app.sidecar.admission import AdmissionConfig, create_protocol_factory
 
 ONLY_IPV6 = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec"
 NO_IPV4_OUTSIDE = f"""
@@ -114,7 +114,8 @@ def test_a_trusted_proxy_is_known_by_its_ipv4_address() -> None:
         await send({"type": "http.response.body", "body": scope["client"][0].encode()})
 
     bounds = AdmissionConfig(trusted_proxies=["127.0.0.0/8"])
-    server = uvicorn.Server(uvicorn.Config(client_of, lifespan="off", log_config=None, http=connection_class(bounds)))
+    factory = create_protocol_factory(bounds)
+    server = uvicorn.Server(uvicorn.Config(client_of, lifespan="off", log_config=None, http=factory))
     with closing(listening_socket("TIDEMARK_SIDECAR_PORT", "::", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.serving.serve import StoppableServer
 from tidemark.app.serving.tls_listener import ListenerConfig
-from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
+from tidemark.app.sidecar.admission import AdmissionConfig, create_protocol_factory
 from tidemark.app.sidecar.app import AppConfig, create_app
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, DeferredRange, Span
@@ -58,7 +58,7 @@ def sidecar(
         access_log=False,
         ws="none",
         proxy_headers=False,
-        http=connection_class(admitted or AdmissionConfig()),
+        http=create_protocol_factory(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
     server = StoppableServer(config, stopping, ListenerConfig())

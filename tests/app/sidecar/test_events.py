@@ -544,16 +544,16 @@ def test_churn_is_forgiven() -> None:
     churn = ReconnectThrottle(lambda: clock[0])
     for _ in range(ReconnectThrottle.RECONNECTS_WITHOUT_DELAY):
         churn.count_ended_stream("a", clock[0])
-    assert churn.delay("a") == 0
+    assert churn.delay_seconds("a") == 0
     for _ in range(1000):
         churn.count_ended_stream("a", clock[0])
-    assert (churn.delay("a"), churn.delay("b")) == (ReconnectThrottle.MAX_DELAY_SECONDS, 0)
+    assert (churn.delay_seconds("a"), churn.delay_seconds("b")) == (ReconnectThrottle.MAX_DELAY_SECONDS, 0)
     clock[0] += (
         ReconnectThrottle.MAX_DELAY_SECONDS / ReconnectThrottle.DELAY_SECONDS / ReconnectThrottle.FORGOTTEN_PER_SECOND
     )
-    assert churn.delay("a") == 0
+    assert churn.delay_seconds("a") == 0
     churn.count_ended_stream("a", clock[0] - ReconnectThrottle.SHORT_LIVED_SECONDS)
-    assert churn.delay("a") == 0
+    assert churn.delay_seconds("a") == 0
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
@@ -592,13 +592,13 @@ def test_open_stream_of_events_takes_few_tasks() -> None:
 
     async def serve() -> int:
         app = Starlette()
-        app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
+        app.state.service = SimpleNamespace(stop_signal=asyncio.get_running_loop().create_future())
         before = len(asyncio.all_tasks())
         streams = [EventStream(texts(), Listener().disconnect_signal, ExitStack()) for _ in range(10)]
         serving = [asyncio.create_task(it({"type": "http", "app": app}, receive, send)) for it in streams]
         await asyncio.sleep(0.01)
         taken = len(asyncio.all_tasks()) - before
-        app.state.service.stopped.set_result(None)
+        app.state.service.stop_signal.set_result(None)
         await asyncio.gather(*serving)
         return taken
 
@@ -626,7 +626,7 @@ def test_client_that_does_not_read_is_left() -> None:
         held.callback(left.append, "gone")
         stream = EventStream(texts(), listener.disconnect_signal, held)
         app = Starlette()
-        app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
+        app.state.service = SimpleNamespace(stop_signal=asyncio.get_running_loop().create_future())
         serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
             assert not listener.disconnect_signal.done()

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.answers import MEDIA_TYPE as PROBLEM_TYPE
+from tidemark.app.sidecar.answers import PROBLEM_MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
-from tidemark.app.sidecar.openapi import BEARER, PATH, openapi_document
+from tidemark.app.sidecar.openapi import BEARER, OPENAPI_PATH, create_openapi_document
 from tidemark.app.sidecar.service import Limits
 from tidemark.sinks.reader import Token
 
 if TYPE_CHECKING:
     from schemathesis import APIOperation, Case
 
-GENERATED = sorted([PATH, *(it.path for it in OPERATIONS)])
+GENERATED = sorted([OPENAPI_PATH, *(it.path for it in OPERATIONS)])
 BEARER_SENT = {"Authorization": "Bearer sesame"}
 STREAMING = [it.path for it in OPERATIONS if it.media == EVENT_STREAM]
 CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATED if "{stream}" in path]
@@ -45,7 +45,7 @@ def guarded(pipeline: Pipeline, servers: ReadSideConfig, tmp_path: Path) -> Iter
 def test_every_operation_is_described(guarded: SidecarClient) -> None:
     """All paths, each with its problems and whether it needs a token."""
     document = guarded.json("/openapi.json")
-    assert sorted(document["paths"]) == sorted([PATH, *(it.path for it in OPERATIONS)])
+    assert sorted(document["paths"]) == sorted([OPENAPI_PATH, *(it.path for it in OPERATIONS)])
     wait = document["paths"]["/v1/streams/{stream}/wait"]["get"]
     assert set(wait["responses"]) == {"200", "400", "401", "404", "409", "412", "429", "503"}
     assert wait["security"]
@@ -55,10 +55,10 @@ def test_every_operation_is_described(guarded: SidecarClient) -> None:
 
 def test_tokens_are_described_where_they_are_needed() -> None:
     """Where everybody may ask, the document declares no security and no 401; what a token looks like it says always."""
-    bare, guarded = (str(openapi_document(OPERATIONS, security)) for security in ({}, BEARER))
+    bare, guarded = (str(create_openapi_document(OPERATIONS, security)) for security in ({}, BEARER))
     assert "401" in guarded
     assert not [word for word in ("401", "security", "bearer") if word in bare]
-    wait = openapi_document(OPERATIONS, {})["paths"]["/v1/streams/{stream}/wait"]["get"]["parameters"]
+    wait = create_openapi_document(OPERATIONS, {})["paths"]["/v1/streams/{stream}/wait"]["get"]["parameters"]
     pattern = next(it["schema"]["pattern"] for it in wait if it["name"] == "token")
     for token in ("m7", "m-7~web.-9", str(Token.of(7, {"a.b%~c": 9}))):
         assert re.fullmatch(pattern, token)

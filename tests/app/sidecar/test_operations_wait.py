@@ -55,7 +55,7 @@ def test_answer_after_the_timeout_names_the_blocker(pipeline: Pipeline, client: 
     found = client.json(WAIT, 412, params={"token": "m8", "timeout": 0.2})
     assert "s did not reach m8 in " in found["detail"]
     assert "it is at m3" in found["detail"]
-    assert "it waits for w (" in found["detail"]
+    assert "its linear position is blocked by w (" in found["detail"]
 
 
 def test_a_token_carries_what_was_told_to_another_sidecar(pipeline: Pipeline, servers: ReadSideConfig) -> None:

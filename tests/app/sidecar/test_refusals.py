@@ -20,10 +20,10 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.admission import AdmissionConfig
 from tidemark.app.sidecar.answers import Problem, reason_phrase
 from tidemark.app.sidecar.app import OPERATIONS, AppConfig
-from tidemark.app.sidecar.openapi import PATH
+from tidemark.app.sidecar.openapi import OPENAPI_PATH
 from tidemark.app.sidecar.service import MetricsText
 
-PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
+PATHS = sorted({OPENAPI_PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
 PAGE = ["/", "/page/page.js"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.serving.tls_listener import FILE_CHECK_INTERVAL_SECONDS
-from tidemark.app.sidecar.app import Tokens
+from tidemark.app.sidecar.app import BearerTokens
 from tidemark.common.errors import BadSetting
 
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_each_listed_token_opens(path: Path, clock: Clock) -> None:
     """Several tokens count at once, so that they can be rotated; everything else stays outside."""
-    tokens = Tokens(path, clock)
+    tokens = BearerTokens(path, clock)
     assert tokens.is_authorized("Bearer one")
     assert tokens.is_authorized("bearer two")
     for wrong in (None, "", "Bearer", "Bearer ", "Bearer three", "Basic one", "one", "Bearer # of the dashboards"):
@@ -40,7 +40,7 @@ def test_each_listed_token_opens(path: Path, clock: Clock) -> None:
 
 def test_changed_file_counts_without_a_restart(path: Path, clock: Clock) -> None:
     """A token that was taken out is refused about a second later, and a new one is taken; a swapped file counts too."""
-    tokens = Tokens(path, clock)
+    tokens = BearerTokens(path, clock)
     path.write_text("three\n")
     clock.now += FILE_CHECK_INTERVAL_SECONDS
     assert not tokens.is_authorized("Bearer one")
@@ -53,7 +53,7 @@ def test_changed_file_counts_without_a_restart(path: Path, clock: Clock) -> None
 
 def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
     """While the file is away or cannot be read, the last tokens stay: neither everybody nor nobody comes in."""
-    tokens = Tokens(path, clock)
+    tokens = BearerTokens(path, clock)
     path.unlink()
     clock.now += FILE_CHECK_INTERVAL_SECONDS
     assert tokens.is_authorized("Bearer one")
@@ -63,11 +63,11 @@ def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
 def test_file_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     """A sidecar never starts unguarded because its file is missing."""
     with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_TOKENS_FILE: cannot read"):
-        Tokens(tmp_path / "nowhere")
+        BearerTokens(tmp_path / "nowhere")
 
 
 def test_empty_file_lets_nobody_in(path: Path, clock: Clock) -> None:
     """No token in the file means nobody, never everybody."""
     path.write_text("# none yet\n")
     os.utime(path)
-    assert not Tokens(path, clock).is_authorized("Bearer ")
+    assert not BearerTokens(path, clock).is_authorized("Bearer ")

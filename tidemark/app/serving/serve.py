@@ -25,7 +25,7 @@ from tidemark.app.logs import shutdown_event
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.app.settings import Settings
-from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
+from tidemark.app.sidecar.admission import AdmissionConfig, create_protocol_factory
 from tidemark.app.sidecar.app import AppConfig, create_app
 from tidemark.app.sidecar.service import Limits
 from tidemark.common.errors import BadSetting, Unavailable
@@ -272,8 +272,10 @@ def run(settings: Settings) -> None:
             access_log=False,
             ws="none",
             server_header=False,
-            proxy_headers=False,  # `connection_class` handles them before a request waits
-            http=connection_class(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
+            proxy_headers=False,  # `create_protocol_factory` handles them before a request waits
+            http=create_protocol_factory(
+                AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)
+            ),
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=listener_config.certificate is not None)

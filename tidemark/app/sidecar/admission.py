@@ -1,10 +1,10 @@
-"""Limits the connections of the web server before requests are parsed, so that no client exhausts memory or blocks
-others.
+"""Limits the connections and requests of the web server, so that no client exhausts memory or blocks other clients.
 
 uvicorn's parser limits neither the size nor the duration of a request head, and counts an idle connection as a request.
-This module limits the size, the number of fields and the duration of a head. If every slot is taken, an idle connection
-is closed for a new one. Probes are always answered. Slots are shared by client address, and waiting requests start
-round-robin by address, so a client with many connections delays neither probes nor other clients.
+This module limits the size, the number of fields and the duration of a head. If there are as many connections as slots,
+idle connections are closed before a new connection is accepted. Each request needs a slot, except probes. Slots are
+shared by client address, and requests start round-robin by address. So a client with many connections delays neither
+probes nor other clients.
 """
 
 import time
@@ -24,7 +24,7 @@ from tidemark.app.serving.tls_listener import EVICTION_DIVISOR, FairQueue, NoFre
 from tidemark.app.sidecar.answers import Busy, reason_phrase, status_response
 
 _SLOW_ITERATION_SECONDS = 0.002
-_ITERATIONS_AFTER_SLOW_ONE = 8  # more than the steps of a small request: it ends before the next large request starts
+_ITERATIONS_AFTER_SLOW_ONE = 8  # enough for a small request to end before the next large request starts
 
 
 class AdmissionQueue:
@@ -41,8 +41,8 @@ class AdmissionQueue:
         self._iterations_to_wait = 0
 
     async def wait_for_start(self, loop: AbstractEventLoop, address: str) -> None:
-        """Wait until the request of the client at `address` may start. If no other request waits, the request starts
-        in the next iteration of `loop`.
+        """Wait until the request of the client at `address` may start: in the next iteration of `loop` if no other
+        request waits and the current iteration is not slow.
         """
         start: Future[None] = loop.create_future()
         if not self._queue:
@@ -64,7 +64,7 @@ class AdmissionQueue:
             loop.call_soon(self._start_next, loop)
 
 
-PROBES = (b"/livez", b"/readyz", b"/metrics")
+PATHS_WITHOUT_SLOT = (b"/livez", b"/readyz", b"/metrics")  # probes, and scrapes of Prometheus
 SPARE_CONNECTIONS = 64  # connections beyond the slots, for probes and for refusals
 _WRITE_BUFFER_BYTES = 16 << 10  # per client; small, because there are thousands of clients
 _MAX_PIPELINED_REQUESTS = 16
@@ -78,8 +78,8 @@ class AdmissionConfig:
         slots: the largest number of concurrent requests. `SPARE_CONNECTIONS` more connections may be open.
         max_head_bytes: the largest request head, and the largest body.
         max_head_fields: the largest number of fields in a head.
-        head_timeout_seconds: how long a head may take to arrive.
-        trusted_proxies: addresses and networks whose `X-Forwarded-For` is used, as uvicorn's `forwarded_allow_ips`.
+        head_timeout_seconds: how long a head may take to arrive. Then the connection is closed without an answer.
+        trusted_proxies: addresses and networks whose `X-Forwarded-For` is used (as uvicorn's `forwarded_allow_ips`).
     """
 
     slots: int = 5000
@@ -89,7 +89,7 @@ class AdmissionConfig:
     trusted_proxies: Sequence[str] = ()
 
 
-def connection_class(limits: AdmissionConfig) -> type[Protocol]:
+def create_protocol_factory(limits: AdmissionConfig) -> type[Protocol]:
     """Create the protocol factory for uvicorn's option `http`. All connections of the factory share `limits.slots`."""
     return cast(
         type[Protocol],
@@ -106,15 +106,17 @@ class _AdmittedRequest:
         self.is_evicted = False
 
     def evict(self) -> None:
-        """Refuse the request in favour of a client of another address. If it has started, close its connection."""
+        """Give up the slot to a client of another address: abort the connection if the request has started. Otherwise,
+        the request is refused (429) when its turn comes.
+        """
         self.is_evicted = True
         if self.is_started:
             self.connection.abort()
 
 
 class AdmittedConnection(HttpToolsProtocol):
-    """An HTTP connection. `idle_since`: since when the connection has waited for a request head (seconds of the loop's
-    clock); None while a request is served.
+    """An HTTP connection. `idle_since`: when the last response ended, or the connection was made (seconds of the loop's
+    clock). None from the end of a request head to the end of a response.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self._field_count = self._host_field_count = 0
         self._refusal: HTTPStatus | None = None
         self._is_body_refused = False
-        self._is_refusal_pending = False  # it is sent after the answers to earlier requests
+        self._is_refusal_pending = False  # whether `_refusal` is sent after the answers to earlier requests
 
     @property
     def address(self) -> str:
@@ -149,7 +151,7 @@ class AdmittedConnection(HttpToolsProtocol):
         if len(self.connections) >= self._limits.slots:
             self._by_network.evict(self._limits.slots)
         super().connection_made(transport)
-        if self.client:  # a dual-stack socket maps IPv4 addresses, and trusted proxies are IPv4 networks
+        if self.client:  # a dual-stack socket gives ::ffff:IPv4, which is in no IPv4 network of trusted proxies
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         self._by_network.add(self)
         transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
@@ -198,7 +200,8 @@ class AdmittedConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def on_body(self, body: bytes) -> None:
-        """Refuse a large body. No operation reads bodies."""
+        """Refuse a body above `max_head_bytes`, or close the connection if the response has started. No operation reads
+        bodies."""
         self._body_bytes += len(body)
         if self._body_bytes <= self._limits.max_head_bytes:
             super().on_body(body)
@@ -209,12 +212,13 @@ class AdmittedConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def _count_head_bytes(self, size: int) -> None:
-        """Count bytes of a head. The parser turns an error raised here into a call of `send_400_response`."""
+        """Count bytes of a head, and refuse a head that is too large or has too many fields."""
         self._parsed_head_bytes += size
         if self._parsed_head_bytes > self._limits.max_head_bytes or self._field_count > self._limits.max_head_fields:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _refuse(self, status: HTTPStatus) -> None:
+        """Store the status of the refusal, and raise `ValueError`. uvicorn's parser then calls `send_400_response`."""
         self._refusal = status
         raise ValueError(status.phrase)
 
@@ -224,8 +228,8 @@ class AdmittedConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
         if not self._host_field_count and self.parser.get_http_version() == "1.1":
             self._refuse(HTTPStatus.BAD_REQUEST)
-        is_probe = self.url.partition(b"?")[0] in PROBES
-        if is_probe:
+        needs_slot = self.url.partition(b"?")[0] not in PATHS_WITHOUT_SLOT
+        if not needs_slot:
             self.app = self.config.loaded_app
         else:
             self.app = self._admission_app
@@ -321,9 +325,10 @@ class ConnectionsByNetwork:
         _remove_from(self._idle, connection)
 
     def evict(self, slots: int) -> None:
-        """Close the longest idle connections of the network with the most connections: at most 1/64 of `slots`, at
-        least one. If the network has no idle connection, close its newest connection, but only if the spare
-        connections beyond `slots` are used up too.
+        """Make room for a new connection: close the longest idle connections of the network with the most connections.
+
+        Closes at most 1/64 of `slots` connections, or one if `slots` is small. If the network has no idle connection,
+        closes its newest connection, but only if the spare connections beyond `slots` are used up too.
         """
         network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
         victims = [*islice(self._idle.get(network, ()), max(1, slots // EVICTION_DIVISOR))]
@@ -344,5 +349,5 @@ def _remove_from(by_network: dict[str, dict[AdmittedConnection, None]], connecti
 
 
 async def _refuse_busy(scope: Scope, receive: Receive, send: Send) -> None:
-    problem = Busy("this sidecar has reached its limit of open requests; ask another sidecar, or try again")
+    problem = Busy("this sidecar has reached its limit of concurrent requests; ask another sidecar, or try again")
     await problem.response()(scope, receive, send)

@@ -12,9 +12,9 @@ Problem                     `type` is a stable name, sent as a URN; `detail` is 
 ├── Unauthorized            401 no valid bearer token
 ├── UnknownStream           404 no server has the stream
 ├── UnreachableToken        409 the stream can never reach the token
-├── NotYet                  412 a wait timed out
-├── Busy                    429 a limit of this process is reached
-├── RecoveringProblem       503 no server can answer now
+├── NotYet                  412 the stream did not reach the token before the time-out
+├── Busy                    429 this process has no slot for the request
+├── RecoveringProblem       503 no server can answer this request now
 ├── StoppingProblem         503 this process is stopping
 └── SlowProblem             504 Postgres took too long for this query
 """
@@ -37,15 +37,16 @@ from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader import Advance, Event, Late, LateLost, LinearMove, Reread, Token
 from tidemark.streaming.core.effects import Blocker
 
-Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
+Seconds = Annotated[float, Meta(ge=0)]
 State = Annotated[
     Literal["known", "recovering"],
-    Meta(description="`recovering`: the stream exists, but its positions are not known yet. They are never sent as 0."),
+    Meta(description="`recovering`: the stream exists, but its positions are not known yet, so they are not sent."),
 ]
 Source = Annotated[
     Literal["redis", "postgres", "memory"],
     Meta(
-        description="Where this was read. `memory`: an earlier answer of this process, because neither server answers."
+        description="Where the positions were read. `memory`: an earlier read of this process, because neither Redis"
+        " nor Postgres has returned the positions now."
     ),
 ]
 
@@ -58,7 +59,10 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Annotated[int, Meta(ge=0)]
     low: StreamId | None
     top: StreamId | None
-    since: Annotated[datetime, Meta(description="When this gap was first seen.")]
+    since: Annotated[
+        datetime,
+        Meta(description="When the pipeline first saw the gap, or a record of the writer that never joined."),
+    ]
 
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,33 +71,49 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: Name
     state: State
-    linear: Annotated[StreamId | None, Meta(description="Every ID up to here is complete, of any writer.")]
+    linear: Annotated[
+        StreamId | None, Meta(description="The linear position: every ID of every writer up to this ID is complete.")
+    ]
     vector: Annotated[
         dict[str, StreamId], Meta(description="Writer to position: every ID of the writer up to there is complete.")
     ]
     token: Annotated[str | None, Meta(description="The linear position and the vector as one text: m7~web.9.")]
     epochs: dict[str, int] | None
     retired: list[str] | None
-    pending: Annotated[int | None, Meta(description="Completed IDs above a gap.")]
-    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What blocks a position now, longest first.")]
+    pending: Annotated[int | None, Meta(description="The number of completed IDs above a gap of their writer.")]
+    blockers: Annotated[
+        list[BlockerAnswer] | None,
+        Meta(
+            description="What blocks a position now: the nearest gap of each writer, and the writers that never"
+            " joined. Oldest first."
+        ),
+    ]
     linear_lag: Annotated[
         LinearLagAnswer | None,
         Meta(
             description="What blocks the linear position. Null if the linear position has reached the highest allocated"
-            " ID and no writer is unknown, and until Postgres answers for the first time."
+            " ID and every writer has joined. Also null until Postgres answers for the first time."
         ),
     ]
     last_seen: Annotated[
         dict[str, datetime] | None,
-        Meta(description="When the pipeline read each writer's newest record."),
+        Meta(
+            description="When the pipeline read the newest record of each writer. Writers without this time are left"
+            " out."
+        ),
     ]
     open_transactions: Annotated[
         dict[str, list[str]] | None,
-        Meta(description="The transactions that hold open IDs, by writer."),
+        Meta(description="By writer, the reported transactions with open IDs, for people."),
     ]
     source: Source | None
-    age_seconds: Age | None
-    details_age_seconds: Age | None
+    age_seconds: Annotated[
+        Seconds | None,
+        Meta(description="Seconds since the positions were read from a server; null if they are not known."),
+    ]
+    details_age_seconds: Annotated[
+        Seconds | None, Meta(description="Seconds since the fields that come from Postgres alone were read.")
+    ]
 
 
 class StreamsAnswer(msgspec.Struct, frozen=True):
@@ -118,7 +138,10 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     title: str
     status: Annotated[int, Meta(ge=400, le=599)]
     detail: Annotated[str, Meta(description="What went wrong and what to do, for people.")]
-    stream: Annotated[StreamAnswer | None, Meta(description="The positions of the stream, if they help.")] = None
+    stream: Annotated[
+        StreamAnswer | None,
+        Meta(description="The positions of the stream, if a token was not reached. Otherwise, the field is left out."),
+    ] = None
 
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
@@ -144,7 +167,8 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """The nearest gap of each writer, and the writers that never joined. These block a position now. Oldest first."""
+    """The nearest gap of each writer, and the writers that never joined, oldest first. Each of these blocks a position
+    now."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.is_unknown
@@ -164,7 +188,8 @@ def blocker_answer(gap: Blocker) -> BlockerAnswer:
 
 
 def etag(body: StreamAnswer | StreamsAnswer) -> str:
-    """A weak ETag: equal for answers that differ only in their ages."""
+    """A weak ETag: equal for answers whose streams differ only in their ages. Does not depend on
+    `StreamsAnswer.next`."""
     streams = body.streams if isinstance(body, StreamsAnswer) else [body]
     content = msgspec.json.encode([_without_ages(stream) for stream in streams])
     return f'W/"{blake2b(content, digest_size=12).hexdigest()}"'
@@ -183,7 +208,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
     """The position of `writer` moved over `(prev, id]`. The counts are for `(evidence_prev, id]`, the whole stored
-    advance. If the reader began in the middle of the stored advance, the counts are upper bounds for `(prev, id]`."""
+    advance. If the client began inside the stored advance, the counts are upper bounds for `(prev, id]`."""
 
     stream: Name
     writer: Name
@@ -192,12 +217,12 @@ class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     id: StreamId
     evidence_prev: StreamId
     facts: Annotated[int, Meta(ge=0, description="IDs with a fact.")]
-    empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, or announced.")]
+    empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, announced, or joined past.")]
     unseen: Annotated[
         int, Meta(ge=0, description="IDs settled by a join: they may hold facts that were never announced.")
     ]
     skipped: Annotated[int, Meta(ge=0, description="IDs that an operator skipped.")]
-    linear: Annotated[StreamId, Meta(description="The linear position after the batch.")]
+    linear: Annotated[StreamId, Meta(description="The linear position of the stream after the batch.")]
     batch: Count
     time: Annotated[datetime, Meta(description="The time of the batch.")]
 
@@ -214,7 +239,8 @@ class RereadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late"):
-    """Facts in `(prev, id]` that completed after the range had been settled without them: read the range again."""
+    """IDs of `writer` in `(prev, id]` that completed after the range had been settled without them: read the range
+    again. `facts`: how many of these IDs have a fact."""
 
     stream: Name
     number: Count
@@ -226,9 +252,10 @@ class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     why: Annotated[
         str,
         Meta(
-            description="`skipped`: an operator had settled the ID. `regressed`: the source went back. `final`: the"
-            " linear position had passed the ID, or another writer had completed it. `announced`: its own writer had"
-            " declared it empty."
+            description="`skipped`: an operator had settled the range, or the epoch never joined. `regressed`: the"
+            " source database was restored, or an override was taken back. `final`: the linear position had passed the"
+            " ID, or another writer had completed the ID. `announced`: the writer had declared that it has no fact in"
+            " the range."
         ),
     ]
     batch: Count
@@ -254,8 +281,8 @@ Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
 
 
 class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of moves. Pass `next` as `since` for the next page. `complete`: nothing more was published when this page
-    was read."""
+    """A page of moves. Pass `next` as `since` for the next page. `complete`: whether the page has everything that was
+    published when the page was read."""
 
     stream: Name
     moves: list[Move]
@@ -286,7 +313,11 @@ class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     problem: Annotated[
-        str | None, Meta(description="Why the records are not read yet, or why they are gone; for people.")
+        str | None,
+        Meta(
+            description="Why the records are not read yet, or why they are gone, for people; null if there is no"
+            " problem."
+        ),
     ]
 
 
@@ -299,21 +330,21 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
         LinearLagAnswer | None,
         Meta(
             description="What blocks the linear position. Null if the linear position has reached the highest allocated"
-            " ID and no writer is unknown."
+            " ID and every writer has joined."
         ),
     ]
     open_transactions: Annotated[
         dict[str, list[str]],
-        Meta(description="The transactions that hold open IDs, by writer."),
+        Meta(description="By writer, the reported transactions with open IDs, for people."),
     ]
     total: Count
     deferred: list[DeferredRangeAnswer]
     requeued: list[RequeueAnswer]
-    age_seconds: Annotated[float, Meta(ge=0)]
+    age_seconds: Annotated[Seconds, Meta(description="Seconds since the answer was read from Postgres.")]
 
 
 def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
-    """The answer with the first `limit` gaps of `details`. `age`: seconds since `details` were read."""
+    """Convert `details` to an answer with at most `limit` gaps. `age`: seconds since `details` were read."""
     return GapsAnswer(
         stream=stream,
         gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],
@@ -364,10 +395,10 @@ def move_answer(stream: str, event: Event) -> Move:
         case LateLost():
             return LateLostAnswer(stream=stream, after=event.after, number=event.number)
         case LinearMove():
-            raise AssertionError("followers yield no LinearMove; see LinearMoveAnswer")
+            raise AssertionError("followers in vector mode yield no LinearMove")
 
 
-MEDIA_TYPE = "application/problem+json"
+PROBLEM_MEDIA_TYPE = "application/problem+json"
 NO_STORE_HEADER = {"Cache-Control": "no-store"}
 NO_SNIFF_HEADER = {"X-Content-Type-Options": "nosniff"}
 _REASON_PHRASES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # RFC 9110; Python 3.13 and later
@@ -379,7 +410,7 @@ def urn(type_: str) -> str:
 
 
 class Problem(Exception):
-    """An error that an operation raises. `handle_problem` turns it into the response."""
+    """An error of a request, with its response. `stream`: the positions of the stream, if a token was not reached."""
 
     status: ClassVar[HTTPStatus]
     type: ClassVar[str]
@@ -423,7 +454,7 @@ class UnknownStream(Problem):
     title = "There is no such stream"
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"stream {stream[:255]!r} does not exist: no record of it was read; see /v1/streams")
+        super().__init__(f"stream {stream[:255]!r} does not exist: no record of the stream was read; see /v1/streams")
 
 
 class UnreachableToken(Problem):
@@ -503,5 +534,5 @@ async def handle_defect(_: Request, __: Exception) -> Response:
 
 def _response(body: ProblemAnswer, headers: dict[str, str]) -> Response:
     return Response(
-        msgspec.json.encode(body), body.status, {**NO_STORE_HEADER, **NO_SNIFF_HEADER, **headers}, MEDIA_TYPE
+        msgspec.json.encode(body), body.status, {**NO_STORE_HEADER, **NO_SNIFF_HEADER, **headers}, PROBLEM_MEDIA_TYPE
     )

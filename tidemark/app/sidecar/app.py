@@ -1,6 +1,6 @@
 """The web application: routes, middleware, bearer tokens and error handlers.
 
-The file of bearer tokens may contain several tokens, so that they can be rotated: add the new token, change the
+The file of bearer tokens may contain several tokens. To rotate a token: add the new token to the file, change the
 clients, then remove the old token.
 """
 
@@ -47,14 +47,14 @@ from tidemark.common.errors import BadSetting
 from tidemark.common.log import get_logger
 from tidemark.streaming.wire.records import is_name
 
-_PROBES = (b"/livez", b"/readyz")
+_PATHS_FOR_ANY_HOST = (b"/livez", b"/readyz")
 
 
 class AllowedHosts:
-    """Refuses requests whose header `Host` is none of `names`.
+    """Refuses requests (421) whose header `Host` contains none of `names`. Ignores the port and upper case.
 
     This prevents DNS rebinding: a web page of another site must not reach a sidecar on the user's machine. Probes are
-    exempt, because orchestrators send them to an IP address, and their answers contain no data.
+    exempt, because orchestrators send them to an IP address, and their answers contain no positions.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
@@ -62,11 +62,12 @@ class AllowedHosts:
         self._names = {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["raw_path"] not in _PROBES:
+        if scope["type"] == "http" and scope["raw_path"] not in _PATHS_FOR_ANY_HOST:
             host = host_name(dict(scope["headers"]).get(b"host", b"").decode("ascii", "replace"))
             if host not in self._names:
                 problem = WrongHost(
-                    f"{host[:255]!r} is not a name of this sidecar; add the name to TIDEMARK_SIDECAR_ALLOWED_HOSTS"
+                    f"{host[:255]!r} is not an allowed host name; if this sidecar has this name, add the name to"
+                    " TIDEMARK_SIDECAR_ALLOWED_HOSTS"
                 )
                 await problem.response()(scope, receive, send)
                 return
@@ -78,20 +79,22 @@ log = get_logger(__name__)
 MAX_QUERY_PARAMETERS = 256
 
 
-class Tokens:
+class BearerTokens:
     """Bearer tokens from a file with one token per line. The file is loaded again when it changes.
 
-    Blank lines and lines that begin with # are ignored. If the file has no tokens, every request is refused.
+    Blank lines and lines that begin with # are ignored. If the file has no tokens, no request is authorized.
 
     The constructor raises `BadSetting` if the file cannot be read. If a later read fails, the last tokens stay in use.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_tokens(path), now)
+        self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_bearer_tokens(path), now)
 
     def is_authorized(self, authorization: str | None) -> bool:
-        """Whether `authorization`, the value of the header `Authorization`, contains one of the tokens. May read the
-        file again.
+        """Whether a request is authorized. May read the file again.
+
+        Args:
+            authorization: the header `Authorization`: `Bearer` and a token; None if the request has no such header.
         """
         tokens = self._tokens.content()
         scheme, _, sent = (authorization or "").partition(" ")
@@ -102,7 +105,7 @@ class Tokens:
         return any(matches)
 
 
-def _read_tokens(path: Path) -> list[bytes]:
+def _read_bearer_tokens(path: Path) -> list[bytes]:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +113,7 @@ def _read_tokens(path: Path) -> list[bytes]:
     return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
-# Not for event streams: the middleware would not compress them, and would use 256 KB for each.
+# Not for event streams: the middleware would not compress them, and would use 256 KB of memory for each.
 COMPRESSION = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
 OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
@@ -123,8 +126,8 @@ class AppConfig:
         tokens_file: the file of bearer tokens; None: requests need no token.
         origins: web sites whose scripts may read the answers (CORS).
         hosts: the allowed names in the header `Host`; empty: any name.
-        limits: the limits of the sidecar.
-        banner: banner text on the live page.
+        limits: the limits of long-running requests and of metrics.
+        banner: banner text on the live page; empty: no banner.
     """
 
     tokens_file: Path | None = None
@@ -135,7 +138,8 @@ class AppConfig:
 
 
 CompanionService = Callable[[ReadSide], AbstractAsyncContextManager[None]]
-"""Another service that uses the read side, and runs while the web application runs."""
+"""Returns a context manager that runs another service while the web application runs. The service uses the read
+side."""
 
 
 def create_app(
@@ -144,18 +148,18 @@ def create_app(
     stopping: asyncio.Event,
     companion: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
-    """Create the web application. The application connects to Redis and Postgres when its lifespan starts.
+    """Create the web application. Its lifespan opens the read side, and raises `BadSetting` if an address is invalid.
 
     Args:
         servers: the addresses of Redis and Postgres.
         config: the configuration.
         stopping: when this event is set, long-running requests end.
-        companion: another service that runs while the application runs, and uses its read side.
+        companion: runs another service with the read side of the application.
 
     Raises:
         BadSetting: the file of tokens cannot be read.
     """
-    tokens = None if config.tokens_file is None else Tokens(config.tokens_file)
+    tokens = None if config.tokens_file is None else BearerTokens(config.tokens_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -181,7 +185,7 @@ def create_app(
                 expose_headers=["ETag"],
             )
         )
-    description = openapi.openapi_operation(OPERATIONS, {} if tokens is None else openapi.BEARER)
+    description = openapi.create_openapi_operation(OPERATIONS, {} if tokens is None else openapi.BEARER)
     app = Starlette(
         routes=[
             *(
@@ -194,7 +198,7 @@ def create_app(
                 )
                 for operation in [*OPERATIONS, description]
             ),
-            *page.routes([COMPRESSION], config.banner),
+            *page.create_routes([COMPRESSION], config.banner),
         ],
         middleware=middleware,
         exception_handlers={Problem: handle_problem, HTTPException: handle_http_error, Exception: handle_defect},
@@ -205,8 +209,8 @@ def create_app(
 
 
 class NoStoreMiddleware:
-    """Adds the headers `Cache-Control: no-store` and `X-Content-Type-Options: nosniff` to answers without these
-    headers. Positions change often, so answers must not be stored.
+    """Adds `Cache-Control: no-store` and `X-Content-Type-Options: nosniff` to answers. A header that an answer already
+    has is not replaced. Positions change often, so clients must not store answers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -224,7 +228,8 @@ class NoStoreMiddleware:
 
 
 class RawPathMiddleware:
-    """Routes by the undecoded path, because the name of a stream may contain slashes, sent as %2F."""
+    """Makes the router use the undecoded path, because a stream's name may contain slashes, which clients send as
+    %2F."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -235,7 +240,7 @@ class RawPathMiddleware:
         await self._app(scope, receive, send)
 
 
-def _create_endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request], Awaitable[Response]]:
+def _create_endpoint(operation: Operation, tokens: BearerTokens | None) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         began = time.perf_counter()
         status = 500
@@ -257,14 +262,16 @@ def _create_endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[R
     def _check_request(request: Request) -> OperationCall:
         if tokens and operation.needs_token and not tokens.is_authorized(request.headers.get("authorization")):
             raise Unauthorized(
-                "the request has no valid token; send `Authorization: Bearer` with a token of this sidecar"
+                "the request has no valid bearer token; send the header `Authorization: Bearer TOKEN`, with a token of"
+                " this sidecar"
             )
         stream = unquote(request.path_params.get("stream", ""))
         if "stream" in request.path_params and not is_name(stream):
             raise UnknownStream(stream)
         if request.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # checked before the expensive parsing
             raise BadRequest(
-                f"the request has more than {MAX_QUERY_PARAMETERS} parameters; name fewer streams, or none for all"
+                f"the request has more than {MAX_QUERY_PARAMETERS} parameters; send fewer. To follow all streams, name"
+                " none"
             )
         query = parse_query(operation.query, request.query_params.multi_items())
         service: Service = request.app.state.service

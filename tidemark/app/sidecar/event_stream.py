@@ -36,10 +36,10 @@ def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response with server-sent events, which lasts until the client disconnects.
+    """A response with server-sent events. It ends when the client disconnects, or when `texts` ends.
 
-    The response also ends when `disconnect_signal` is done, because a send to a client that does not read would wait
-    for ever. When the process stops, the response ends normally, so that a proxy reports no failure.
+    The response is cut off when `disconnect_signal` is done, because a send to a client that does not read would never
+    end. When the process stops, the response ends normally, so that a proxy reports no failure.
 
     Args:
         texts: the encoded events.
@@ -60,14 +60,14 @@ class EventStream(Response):
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stopped: asyncio.Future[Any] = scope["app"].state.service.stopped
+        stop_signal: asyncio.Future[Any] = scope["app"].state.service.stop_signal
         with self._resources:
             serving = asyncio.create_task(self._serve(send))
             disconnected = asyncio.create_task(_wait_for_disconnect(receive))
             try:
                 # Only two tasks per response, because there are thousands of responses. The signals are futures.
                 await asyncio.wait(
-                    (serving, disconnected, self._disconnect_signal, stopped), return_when=asyncio.FIRST_COMPLETED
+                    (serving, disconnected, self._disconnect_signal, stop_signal), return_when=asyncio.FIRST_COMPLETED
                 )
             finally:
                 serving.cancel()
@@ -75,7 +75,7 @@ class EventStream(Response):
                 await asyncio.gather(serving, disconnected, return_exceptions=True)
             if not serving.cancelled():
                 serving.result()
-            elif stopped.done() and not self._disconnect_signal.done():
+            elif stop_signal.done() and not self._disconnect_signal.done():
                 await self._send_end(scope, receive, send)
 
     async def _serve(self, send: Send) -> None:
@@ -97,7 +97,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-MAX_CURSOR_BYTES = 1 << 20  # decompressed size of a cursor, which clients send
+MAX_CURSOR_BYTES = 1 << 20  # of a decompressed cursor; limited because clients send cursors
 
 
 class _EncodedPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -131,7 +131,7 @@ def decode_places(text: str) -> dict[str, Place]:
 
 
 def _invalid_cursor(text: str) -> BadRequest:
-    return BadRequest(f"{text[:80]!r} is not a cursor or event ID of this interface; begin again without it")
+    return BadRequest(f"{text[:80]!r} is not a cursor or event ID of this interface; send the request without it")
 
 
 def encode_mark(mark: DurableMark) -> str:
@@ -176,7 +176,7 @@ def _decompress(packed: bytes) -> Any:
 
 
 SNAPSHOTS_PER_READ = 100  # other tasks run between two reads
-CACHE_SECONDS = 5.0
+CACHE_SECONDS = 5.0  # between two removals of all cached snapshots
 
 
 class SnapshotTexts:
@@ -189,12 +189,12 @@ class SnapshotTexts:
         self._cleared_at = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Return (stream, place, text of its `snapshot` event) for each stream. Reads the streams whose cached
-        snapshots are older than `since`.
+        """Return (stream, place of the snapshot, text of the `snapshot` event) for each stream, in the order of
+        `streams`. The place is `Place()` if the positions of the stream are not known.
 
         Args:
             streams: the names of the streams.
-            since: seconds of the monotonic clock.
+            since: cached snapshots that are older are read again (seconds, monotonic).
         """
         texts: Mapping[str, tuple[float, Place, bytes]] = self._texts
         if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
@@ -217,8 +217,8 @@ class SnapshotTexts:
 
 
 def encode_events_after(stream: str, place: Place, item: FollowerStarted | EventBatch) -> tuple[list[bytes], Place]:
-    """Encode the events of `item` that are new for a client at `place`. Also returns the place of the client after
-    these events. Needed for a client that is not at the place of the follower."""
+    """Encode the events of `item` that are new for a client at `place`, which is not the place before `item`. Also
+    returns the place of the client after these events."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:
@@ -269,8 +269,9 @@ def _encode_linear(stream: str, linear: int) -> bytes:
 async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) -> tuple[list[bytes], Place]:
     """Encode the missed moves of one stream for clients that begin at `start`, and remove the moves from `missed`.
 
-    Returns a text for each page of moves, and the place after the moves. A page is small, because its text stays in
-    memory until the client has read it. Other tasks run between two pages, because there may be very many moves.
+    Returns a text for each page of moves, then a text with the linear position; and the place after these texts. A page
+    is small, because its text stays in memory until the client has read it. Other tasks run between two pages, because
+    there may be very many moves.
     """
     merge, events, texts = EventMerge(start), missed.events[stream], []
     for first in range(0, len(events), PAGE_EVENTS):

@@ -1,12 +1,13 @@
 """The operations that answer with server-sent events: `/v1/events` for programs, `/v1/watch` for people.
 
-`/v1/events` sends a snapshot of each stream, then every move of the stream, in order per writer, without a gap.
+`/v1/events` sends a snapshot of each stream, then every move of the stream, in order per writer, without a gap. A
+client that reconnects gets the moves that it missed, or a snapshot if these moves are not available.
 `/v1/watch` sends the streams that changed since the last text to the client; a slow client gets fewer and newer texts.
 
 The ID of an event is the place of the client, so that any sidecar can continue from there (`Last-Event-ID`). If the
-client follows few streams, the ID contains the place in each stream. If it follows many, the ID is a mark: a time up to
-which the client was sent everything that Postgres published. The length of a mark does not depend on the number of
-streams.
+client follows few streams, the ID contains the place in each stream. For many streams, or long places, the ID is a
+mark: the client has received everything that Postgres published up to the mark. The length of a mark does not depend on
+the number of streams.
 """
 
 import asyncio
@@ -55,12 +56,12 @@ from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 
-KEEP_ALIVE_SECONDS = 15.0  # after so long without an event, a comment is sent
-RETRY_MILLISECONDS = 1000, 3000  # the range of reconnect delays; random, so that clients do not reconnect together
+KEEP_ALIVE_SECONDS = 15.0  # without an event; then a comment is sent
+RETRY_MILLISECONDS = 1000, 3000  # the range of random reconnect delays, so that clients do not reconnect together
 MAX_STREAMS_IN_EVENT_ID = 8  # with more streams, the event ID is a mark
 MAX_EVENT_ID_LENGTH = 16_000  # characters that HTTP servers accept in a header
 CHUNK_BYTES = 16 << 10  # about the size of one write, which stays in memory until the client has read it
-MAX_CACHED_PLACES = 1000  # per item: the last item of an idle stream stays in memory for long
+MAX_CACHED_PLACES = 1000  # per item; limited because the last item of an idle stream stays in memory
 
 
 class EventsClient:
@@ -85,11 +86,12 @@ class EventsClient:
             read_side: the source of positions and events.
             snapshots: encoded snapshots.
             listener: the client's queue; it is already subscribed.
-            resume_from: the decoded `Last-Event-ID` of the client.
+            resume_from: the decoded `Last-Event-ID` of the client; empty if the client sent none.
             resumed_places: stream -> place after which the listener's first item begins. `EventsClient` updates the
                 mapping with each text.
             on_started: called when the client has been sent the positions of every stream.
-            wait_for_turn: waits for the turn of this client, because many clients may wait for the same read.
+            wait_for_turn: returns when it is the turn of this client. So clients that share a read continue one after
+                the other.
         """
         self._read_side = read_side
         self._snapshot_cache = snapshots
@@ -134,7 +136,10 @@ class EventsClient:
 
     async def _missed_texts(self, stream: str, place: Place) -> AsyncIterator[bytes]:
         """Yield the moves of the stream after `place`, which the client missed while it was disconnected. Moves the
-        client's place. Yields comments while no server answers; ends if no server has the stream."""
+        client's place.
+
+        While the moves cannot be read, yields a comment once a second. Ends if no server has the stream.
+        """
         self._places[stream] = place
         page: MissedPage | None = None
         replay_reader = self._read_side.replay_reader
@@ -163,8 +168,11 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_texts_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """Yield the moves of all streams since the mark, and move the client's places. Yields no moves if the moves
-        since the mark are no longer available."""
+        """Yield the moves of `streams` since the mark, and set the client's places.
+
+        While the moves cannot be read, yields a comment once a second. Yields no moves, and sets no places, if
+        `ReplayReader.read_missed_since` returns None.
+        """
         while True:
             try:
                 # Read positions before moves, so that the moves reach or pass these positions.
@@ -184,13 +192,14 @@ class EventsClient:
             if stream not in missed.encodings or missed.encodings[stream].is_abandoned:
                 place = Place(positions.linear, positions.vector, positions.late)
                 missed.encodings[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
-            # Encoded once for all clients, although each has read its own positions: the moves reach or pass all these.
+            # Encoded once for all clients: the moves reach or pass the positions that each of these clients has read.
             texts, self._places[stream] = await missed.encodings[stream].get()
             for text in texts:
                 yield text
 
     async def _snapshot_texts(self, streams: Sequence[str], since: float) -> list[bytes]:
-        """Get the `snapshot` event of each stream, and move the client's places to the snapshots."""
+        """Get the `snapshot` event of each stream, and set the client's places to the places of the snapshots. `since`:
+        as for `SnapshotTexts.get`."""
         blocks = []
         for stream, place, text in await self._snapshot_cache.get(streams, since):
             self._places[stream] = place
@@ -279,7 +288,7 @@ async def follow_events(call: OperationCall) -> Response:
     last_id = call.request.headers.get("last-event-id")
     resume_from = decode_event_id(last_id) if last_id else {}
     address = call.address
-    if delay := service.reconnect_throttle.delay(address):
+    if delay := service.reconnect_throttle.delay_seconds(address):
         metrics.EVENTS_PAUSED.inc()
         await asyncio.sleep(delay)
         if await call.request.is_disconnected():
@@ -287,7 +296,7 @@ async def follow_events(call: OperationCall) -> Response:
     with ExitStack() as stack:
         listener = Listener(partial(service.wake_queue.add, address))
         stack.enter_context(
-            service.limiter.slot("events", address, partial(complete_future, listener.disconnect_signal))
+            service.limiter.take_slot("events", address, partial(complete_future, listener.disconnect_signal))
         )
         on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
@@ -317,7 +326,7 @@ async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
         disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.enter_context(
-            call.service.limiter.slot("watch", call.address, partial(complete_future, disconnect_signal))
+            call.service.limiter.take_slot("watch", call.address, partial(complete_future, disconnect_signal))
         )
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
@@ -347,8 +356,8 @@ OPERATIONS = [
     Operation(
         "/v1/watch",
         "watch",
-        "Server-sent events for people: `pipeline`, and `stream` for each stream, then for each stream that changed, at"
-        " most once a second.",
+        "Server-sent events for people, at most once a second: `stream` for each stream that changed (at first, for"
+        " every stream), then `pipeline`.",
         watch_streams,
         WatchedStreamAnswer | PipelineAnswer,
         media=EVENT_STREAM,

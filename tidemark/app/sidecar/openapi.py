@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemark.app.sidecar import answers
-from tidemark.app.sidecar.answers import MEDIA_TYPE, BadRequest, Problem, Unauthorized, urn
+from tidemark.app.sidecar.answers import PROBLEM_MEDIA_TYPE, BadRequest, Problem, Unauthorized, urn
 from tidemark.app.sidecar.service import Service
 
-JSON = "application/json"
+JSON_MEDIA_TYPE = "application/json"
 
 
 class NoQuery(msgspec.Struct, frozen=True):
@@ -36,7 +36,8 @@ class OperationCall:
 
     @property
     def address(self) -> str:
-        """The address of the client. Behind a trusted proxy, the address that the proxy reports."""
+        """The IP address of the client; empty if it is not known. Behind a trusted proxy, the address that the proxy
+        reports."""
         return self.request.client.host if self.request.client else ""
 
 
@@ -52,7 +53,7 @@ class Operation:
         answer: the type of a 200 answer.
         query: the type of the query parameters.
         media: the media type of a 200 answer.
-        problems: the errors that `handle` raises.
+        problems: the errors in the public description, at most one for each status.
         headers: the optional request headers.
         other_answers: by status, the types of other answers that are not errors.
     """
@@ -63,14 +64,14 @@ class Operation:
     handle: Callable[[OperationCall], Awaitable[Response]]
     answer: Any
     query: type[msgspec.Struct] = NoQuery
-    media: str = JSON
+    media: str = JSON_MEDIA_TYPE
     problems: Sequence[type[Problem]] = ()
     headers: Sequence[str] = ()
     other_answers: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def needs_token(self) -> bool:
-        """Whether a request needs a bearer token, if the sidecar has tokens."""
+        """Whether a request needs a bearer token, if the sidecar has a file of tokens."""
         return self.path.startswith("/v1/") or self.path == "/metrics"
 
     @property
@@ -83,7 +84,7 @@ def parse_query(query: type[msgspec.Struct], parameters: Sequence[tuple[str, str
     all values of its name; any other parameter gets the last value. Unknown parameters are ignored.
 
     Raises:
-        BadRequest: a value is missing or has the wrong type.
+        BadRequest: a parameter is missing or invalid.
     """
     texts_by_name: dict[str, list[str]] = {}
     for name, text in parameters:
@@ -103,11 +104,12 @@ def _list_parameters(query: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, dict(headers or {}), JSON)
+    return Response(msgspec.json.encode(body), status, dict(headers or {}), JSON_MEDIA_TYPE)
 
 
 def etag_response(request: Request, body: msgspec.Struct, etag: str) -> Response:
-    """The response with `body` and its ETag, or 304 without a body if the client's `If-None-Match` contains `etag`."""
+    """The response with `body` and its ETag, or 304 without a body if the client's `If-None-Match` contains `etag` or
+    `*`."""
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     known_etags = [text.strip() for text in request.headers.get("if-none-match", "").split(",")]
     if etag in known_etags or "*" in known_etags:
@@ -119,14 +121,14 @@ SCHEMA_PREFIX = "#/components/schemas/"
 ANSWER_SUFFIX = "Answer"  # removed from the names of our types
 NAME_PATTERN = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
 HEADER_DESCRIPTIONS = {
-    "If-None-Match": "The ETag of the client's copy. The answer is 304 if nothing has changed.",
+    "If-None-Match": "The ETag of the client's last answer. The answer is 304 if nothing has changed, except ages.",
     "Last-Event-ID": "The `id` of the last event that the client received: continue after it.",
 }
-PATH = "/openapi.json"
+OPENAPI_PATH = "/openapi.json"
 BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
+def create_openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
     """Create the operation that answers with the OpenAPI document. The document describes `operations`, and this
     operation too.
 
@@ -136,14 +138,14 @@ def openapi_operation(operations: Sequence[Operation], security: Mapping[str, An
     """
 
     async def describe(_: OperationCall) -> Response:
-        return Response(text, media_type=JSON)
+        return Response(text, media_type=JSON_MEDIA_TYPE)
 
-    itself = Operation(PATH, "openapi", "This document.", describe, dict[str, Any])
-    text = msgspec.json.encode(openapi_document([*operations, itself], security))
+    itself = Operation(OPENAPI_PATH, "openapi", "This document.", describe, dict[str, Any])
+    text = msgspec.json.encode(create_openapi_document([*operations, itself], security))
     return itself
 
 
-def openapi_document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
+def create_openapi_document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
     """Generate the OpenAPI document of `operations`. `security`: `BEARER`, or empty if requests need no token."""
     types = [
         type_
@@ -208,17 +210,17 @@ def _describe_operation(
     if operation.has_etag:
         etag = {
             "ETag": {
-                "description": "Stays the same until something changes.",
+                "description": "Stays the same while only ages change.",
                 "required": True,
                 "schema": {"type": "string"},
             }
         }
         answered["headers"] = etag
-        responses["304"] = {"description": "Nothing changed.", "headers": etag}
+        responses["304"] = {"description": "Nothing has changed, except ages.", "headers": etag}
     for status, type_ in operation.other_answers.items():
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
-            "content": {JSON: {"schema": schemas_by_type[repr(type_)]}},
+            "content": {JSON_MEDIA_TYPE: {"schema": schemas_by_type[repr(type_)]}},
         }
     for problem in [problem for problem in operation.problems if security or problem is not Unauthorized]:
         responses[str(int(problem.status))] = _problem_response(problem, schemas_by_type)
@@ -238,7 +240,7 @@ def _describe_operation(
 def _problem_response(problem: type[Problem], schemas_by_type: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "description": f"{problem.title}: `{urn(problem.type)}`.",
-        "content": {MEDIA_TYPE: {"schema": schemas_by_type[repr(answers.ProblemAnswer)]}},
+        "content": {PROBLEM_MEDIA_TYPE: {"schema": schemas_by_type[repr(answers.ProblemAnswer)]}},
     }
 
 

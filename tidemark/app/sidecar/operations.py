@@ -1,7 +1,7 @@
 """The operations that answer with one response: positions of streams, their moves, gaps and history, and the state of
 processes.
 
-`wait` is a long poll: it answers when a stream has reached a token.
+`wait` is a long poll: it answers when a stream has reached a token, or after a time-out.
 """
 
 import asyncio
@@ -101,19 +101,20 @@ def require_existing(snapshot: Snapshot) -> Snapshot:
 
     Raises:
         UnknownStream: the stream does not exist.
-        RecoveringProblem: no server answers, so it is not known whether the stream exists.
+        RecoveringProblem: it is not known whether the stream exists (`Snapshot.exists`).
     """
     if snapshot.exists is False:
         raise UnknownStream(snapshot.stream)
     if snapshot.exists is None:
         raise RecoveringProblem(
-            f"it is not known whether stream {snapshot.stream!r} exists: neither Redis nor Postgres answers; try again"
+            f"it is not known whether stream {snapshot.stream!r} exists: Redis has not returned its positions, and"
+            " Postgres cannot be read now; try again"
         )
     return snapshot
 
 
 async def pipeline(call: OperationCall) -> Response:
-    return json_response(await call.service.watch.pipeline())
+    return json_response(await call.service.watch.read_pipeline())
 
 
 async def livez(_: OperationCall) -> Response:
@@ -151,7 +152,10 @@ async def gaps(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     details, read_at = require_existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
-        raise RecoveringProblem("gaps are read from Postgres, which does not answer; try again")
+        raise RecoveringProblem(
+            f"the gaps of {call.stream} have not been read yet: Postgres does not answer or is slow, or the pipeline has a"
+            " later version than this sidecar; try again"
+        )
     query: GapsQuery = call.query
     return json_response(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
 
@@ -195,7 +199,12 @@ class WaitQuery(msgspec.Struct, frozen=True):
         ),
     ]
     timeout: Annotated[
-        float, Meta(ge=0, description="The longest wait in seconds. The sidecar limits it, by default to 60.")
+        float,
+        Meta(
+            ge=0,
+            description="The longest wait in seconds. The sidecar reduces values above its limit, which is 60 by"
+            " default.",
+        ),
     ] = 30.0
 
 
@@ -205,7 +214,7 @@ async def wait(call: OperationCall) -> Response:
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
-    with call.service.limiter.slot("wait", call.address) as request:
+    with call.service.limiter.take_slot("wait", call.address) as request:
         try:
             await _run_wait(call, Driver[PositionSnapshot](program), request, token)
         except NotReached as problem:
@@ -228,7 +237,7 @@ async def _run_wait(
 
     Raises:
         NotReached: the time-out of `driver` has passed.
-        BadToken: the token does not fit the stream.
+        BadToken: the IDs of the token and of the stream have different signs.
         Problem: the stream does not exist or can never reach the token, no server answers, the client has disconnected,
             its slot went to another client, or the process stops.
     """
@@ -265,11 +274,11 @@ async def _run_wait(
 
 
 async def _check_reachable(call: OperationCall, token: Token) -> None:
-    """Raise `UnreachableToken` if the database of the readers has not given out the token's ID.
+    """Raise `UnreachableToken` if the database of the readers proves that it has not given out the token's ID.
 
-    The database is asked after the request arrived: an older answer proves nothing, because the ID may have been given
-    out since. A database that has not given out an ID that Tidemark has read is not the writers' database, or not their
-    primary.
+    The last ID is read after the request arrived, because an older one proves nothing. Raises nothing if the last ID is
+    not read within `LAST_ID_TIMEOUT_SECONDS`. Also raises nothing if Tidemark has read a record with an ID beyond the
+    last ID: then the database is not the writers' database, or not its primary.
     """
     read_side = call.service.read_side
     known = await read_side.snapshots.positions(call.stream)
@@ -285,17 +294,17 @@ async def _check_reachable(call: OperationCall, token: Token) -> None:
     answer = await _read_stream_answer(call)
     raise UnreachableToken(
         f"{call.stream} is at {answer.token}, and its database has given out no ID beyond {last_id}: the token"
-        f" {shorten(str(token))} belongs to another stream or database, or its transaction was lost in a failover"
-        " or a restore",
+        f" {shorten(str(token))} belongs to another stream or database, or its transaction was lost in a failover or"
+        " a restore",
         answer,
     )
 
 
 def _blocker_text(answer: StreamAnswer) -> str:
-    """The writers that block the linear position, as text for people."""
+    """The writers that block the linear position, as text for people; empty if there are none."""
     if answer.linear_lag is None or not answer.linear_lag.blockers:
         return ""
-    return "; it waits for " + ", ".join(
+    return "; its linear position is blocked by " + ", ".join(
         f"{blocker.writer} ({blocker.reason})" for blocker in answer.linear_lag.blockers
     )
 
@@ -365,12 +374,21 @@ OPERATIONS = [
     Operation(
         "/readyz",
         "readyz",
-        "Whether this process can answer. 503: neither Redis nor Postgres answers, and nothing was read before.",
+        "Whether this process can answer. 503: neither Redis nor Postgres can be read, and no positions were read"
+        " before.",
         readyz,
         HealthAnswer,
         other_answers={503: HealthAnswer},
     ),
-    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN_TEXT, problems=(Unauthorized,)),
+    Operation(
+        "/metrics",
+        "metrics",
+        "The metrics of this process, for Prometheus.",
+        scrape,
+        str,
+        media=PLAIN_TEXT,
+        problems=(Unauthorized,),
+    ),
 ]
 
 
@@ -384,7 +402,9 @@ class PastGapAnswer(msgspec.Struct, frozen=True):
     top: StreamId
     opened: datetime
     closed: datetime | None
-    closed_by: Annotated[str | None, Meta(description="`completed`, `joined`, `retired` or `skipped`.")]
+    closed_by: Annotated[
+        str | None, Meta(description="`completed`, `joined`, `retired` or `skipped`; null if the IDs are open now.")
+    ]
 
 
 class PastWriterAnswer(msgspec.Struct, frozen=True):
@@ -401,7 +421,7 @@ class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     lag_seconds: Annotated[
         list[float],
-        Meta(description="The largest lag in each step: the age of the oldest ID that blocked the linear position."),
+        Meta(description="The largest lag in each step: the age of the oldest known ID beyond the linear position."),
     ]
     writers: list[PastWriterAnswer]
 
@@ -418,7 +438,11 @@ class ReaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     linear: StreamId | None
     lag_ids: Count | None
     lag_seconds: Annotated[
-        float | None, Meta(description="For how many seconds the stream has been beyond the place of the reader.")
+        float | None,
+        Meta(
+            description="For how many seconds the stream has been beyond the place of the reader; 0 if the reader has"
+            " read everything; null if not known."
+        ),
     ]
     last_commit: datetime | None
     copies: Annotated[int | None, Meta(description="Processes that run the reader; null if they cannot be counted.")]
@@ -495,7 +519,8 @@ OPERATIONS += [
     Operation(
         "/v1/streams/{stream}/readers",
         "readers",
-        "The readers of a stream that store their places in the database of TIDEMARK_READERS_DSN.",
+        "The readers of a stream whose places are in the database of TIDEMARK_READERS_DSN, or without this setting, in"
+        " Tidemark's database.",
         readers,
         ReadersAnswer,
         problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowProblem),

@@ -28,9 +28,9 @@ class Limits:
     """Limits of the sidecar.
 
     Attributes:
-        open_requests: the largest number of concurrent waits, event streams and watchers.
-        wait_seconds: the longest wait.
-        metrics_streams: the largest number of streams with metrics of their own.
+        open_requests: the largest number of concurrent waits, event streams and watchers together.
+        wait_seconds: the longest wait for a token. Longer time-outs of clients are reduced to it.
+        metrics_streams: the largest number of streams, and also of readers, that have series in `/metrics`.
     """
 
     open_requests: int = 2500
@@ -54,21 +54,26 @@ def _do_nothing() -> None: ...
 
 
 class Limiter:
-    """A pool of slots for long-running requests: waits, event streams and watchers. Clients share the slots fairly by
-    address.
+    """A pool of slots for long-running requests: waits, event streams and watchers. The slots are shared fairly by
+    client address (`SlotPool`).
     """
 
     def __init__(self, limit: int) -> None:
         self._slots: SlotPool[OpenRequest] = SlotPool(limit)
 
     @contextmanager
-    def slot(self, operation: str, address: str, on_evicted: Callable[[], None] = _do_nothing) -> Iterator[OpenRequest]:
+    def take_slot(
+        self, operation: str, address: str, on_evicted: Callable[[], None] = _do_nothing
+    ) -> Iterator[OpenRequest]:
         """Take a slot for the duration of the block. May evict an open request of another address.
 
         Args:
             operation: the name of the operation, for the metrics.
             address: the address of the client.
             on_evicted: called if the slot goes to a client of another address.
+
+        Yields:
+            The request, whose `is_evicted` the caller checks.
 
         Raises:
             Busy: every slot is taken, and no open request is evicted for this address.
@@ -78,8 +83,8 @@ class Limiter:
             evicted = self._slots.take(request, address)
         except NoFreeSlot:
             raise Busy(
-                f"all {self._slots.limit} slots for open requests are taken, and your address has its share of them;"
-                " ask another sidecar, or try again"
+                f"all {self._slots.limit} slots for open requests are taken, and no other client has to give up its"
+                " slot; ask another sidecar, or try again"
             ) from None
         if evicted is not None:
             metrics.EVICTED_REQUESTS.inc()
@@ -107,8 +112,9 @@ class StartQueue:
         """Wait until an event stream of a client at `address` may start.
 
         Returns:
-            A function. The caller must call the function when the event stream has started or failed. The queue calls
-            the function after `MAX_START_SECONDS`. Only the first call has an effect.
+            A function that lets the next event stream start. The caller must call the function when its own event
+            stream has started or failed. The queue calls the function after `MAX_START_SECONDS`. Only the first call
+            has an effect.
         """
         loop = asyncio.get_running_loop()
         if self._starting >= self.MAX_STARTING:
@@ -171,11 +177,11 @@ class WakeQueue:
 
 
 class LargeRequestThrottle:
-    """Parses the large requests of an address one after the other, with pauses, so that one client cannot keep the
+    """Parses the large parameters of an address one after the other, with pauses, so that one client cannot keep the
     event loop busy. For one event loop."""
 
     LARGE_CHARACTERS = 16_384
-    PAUSE_FACTOR = 6  # the pause after parsing, as a multiple of its duration
+    PAUSE_FACTOR = 6  # the pause after parsing, as a multiple of the duration
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -183,9 +189,8 @@ class LargeRequestThrottle:
     async def parse(self, address: str, text: str, parse: Callable[[str], T]) -> T:
         """Call `parse(text)` for a client at `address`. Returns its result, or raises its error.
 
-        If `text` has `LARGE_CHARACTERS` or more, first waits for other large texts of the address, and pauses after the
-        call.
-        """
+        If `text` has `LARGE_CHARACTERS` characters or more, first waits for other large texts of the address, and
+        pauses before it returns."""
         if len(text) < self.LARGE_CHARACTERS:
             return parse(text)
         lock = self._locks.setdefault(network_of(address), asyncio.Lock())
@@ -198,16 +203,17 @@ class LargeRequestThrottle:
 
 
 class ReconnectThrottle:
-    """Delays new event streams of an address from which very many event streams ended soon after their start. Pure.
+    """Computes how long a new event stream is delayed, if many event streams of its address ended soon after their
+    start.
 
-    The start of an event stream costs as much as hundreds of events. Only streams shorter than `SHORT_LIVED_SECONDS`
-    count, so clients that reconnect after a long stream are not delayed.
+    The start of an event stream costs as much as hundreds of events. Only event streams shorter than
+    `SHORT_LIVED_SECONDS` count, so clients that reconnect after a long event stream are not delayed.
     """
 
     SHORT_LIVED_SECONDS = 1.0
-    RECONNECTS_WITHOUT_DELAY = 100  # short streams without a delay
-    FORGOTTEN_PER_SECOND = 5.0  # short streams that are forgotten in a second
-    DELAY_SECONDS = 0.05  # for each short stream beyond `RECONNECTS_WITHOUT_DELAY`
+    RECONNECTS_WITHOUT_DELAY = 100  # short event streams of an address
+    FORGOTTEN_PER_SECOND = 5.0  # how much the count of an address falls in a second
+    DELAY_SECONDS = 0.05  # for each short event stream beyond `RECONNECTS_WITHOUT_DELAY`
     MAX_DELAY_SECONDS = 1.0
     MAX_ADDRESSES = 10_000
 
@@ -215,13 +221,13 @@ class ReconnectThrottle:
         self._now = now
         self._short_streams: dict[str, tuple[float, float]] = {}  # by network: the count, and the time of the count
 
-    def delay(self, address: str) -> float:
-        """The delay of a new event stream of a client at `address`, in seconds."""
+    def delay_seconds(self, address: str) -> float:
+        """The delay of a new event stream of a client at `address`; 0 if there is no delay."""
         excess = max(0.0, self._count(network_of(address)) - self.RECONNECTS_WITHOUT_DELAY)
         return min(self.MAX_DELAY_SECONDS, excess * self.DELAY_SECONDS)
 
     def count_ended_stream(self, address: str, began: float) -> None:
-        """Count an event stream that ends now. `began`: when the event stream began (seconds, monotonic)."""
+        """Count an event stream that ends now, if it was short. `began`: when it began (seconds, monotonic)."""
         now, address = self._now(), network_of(address)
         if now - began >= self.SHORT_LIVED_SECONDS:
             return
@@ -281,7 +287,7 @@ class MetricsText:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The shared objects of a process, for one event loop."""
+    """The objects that all requests of a process share, for one event loop."""
 
     read_side: ReadSide
     watch: Watch
@@ -295,17 +301,21 @@ class Service:
     metrics_text: MetricsText
     stopping: asyncio.Event
     """Set when the process stops. Long-running requests then end."""
-    stopped: asyncio.Future[Any]
+    stop_signal: asyncio.Future[Any]
     """Done when `stopping` is set; for `asyncio.wait`."""
 
 
 @asynccontextmanager
 async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
-    """Create the service for the duration of the block. `read_side` must stay open, and `stopping` ends long-running
-    requests.
+    """Create the service for the duration of the block, and run the rounds of its `Watch`.
+
+    Args:
+        read_side: the source of positions. It must stay open during the block.
+        limits: the limits of long-running requests and of metrics.
+        stopping: when this event is set, long-running requests end.
     """
     watch = Watch(read_side)
-    stopped = asyncio.create_task(stopping.wait())
+    stop_signal = asyncio.create_task(stopping.wait())
     try:
         async with watch.running():
             texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.open_requests)
@@ -321,7 +331,7 @@ async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Ev
                 limits,
                 MetricsText(read_side, limits.metrics_streams),
                 stopping,
-                stopped,
+                stop_signal,
             )
     finally:
-        await cancel_until_done(stopped)
+        await cancel_until_done(stop_signal)

@@ -1,5 +1,5 @@
-"""Reads all streams and the state of the pipeline once a second, and encodes them once for all watchers (`/v1/watch`).
-Also queries the state of the pipeline for each request of `/v1/pipeline`.
+"""Reads all streams and the state of the pipeline for `/v1/watch`, at most once a second while there are watchers. The
+texts are encoded once for all watchers. Also queries the state of the pipeline for each request of `/v1/pipeline`.
 
 A watcher gets the streams that changed since its last text. So a slow watcher gets fewer and newer texts, and needs no
 queue. The text of a stream contains times and no ages, so an equal text means that nothing changed.
@@ -45,31 +45,32 @@ class GapAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One writer of a stream. `epoch` and `retired` come from Postgres alone: null until Postgres answers for the first
-    time."""
+    """One writer of a stream. `epoch` and `retired` are null until Postgres answers for the first time. Until then, the
+    writer also has no gaps."""
 
     writer: Name
     epoch: Count | None
     retired: bool | None
     position: StreamId
     reach: Annotated[StreamId, Meta(description="The highest settled ID of the writer, which may be above gaps.")]
-    waiting: Annotated[int, Meta(ge=0, description="Completed IDs above a gap.")]
+    waiting: Annotated[int, Meta(ge=0, description="The number of completed IDs of the writer above a gap.")]
     gaps: Annotated[list[GapAnswer], Meta(description="The gaps of the writer, nearest first; at most 50.")]
-    hidden: Annotated[int, Meta(ge=0, description="Gaps that are not listed.")]
+    hidden: Annotated[int, Meta(ge=0, description="The number of gaps that are not listed.")]
     transactions: Annotated[
         list[str], Meta(description="The transactions with open IDs of the writer, if the writer reports them.")
     ]
     deferred: Annotated[
         bool, Meta(description="Whether the writer has deferred records, or records that are being read again.")
     ]
-    gone: Annotated[int, Meta(ge=0, description="An upper bound of the deferred records that are gone from Kafka.")]
+    gone: Annotated[int, Meta(ge=0, description="At most this many deferred records of the writer are lost.")]
     last_seen: Annotated[
-        datetime | None, Meta(description="When the pipeline read its newest record; null if not known.")
+        datetime | None, Meta(description="When the pipeline read the writer's newest record; null if not known.")
     ]
 
 
 class UnknownWriterAnswer(msgspec.Struct, frozen=True):
-    """A writer's epoch that never joined. Its records are buffered, and it blocks the linear position."""
+    """An epoch of a writer that never joined. The records of the epoch are buffered, and block the linear position.
+    `since`: when the pipeline read the first of these records."""
 
     writer: Name
     epoch: Count
@@ -77,7 +78,7 @@ class UnknownWriterAnswer(msgspec.Struct, frozen=True):
 
 
 class RemedyAnswer(msgspec.Struct, frozen=True):
-    """The remedy for one writer, as `tidemark gaps` prints it."""
+    """The remedy for one epoch of a writer, as `tidemark gaps` prints it."""
 
     writer: Name
     epoch: Count
@@ -104,7 +105,8 @@ class CopiesAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
-    """One stream with its writers. `source` is null while the stream is recovering."""
+    """One stream with its writers. `source` and `linear` are null, and `writers` is empty, while the stream is
+    recovering."""
 
     stream: Name
     state: State
@@ -117,14 +119,23 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
         LinearLagAnswer | None,
         Meta(
             description="What blocks the linear position. Null if the linear position has reached the highest allocated"
-            " ID and no writer is unknown, and until Postgres answers for the first time."
+            " ID and every writer has joined. Also null until Postgres answers for the first time."
         ),
     ]
-    remedies: Annotated[list[RemedyAnswer], Meta(description="One for each writer that blocks a position.")]
+    remedies: Annotated[
+        list[RemedyAnswer],
+        Meta(
+            description="One for each epoch of a writer that blocks a position. A writer without a gap is listed after"
+            " ten seconds."
+        ),
+    ]
     late: LateSummaryAnswer | None
     bridged: Annotated[
         bool,
-        Meta(description="Whether `tidemark synapse` writes the stream: commands of the bridge settle its open IDs."),
+        Meta(
+            description="Whether `tidemark synapse` sends the stream. If so, its commands settle open IDs of the"
+            " stream."
+        ),
     ]
     copies: Annotated[
         CopiesAnswer | None,
@@ -159,8 +170,8 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
 
 
 class LaggingAnswer(msgspec.Struct, frozen=True):
-    """A Kafka partition with lag. If an open transaction blocks the partition, `blocked_offset` is the first offset of
-    the transaction."""
+    """A Kafka partition with lag. `records` is 0 if Kafka does not answer. If an open transaction blocks the partition,
+    records from `blocked_offset` on cannot be read; otherwise `blocked_offset` and `blocked_since` are null."""
 
     topic: str
     partition: Count
@@ -171,7 +182,8 @@ class LaggingAnswer(msgspec.Struct, frozen=True):
 
 
 class DeadLettersAnswer(msgspec.Struct, frozen=True):
-    """The records that were rejected for `reason` since the database was created."""
+    """The number of distinct records that were rejected for `reason` since the database was created. `newest`: the time
+    of the newest rejected record."""
 
     reason: str
     records: Count
@@ -179,13 +191,18 @@ class DeadLettersAnswer(msgspec.Struct, frozen=True):
 
 
 class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
-    """The state of the pipeline, which computes positions. Fields from Postgres are null while Postgres does not
-    answer."""
+    """The state of the pipeline, which computes positions. All fields except `time` and `problems` are null while
+    Postgres does not answer."""
 
     time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
-    owner: Annotated[str | None, Meta(description="The process that has the lease, or had it last.")]
+    owner: Annotated[
+        str | None,
+        Meta(description="The process that has the lease, or had it last; null if no pipeline has ever run."),
+    ]
     lease_seconds: Annotated[Seconds | None, Meta(description="Seconds until the lease expires; 0: no process has it.")]
-    quiet_seconds: Annotated[Seconds | None, Meta(description="Seconds since the last batch was applied.")]
+    quiet_seconds: Annotated[
+        Seconds | None, Meta(description="Seconds since the last batch was applied; null if no batch was ever applied.")
+    ]
     dead_letters: list[DeadLettersAnswer] | None
     overrides: Annotated[
         list[ActAnswer] | None, Meta(description="The overrides of the last day, newest first; at most 5.")
@@ -193,10 +210,14 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot publish.")]
     lagging: Annotated[
         list[LaggingAnswer] | None,
-        Meta(description="Kafka partitions whose records have waited for ten seconds or longer."),
+        Meta(
+            description="Kafka partitions with records that have been unread for ten seconds or longer, or from which"
+            " Kafka has not answered for ten seconds or longer."
+        ),
     ]
     problems: Annotated[
-        list[str], Meta(description="A message for each server that does not answer this sidecar, for people.")
+        list[str],
+        Meta(description="A message for each server that does not answer or refuses this sidecar, for people."),
     ]
 
 
@@ -232,8 +253,12 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
 
 
 def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
-    """Convert the condition of the pipeline. `condition`: None if Postgres does not answer. `problems`: messages about
-    servers that do not answer. `now`: the clock of this sidecar.
+    """Convert the condition of the pipeline.
+
+    Args:
+        condition: None if Postgres does not answer.
+        problems: messages about servers that do not answer.
+        now: the current time of the sidecar's clock.
     """
     answer = PipelineAnswer(
         time=now,
@@ -280,8 +305,8 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
 
 
 def _gaps_start(name: str, known: KnownPositions, details: Details | None) -> int:
-    """The position above which the gaps of writer `name` are still open. `details` may be a second older than `known`,
-    so `details` may contain gaps that are closed by now."""
+    """The position of the writer `name`, up to which gaps in `details` are closed by now: `details` may be older than
+    `known`. The linear position if the writer has regressed, because then gaps below its position are open."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
@@ -307,7 +332,7 @@ def _unknown_writer_answers(details: Details) -> list[UnknownWriterAnswer]:
 log = get_logger(__name__)
 
 MIN_ROUND_PAUSE_SECONDS = 1.0  # the shortest pause between two rounds
-PAUSE_FACTOR = 10  # the shortest pause after a round, as a multiple of its duration: for very many streams
+PAUSE_FACTOR = 10  # the pause after a long round, as a multiple of its duration: for very many streams
 
 
 class Watcher:
@@ -327,8 +352,10 @@ class Watch:
         self._has_watchers = asyncio.Event()
         self._round_ended = asyncio.Condition()
         self._round_number = 0
-        self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the round that changed it
-        self._pipeline = b""
+        self._texts: dict[
+            str, tuple[int, bytes]
+        ] = {}  # by stream: the last round in which its text changed, and the text
+        self._pipeline_text = b""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -347,7 +374,7 @@ class Watch:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Start the task again after a failure, because watchers cannot distinguish a failure from idle streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Reading the streams for /v1/watch failed", problem=repr(problem))
+            log.error("Reading the streams for /v1/watch failed; trying again", problem=repr(problem))
             self._running = None
             asyncio.get_running_loop().call_later(MIN_ROUND_PAUSE_SECONDS, self._start)
 
@@ -373,10 +400,10 @@ class Watch:
             await self._round_ended.wait_for(lambda: self._round_number > watcher.last_round)
         changed = [text for number, text in self._texts.values() if number > watcher.last_round]
         watcher.last_round = self._round_number
-        return b"".join([*changed, self._pipeline])
+        return b"".join([*changed, self._pipeline_text])
 
-    async def pipeline(self) -> PipelineAnswer:
-        """Query the state of the pipeline."""
+    async def read_pipeline(self) -> PipelineAnswer:
+        """Query the state of the pipeline. If a server does not answer, the answer names the problem."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):
             condition = await self._read_side.postgres_reader.condition()
@@ -401,7 +428,7 @@ class Watch:
         """
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
-        shown = await self.pipeline()
+        pipeline = await self.read_pipeline()
         async with self._round_ended:
             self._round_number += 1
             for stream in streams:
@@ -409,6 +436,6 @@ class Watch:
                 before = self._texts.get(stream.stream)
                 if before is None or before[1] != text:
                     self._texts[stream.stream] = self._round_number, text
-            self._pipeline = encode_event(shown)
+            self._pipeline_text = encode_event(pipeline)
             self._round_ended.notify_all()
-        return not shown.problems
+        return not pipeline.problems

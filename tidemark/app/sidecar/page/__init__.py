@@ -14,18 +14,18 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-_SECURITY = {
+_SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-_HEADERS = {**_SECURITY, "Cache-Control": "no-cache"}
+_HEADERS = {**_SECURITY_HEADERS, "Cache-Control": "no-cache"}
 
 
 class _Files(StaticFiles):
-    """Static files that browsers cache and revalidate at each use."""
+    """Static files, with security headers. Browsers cache the files, and revalidate them at each use."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -40,8 +40,13 @@ async def _index(request: Request) -> Response:
     return await _files.get_response("index.html", request.scope)
 
 
-def routes(middleware: Sequence[Middleware], banner: str = "") -> list[BaseRoute]:
-    """Create the routes of the page. `banner`: the banner text."""
+def create_routes(middleware: Sequence[Middleware], banner: str = "") -> list[BaseRoute]:
+    """Create the routes of the page.
+
+    Args:
+        middleware: the middleware of each route.
+        banner: the banner text; empty: no banner.
+    """
 
     async def send_banner(_: Request) -> Response:
         return PlainTextResponse(banner, headers=_HEADERS)
