@@ -112,16 +112,16 @@ def test_kafka_is_asked_what_nobody_read(
     Kafka or a Redis that is gone."""
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
-    assert health.read_condition(store, connection, redis_url).waiting is None
+    assert health.read_condition(store, connection, redis_url).unread_by_partition is None
     store.remember_setup(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
     store.set_offsets({prefix: {0: 0}})
     store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
     found = health.read_condition(store, connection, redis_url, 30.0)
-    assert (found.waiting, found.kafka, found.condition.owner) == ({(prefix, 0): 0}, None, "test")
+    assert (found.unread_by_partition, found.kafka, found.condition.owner) == ({(prefix, 0): 0}, None, "test")
     store.set_offsets({prefix: {0: 5}})
-    assert health.read_condition(store, connection, redis_url, 30.0).waiting == {(prefix, 0): -5}
+    assert health.read_condition(store, connection, redis_url, 30.0).unread_by_partition == {(prefix, 0): -5}
     away = health.read_condition(store, KafkaConnection("127.0.0.1:1"), "redis://127.0.0.1:1", 0.5)
-    assert away.waiting is None
+    assert away.unread_by_partition is None
     assert re.search(r"127\.0\.0\.1:1.* \(waited \d+ s\)$", str(away.kafka))
     assert "127.0.0.1:1" in str(away.redis)
 

@@ -234,13 +234,13 @@ def test_past_the_bound_rows_are_dropped_and_said_to_be() -> None:
     play = standing(limit=50_000)
     for id in range(2, 200):  # 1 is missing
         play.read(fact(id, text="x" * 1000))
-        assert play.rows.size <= 50_000
+        assert play.rows.size_bytes <= 50_000
     assert play.rows.dropped_count
     play.read(fact(1))
     assert play.move(0, 199) == ["POSITION s w 199 199"]
     play.read(fact(200))
     assert play.move(199, 200) == ["RDATA s w 200 200"]
-    assert play.rows.size < 2_000
+    assert play.rows.size_bytes < 2_000
 
 
 def test_retirement_settles_what_is_open() -> None:

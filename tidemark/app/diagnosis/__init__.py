@@ -1,1 +1,2 @@
-"""Finds the causes that block positions, and their remedies, for the sidecar, the command line and the alerts."""
+"""Explains the state of streams: what blocks positions and the remedy, the condition of the pipeline, the lag of
+readers, and a replay of recorded records."""

@@ -1,6 +1,6 @@
 """The condition of the pipeline: the lease, the last batch, the Kafka lag, and Redis.
 
-If no pipeline runs, the positions in Postgres do not change. So `tidemark status` also shows this condition.
+If no pipeline runs, the positions in Postgres do not change. So `tidemark status` shows this condition with them.
 """
 
 import shlex
@@ -37,15 +37,15 @@ class PipelineCondition:
 
     Attributes:
         condition: the part of the condition that is stored in Postgres.
-        waiting: by topic and partition, the number of unread records; negative if the end of the partition is below the
-            committed offset. None if no pipeline has ever started, or if Kafka does not answer.
-        kafka: the error of Kafka, or None.
-        redis: the error of Redis, or None.
+        unread_by_partition: by topic and partition, the number of unread records; negative if the end of the partition
+            is below the committed offset. None if no pipeline has ever started, or if Kafka does not answer.
+        kafka: the error of Kafka; None if Kafka has answered, or was not queried.
+        redis: the error of Redis; None if Redis has answered, or was not queried.
         bootstrap: the address of Kafka, for the commands in messages.
     """
 
     condition: Condition
-    waiting: Mapping[tuple[str, int], int] | None
+    unread_by_partition: Mapping[tuple[str, int], int] | None
     kafka: str | None
     redis: str | None = None
     bootstrap: str = "HOST:9092"
@@ -53,10 +53,10 @@ class PipelineCondition:
     @property
     def unread_records(self) -> int:
         """The number of unread records in all partitions; 0 if not known. Partitions with lost records count as 0."""
-        return sum(max(0, records) for records in self.waiting.values()) if self.waiting else 0
+        return sum(max(0, records) for records in self.unread_by_partition.values()) if self.unread_by_partition else 0
 
     def problems(self) -> list[str]:
-        """Messages for people about what prevents up-to-date positions; empty if nothing does."""
+        """Messages for people about causes that prevent up-to-date positions; empty if there are none."""
         condition, problems = self.condition, list[str]()
         if condition.owner is None:
             problems.append("no pipeline has ever run here")
@@ -68,7 +68,7 @@ class PipelineCondition:
             problems.append(f"the Kafka lag is unknown: {self.kafka}")
         if self.redis is not None:
             problems.append(f"nothing can be published: {self.redis}")
-        for (topic, partition), records in sorted((self.waiting or {}).items()):
+        for (topic, partition), records in sorted((self.unread_by_partition or {}).items()):
             if records < 0:
                 problems.append(
                     f"the end of partition {partition} of Kafka topic {topic} is {count(-records, 'record')} below the"
@@ -85,18 +85,16 @@ class PipelineCondition:
         return problems
 
     def _transaction_message(self, lag: LaggingPartition) -> str:
-        """A message about an open transaction, with Kafka's commands to find its producer and to abort the transaction
-        (KIP-664).
-        """
+        """A message about the open Kafka transaction that blocks a partition, with Kafka's commands to find its
+        producer and to abort the transaction (KIP-664)."""
         assert lag.blocked_since is not None  # stored with `blocked_offset`
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
-            f" since {timestamp(lag.blocked_since)}; {count(lag.records, 'record')} cannot be read, and"
-            f" streams that only these records name are not listed. Find the producer:"
-            f" {tool} describe-producers {spec}."
-            f" If the producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"
+            f" since {timestamp(lag.blocked_since)}; {count(lag.records, 'record')} cannot be read, and streams that"
+            f" only these records name are not listed. Find the producer: {tool} describe-producers {spec}. If the"
+            f" producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"
         )
 
     def line(self) -> str:
@@ -108,13 +106,12 @@ class PipelineCondition:
             if condition.seconds_since_batch is None
             else f"last batch {duration(condition.seconds_since_batch)} ago"
         )
-        lag = "unknown" if self.waiting is None else count(self.unread_records, "record")
+        lag = "unknown" if self.unread_by_partition is None else count(self.unread_records, "record")
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
     def lines(self, now: datetime) -> list[str]:
         """The text of `line`, then a line for each of the `MAX_LAGGING` partitions that have had lag for the longest
-        time, then the number of other partitions with lag.
-        """
+        time. If there are more partitions with lag, also a line with their number."""
         lagging = sorted(self.condition.lagging, key=lambda lag: (lag.since, -lag.records))
         shown = [self.line(), *(_lag_line(lag, now) for lag in lagging[:MAX_LAGGING])]
         if len(lagging) > MAX_LAGGING:
@@ -129,7 +126,7 @@ class PipelineCondition:
             "last_batch_seconds": None
             if condition.seconds_since_batch is None
             else round(condition.seconds_since_batch, 1),
-            "records_waiting": None if self.waiting is None else self.unread_records,
+            "records_waiting": None if self.unread_by_partition is None else self.unread_records,
             "lagging_partitions": [
                 {
                     "topic": lag.topic,
@@ -165,7 +162,7 @@ def read_condition(
     Args:
         postgres: Tidemark's database.
         kafka: the connection to Kafka.
-        redis: the address of Redis; None: do not query Redis, which is known to answer.
+        redis: the address of Redis; None: do not query Redis, because it is known to answer.
         timeout_seconds: the longest wait for Kafka, in each of up to two attempts, and for Redis.
 
     Raises:
@@ -182,13 +179,15 @@ def read_condition(
     except TidemarkError as problem:
         error = f"{one_line(problem)} (waited {duration(time.monotonic() - began)})"
         return PipelineCondition(condition, None, error, _redis_error(redis, timeout_seconds), kafka.bootstrap)
-    waiting = {
+    unread_by_partition = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in committed.items()
         for partition, offset in partitions.items()
         if (topic, partition) in ends
     }
-    return PipelineCondition(condition, waiting, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
+    return PipelineCondition(
+        condition, unread_by_partition, None, _redis_error(redis, timeout_seconds), kafka.bootstrap
+    )
 
 
 def _end_offsets(
@@ -218,7 +217,7 @@ def _redis_error(redis: "RedisAddress | str | None", timeout_seconds: float) -> 
     return None
 
 
-def configured_condition(settings: "Settings", postgres: Postgres) -> PipelineCondition:
+def read_configured_condition(settings: "Settings", postgres: Postgres) -> PipelineCondition:
     """Read the condition of the pipeline from the servers in the settings. Raises the errors of `read_condition`."""
     return read_condition(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
 

@@ -31,8 +31,8 @@ _PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What a person can do. `advice`: a sentence. `command`: the command or SQL statement to run; empty if there is
-    none."""
+    """What a person can do. `advice`: text, which ends with a colon if there is a command. `command`: the shell command
+    or SQL statement to run; empty if there is none."""
 
     advice: str
     command: str
@@ -58,10 +58,10 @@ def remedy(
         writer: the name of the writer.
         id: the highest ID that the writer has completed, signed. The remedy may settle all IDs up to this ID.
         epoch: the epoch of the open IDs.
-        transactions: the transactions with open IDs of the writer, one line each, as in an OPEN record.
+        transactions: the reported transactions with open IDs of the writer, as text; the oldest first.
         relayed: whether a relay sends the writer's records, so that `tidemark relay blockers` lists the writer.
         bridged: whether `tidemark synapse` sends the stream's records.
-        cause: why the relay or bridge sends nothing new, and what to do, as in an OPEN record.
+        cause: for "blocked", why the relay or bridge sends nothing new, and what to do, as in an OPEN record.
     """
     if verdict == "blocked":
         return Remedy(f"{cause}.", "")
@@ -124,7 +124,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
 class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A writer that blocks the linear position below the allocated ID, with or without a gap."""
+    """A writer that blocks the linear position, with or without a gap."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
@@ -145,10 +145,14 @@ class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinearLagAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below the allocated ID. `blockers`: up to ten of the `blocker_count` blocking writers,
-    first the writers that never joined, then the writers with the lowest positions."""
+    """How far the linear position is below the highest allocated ID. `blockers`: up to ten of the `blocker_count`
+    writers that block the linear position: first the writers that never joined, then the writers with the lowest
+    positions."""
 
-    ids: Annotated[int, Meta(ge=0, description="The distance in IDs.")]
+    ids: Annotated[
+        int,
+        Meta(ge=0, description="The distance in IDs; 0 if only writers that never joined block the linear position."),
+    ]
     since: Annotated[
         datetime | None,
         Meta(description="Since when there have been IDs beyond the linear position; null if not known."),
@@ -192,16 +196,16 @@ class OpenRange:
     """The IDs in `(low, top]` of `writer`, which are not complete. IDs are signed.
 
     Attributes:
-        low: the position of the writer or the lower end of the gap; None if the writer never joined.
-        top: None if the writer has sent nothing beyond `low`, or never joined.
-        since: since when the range has been open, if known.
+        low: the lower end of the gap, or the position of a writer without a gap; None if the writer never joined.
+        top: the upper end of the gap; None if there is no gap: all IDs beyond `low` may be open.
+        since: since when the range has been open; None if not known.
         waiting: the number of complete IDs of the writer above the range.
-        facts: how many of these IDs have a fact.
-        last_seen: when the pipeline read the writer's newest record, if known.
+        facts: how many of these complete IDs have a fact.
+        last_seen: when the pipeline read the writer's newest record; None if not known.
         transactions: the reported transactions with open IDs of the writer.
         verdict: the state of the writer.
-        advice: what to do.
-        verb: the command or SQL statement for the advice, as `Remedy.command`; empty if there is none.
+        advice: what to do (`Remedy.advice`).
+        verb: the shell command or SQL statement to run (`Remedy.command`).
     """
 
     stream: str
@@ -239,6 +243,9 @@ def find_open_ranges(
         begun: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them is fenced.
         bridged: the streams that `tidemark synapse` sends.
         reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
+
+    Raises:
+        StateTooNew: a newer Tidemark has encoded a state.
     """
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
@@ -258,7 +265,8 @@ def find_open_ranges(
 def read_open_ranges(
     postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]
 ) -> list[OpenRange]:
-    """Call `find_open_ranges` with policies, operator epochs, bridges and reading status from `postgres`.
+    """Call `find_open_ranges` with the policies, the epochs that operators began, the bridges and the lagging
+    partitions in Postgres.
 
     Args:
         postgres: Tidemark's database.
@@ -273,12 +281,12 @@ def read_open_ranges(
 
 
 def silent_after_seconds(policies: Policies, stream: str) -> float:
-    """After how many seconds without a record a writer of the stream counts as silent."""
+    """After how many seconds without a record a writer of the stream counts as silent; 0: always."""
     return policies.value(stream, "silent_seconds") or 0
 
 
 def _stream_ranges(
-    name: str, stream: StreamState, now: float, silent: float, reading: ReadStatus | None
+    name: str, stream: StreamState, now: float, silent_seconds: float, reading: ReadStatus | None
 ) -> Iterator[OpenRange]:
     lag = linear_lag(stream)
     stream.writers.decode_waiting()
@@ -287,7 +295,7 @@ def _stream_ranges(
     with_gaps = {writer: known for writer, known in stream.writers.decoded.items() if known.chain.pending}
     for writer, known in with_gaps.items():
         yield from _gap_ranges(
-            name, stream, writer, known, writer_verdict(stream, writer, known.last_seen, now, silent, reading)
+            name, stream, writer, known, writer_verdict(stream, writer, known.last_seen, now, silent_seconds, reading)
         )
     for blocker in lag.blockers if lag else ():
         if blocker.reason == "unknown" or blocker.writer in with_gaps or is_brief(blocker.since, now):
@@ -296,16 +304,15 @@ def _stream_ranges(
         since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.last_seen)
         # A record from before the linear position was blocked does not show that the writer is alive.
         seen_since_blocked = blocker.last_seen if blocker.since is None or blocker.last_seen > blocker.since else 0
-        state = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent, reading)
+        state = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent_seconds, reading)
         yield OpenRange(
             name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, state
         )
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
-    """The relay or bridge that sends the writer's records; None if the program that sends them sends no OPEN records.
-    All JOIN records of one relay have the same start token.
-    """
+    """The relay or bridge that sends the writer's records; None if no source with OPEN records is known to send them.
+    All JOIN records of one relay have the same start token."""
     known = stream.writers.get(writer)
     start = None if known is None else known.start_token
     for source in sources(stream):
@@ -317,13 +324,13 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
 def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: ReadStatus | None) -> float | None:
     """Seconds since the newest record of a source, if the source has missed its heartbeat; otherwise None.
 
-    Also None if nobody can know: no pipeline is active, or the stream's partition `home` has old unread records.
+    Also None if this is not known: `reading` is None, or the pipeline reads the partition `home` with lag.
 
     Args:
         source: the relay or bridge.
         home: the partition of the stream.
         now: seconds since 1970.
-        reading: the partitions that the pipeline reads with lag; None if not known.
+        reading: the partitions that the pipeline reads with lag; None if not known (`reading_status`).
     """
     if reading is None or home in reading.lagging:
         return None
@@ -333,7 +340,9 @@ def missed_heartbeat_seconds(source: Source, home: int | None, now: float, readi
 def source_problem(
     source: Source, home: int | None, now: float, reading: ReadStatus | None, *, bridged: bool = False
 ) -> str:
-    """A message if a source is silent or blocked, else an empty text. Arguments as for `missed_heartbeat_seconds`."""
+    """A message if a source has missed its heartbeat or is blocked, else an empty text. Arguments as for
+    `missed_heartbeat_seconds`; `bridged`: whether the source is the bridge to Synapse.
+    """
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
     if (seconds := missed_heartbeat_seconds(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
@@ -346,7 +355,8 @@ def source_problem(
 def source_problems(
     stored: Mapping[str, bytes], now: float, reading: ReadStatus | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
-    """A message for each source that is silent or blocked. Decodes only the states of streams with OPEN records.
+    """Yield a message for each source that has missed its heartbeat or is blocked, by stream. Decodes only the states
+    of streams with OPEN records.
 
     Args:
         stored: the encoded states, by stream.
@@ -365,8 +375,8 @@ def source_problems(
 def _source_ranges(
     name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """An open range for each silent or blocked source, because facts of the source may be unsent. Leaves out the
-    sources in `known`, the writers that have an open range already."""
+    """Yield an open range for each source that has missed its heartbeat or is blocked, because it may have unsent
+    facts. Leaves out the sources in `known`: writers that have an open range already."""
     for source in sources(stream):
         if source.writer in known or not source_problem(source, stream.home, now, reading):
             continue
@@ -451,40 +461,41 @@ def _unjoined_range(name: str, stream: StreamState, writer: str, epoch: int, unj
 
 
 def writer_verdict(
-    stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: ReadStatus | None = None
+    stream: StreamState, writer: str, seen_ms: int, now: float, silent_seconds: float, reading: ReadStatus | None = None
 ) -> Verdict:
     """The state of a writer that joined.
 
     Args:
         stream: the state of the stream.
         writer: the name of the writer.
-        seen: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
+        seen_ms: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
         now: seconds since 1970.
-        silent: after how many seconds without a record a writer counts as silent.
+        silent_seconds: after how many seconds without a record a writer counts as silent.
         reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
     """
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
     if source is None:
-        return verdict(last_seen(seen), transactions, now, silent)
+        return verdict(last_seen(seen_ms), transactions, now, silent_seconds)
     if missed_heartbeat_seconds(source, stream.home, now, reading) is not None:
         return "no heartbeat"
     if source.report.blocked:
         return "blocked"
     if source.report.heartbeat:
-        seen = max(seen, source.last_seen)
-    return verdict(last_seen(seen), transactions, now, max(silent, source.heartbeat_timeout))
+        seen_ms = max(seen_ms, source.last_seen)
+    return verdict(last_seen(seen_ms), transactions, now, max(silent_seconds, source.heartbeat_timeout))
 
 
-def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
-    """The state of a writer that joined, without regard to its relay.
+def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent_seconds: float) -> Verdict:
+    """The state of a writer that joined: `open transaction`, `alive` or `silent`. Does not depend on heartbeats of a
+    relay.
 
     Args:
         seen: when the writer's newest record was read; None if unknown.
         transactions: the reported transactions with open IDs of the writer.
         now: seconds since 1970.
-        silent: after how many seconds without a record a writer counts as silent.
+        silent_seconds: after how many seconds without a record a writer counts as silent.
     """
     if transactions:
         return "open transaction"
-    return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"
+    return "alive" if seen is not None and now - seen.timestamp() < silent_seconds else "silent"

@@ -1,9 +1,8 @@
 """The status of readers: how far each reader lags behind its stream, in IDs and time, and whether a process runs it.
 
 The places of readers are in the readers' database. Positions and their history are in Tidemark's database. `tidemark
-follow` and the relay do not read the history from Tidemark's database. Instead, they keep in memory when they first
-read each position (`PositionSamples`).
-"""
+follow` and the relay do not read the history from Tidemark's database. Instead, they store in memory when they first
+read each position (`PositionSamples`)."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
 MAX_SAMPLES = 256  # positions of a stream that are kept in memory
-STUCK_SECONDS = 60.0  # without a commit, after which a reader that lags is stuck
+STUCK_SECONDS = 60.0  # a reader that has lag, and has committed nothing for so long, is stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +32,23 @@ class ReaderStatus:
         reader: the name of the reader, with its partition if there are partitions, such as `mailer[3/8]`.
         partition: the number of the reader's partition, from 0; None without partitions.
         partitions: the number of partitions; None without partitions.
+        stream: the name of the stream.
+        mode: `linear` or `vector`.
+        state: the state of the reader.
         token: the token up to which the reader has read; None if it has read nothing.
         linear: the linear position up to which the reader has read; None if it has read nothing.
         stream_linear: the linear position of the stream; None if the stream is not known.
-        lag_ids: the number of IDs from `linear` to `stream_linear`; 0 if the reader has read everything; None if one of
-            them is None.
+        lag_ids: the number of IDs from `linear` to `stream_linear`; 0 if the reader has read everything or is ahead;
+            None if one of them is None.
         lag_seconds: seconds since the stream passed the place of the reader, or since the history begins, if that is
-            shorter; 0 if the reader has read everything; None if `lag_ids` is None, or if the history has no position
-            beyond the place.
-        last_commit: when the reader last stored its place.
+            shorter; 0 if `lag_ids` is 0; None if `lag_ids` is None, or if the history has no position beyond the place.
+        last_commit: when the reader last stored its place; None if it has not begun.
         copies: the number of connections of copies (processes that run the reader), for all partitions; None if they
             cannot be counted.
-        busy_since: when a copy began its current batch, if known.
+        busy_since: when the oldest current batch of a copy began; None if there is none, or if this is not known.
         parked: the number of parked facts.
         retried: how many of the parked facts will be given to the reader again.
-        late: the number of late completions that the reader has not read yet.
+        late: the number of late completions that the reader has not read yet; None if the reader has not begun.
     """
 
     reader: str
@@ -85,10 +86,10 @@ class PositionHistory(Protocol):
 
 
 class PositionSamples:
-    """The history of the positions in a database of readers, in memory.
+    """The history, in memory, of the positions that a database of readers contains.
 
-    `linear_positions` adds a sample for each stream whose position has moved since the last call. The history of a
-    stream begins with the first sample.
+    `linear_positions` adds a sample for each stream whose position has moved since the last call, and drops the history
+    of all streams that it does not return. The history of a stream begins with the first sample.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -106,7 +107,7 @@ class PositionSamples:
             if not samples or samples[-1][1] != linear:
                 samples.append((now, linear))
             if len(samples) > MAX_SAMPLES:
-                del samples[1 : MAX_SAMPLES // 2 : 2]  # every second one of the older half
+                del samples[1 : MAX_SAMPLES // 2 : 2]  # every second sample of the older half
         return positions
 
     def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
@@ -227,8 +228,8 @@ class ReaderLag:
         )
 
     def _since(self, stored: "StoredPlace") -> datetime | None:
-        """The time at which the linear position passed the reader's place; None if it has not passed the place (see
-        `PositionHistory.passed_at`). The time is cached, None is not."""
+        """When the linear position passed the reader's place; None if the history has no position beyond the place
+        (`PositionHistory.passed_at`). Caches the time, but not None."""
         cached = self._passed.get(_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]
@@ -293,7 +294,7 @@ def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datet
     if status.last_commit is not None:
         yield f"last commit {duration((now - status.last_commit).total_seconds())} ago"
     if status.late:
-        yield f"{status.late} late completions wait for the reader"
+        yield f"the reader has not read late completions yet: {status.late}"
     if status.parked:
         facts = "fact is" if status.parked == 1 else "facts are"
         yield f"{status.parked} {facts} parked: tidemark readers parked list {name} {stream}"

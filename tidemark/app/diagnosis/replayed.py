@@ -1,6 +1,7 @@
-"""Applies recorded records of a stream again and computes its positions, without Spark and without a database.
+"""Applies recorded records of a stream again, and computes the stream's positions, without Spark and without a
+database.
 
-If the first records or the first days of the history are missing, `find_start` finds the batch at which the replay
+If the first records or the first days of the history are missing, `find_start` finds the batch after which the replay
 starts.
 """
 
@@ -82,8 +83,9 @@ class Replayed:
     def without_counts(self) -> "Replayed":
         return replace(self, counts={})
 
-    def reaches(self, batch: StoredBatch) -> bool:
-        """Whether the linear position and the positions of writers have reached the positions after the batch."""
+    def has_reached(self, batch: StoredBatch) -> bool:
+        """Whether the linear position, and the writers that the batch moved, have reached their positions after the
+        batch."""
         return not is_beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             is_beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
@@ -154,14 +156,14 @@ class SeedWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """The batch at which a comparison starts, if older records or older history are missing.
+    """The state with which a comparison starts, if older records or older history are missing.
 
     Attributes:
         uncompared_batches: the number of batches that are not compared.
         last_skipped_batch: the last of these batches.
         replayed: the state of the stream after `last_skipped_batch`.
         highest: the highest position in `replayed`.
-        joining: the position in `replayed` of each writer that joins later, by writer.
+        joining: by writer whose first recorded record is a later JOIN, its position in `replayed`.
     """
 
     uncompared_batches: int

@@ -4,10 +4,10 @@ Every sidecar relays commands between the channel and its clients, so that a com
 sidecars. On a configured channel, one sidecar, the leader, also announces positions. Commands are not resent: a command
 that is sent while Redis is down is lost, which the protocol allows.
 
-The leader answers REPLICATE. It has a lease in Redis, and sends every line by a script that checks the lease. So two
-sidecars never announce at the same time, even if one of them was frozen and wakes up. The script also stores the
-announced positions of writers for the next leader. The next leader begins with a POSITION for every writer, which makes
-subscribers at a lower position fetch the missing rows.
+The leader answers REPLICATE. It has a lease in Redis, and publishes announcements by a script that checks the lease. So
+two sidecars never announce at the same time, even if one of them was frozen and continues later. The script also stores
+the announced positions of writers for the next leader. The next leader begins with a POSITION for every writer, which
+makes subscribers at a lower position fetch the missing rows.
 """
 
 import asyncio
@@ -41,15 +41,18 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 log = get_logger(__name__)
 
 LINES_PER_CALL = 500  # about; a call of the script blocks other clients of Redis
-ANSWER_INTERVAL_SECONDS = 0.5  # between two answers; one answers all REPLICATE commands before it
+ANSWER_INTERVAL_SECONDS = 0.5  # between two answers to REPLICATE; an answer is for all REPLICATE commands before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """A configured channel. `lease_seconds`: the time to live of the lease. After a kill of the leader, no sidecar
-    announces until the lease expires.
+    """A configured channel.
+
+    Attributes:
+        channel: the name of the Redis channel.
+        lease_seconds: the time to live of the lease. If the leader is killed, no sidecar announces until then.
     """
 
     channel: str
@@ -57,12 +60,12 @@ class ChannelConfig:
 
 
 class _LeaseLost(Exception):
-    """Another sidecar has the lease."""
+    """This sidecar no longer has the lease."""
 
 
 class ChannelLeader:
-    """Waits for the lease of the channel, and announces positions while this sidecar has the lease. For one event loop.
-    `client`: a redis.asyncio client.
+    """Tries to get the lease of the channel, and announces positions while this sidecar has the lease. For one event
+    loop. `client`: a redis.asyncio client.
     """
 
     def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
@@ -75,16 +78,18 @@ class ChannelLeader:
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()
         self._wake = asyncio.Event()
-        self._is_requested = False  # whether a REPLICATE is not answered yet
-        self._sent_at = 0.0
+        self._are_positions_requested = False  # whether a REPLICATE is not answered yet
+        self._positions_sent_at = 0.0
 
     def request_positions(self) -> None:
-        """Send all positions soon, if this sidecar is the leader. If not, send them when it becomes the leader."""
-        self._is_requested = True
+        """Send all positions soon, if this sidecar is the leader. If not, it sends them when it becomes the leader."""
+        self._are_positions_requested = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Try to get the lease, and lead the channel while this sidecar has the lease. Does not return."""
+        """Try to get the lease, and lead the channel while this sidecar has the lease. Tries again after an error of
+        Redis, and after a loss of the lease. Does not return.
+        """
         problem = None
         while True:
             try:
@@ -93,10 +98,10 @@ class ChannelLeader:
                         await self._lead()
                 problem = None
             except _LeaseLost:
-                log.info("Another sidecar leads the channel now", channel=self._config.channel)
+                log.info("This sidecar no longer leads the Redis channel", channel=self._config.channel)
             except (Unavailable, Stop) as error:
                 if problem is None:
-                    log.warning("Cannot announce on the Redis channel", problem=str(error))
+                    log.warning("Cannot lead the Redis channel; trying again", problem=str(error))
                 problem = error
             await asyncio.sleep(self._config.lease_seconds / 3)
 
@@ -120,7 +125,8 @@ class ChannelLeader:
                     await self._forget_removed_writers(announced)
                 while self._announcements:
                     await self._publish(self._next_batch(announced))
-                if self._is_requested and time.monotonic() - self._sent_at >= ANSWER_INTERVAL_SECONDS:
+                is_due = time.monotonic() - self._positions_sent_at >= ANSWER_INTERVAL_SECONDS
+                if self._are_positions_requested and is_due:
                     await self._send_positions(announced)
                 await self._wait_for_work(renewing)
             renewing.result()
@@ -136,7 +142,7 @@ class ChannelLeader:
 
     async def _wait_for_work(self, renewing: asyncio.Task[None]) -> None:
         waking = asyncio.ensure_future(self._wake.wait())
-        pause = ANSWER_INTERVAL_SECONDS if self._is_requested else None
+        pause = ANSWER_INTERVAL_SECONDS if self._are_positions_requested else None
         await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         waking.cancel()
 
@@ -160,7 +166,7 @@ class ChannelLeader:
         return {(stream, writer): int(id) for name, id in stored.items() for stream, writer in [name.split(" ")]}
 
     async def _send_positions(self, announced: AnnouncedPositions) -> None:
-        self._is_requested, self._sent_at = False, time.monotonic()
+        self._are_positions_requested, self._positions_sent_at = False, time.monotonic()
         for chunk in _chunks(announced.reannounce(self._hub.positions())):
             await self._publish([chunk])
 
@@ -303,8 +309,8 @@ class Channel:
                 self._server.relay(command)
 
     def _take_echo(self, line: str) -> bool:
-        """Forget one publication of the line by this process. Returns False if this process did not publish the line,
-        or if Redis has already returned each publication.
+        """Forget one publication of the line by this process that Redis has not returned yet. Returns False if there is
+        none: then another process published the line.
         """
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
@@ -314,7 +320,7 @@ class Channel:
 
 
 def _digest(line: str) -> bytes:
-    """Hash a line. Redis may not have returned thousands of published lines yet, each of up to 64 KiB, so their hashes
-    are stored instead of the lines.
+    """Hash a line. Hashes are stored instead of lines, because Redis may still have to return thousands of lines of up
+    to 64 KiB.
     """
     return blake2b(line.encode(), digest_size=16).digest()

@@ -35,7 +35,7 @@ PING_INTERVAL_SECONDS = 4.0  # the protocol requires a line every 5 s
 SERVER_TIMEOUT_SECONDS = 15.0  # the client reconnects after so long without a line
 MAX_LINE_BYTES = 16 << 20  # rows may be large
 
-_DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
+_OTHER_COLOUR, _MOVE_COLOUR, _FETCH_COLOUR, _ERROR_COLOUR = "bright_black", "green", "yellow", "red"
 
 
 def should_print(command: Command, streams: Collection[str]) -> bool:
@@ -49,18 +49,19 @@ def should_print(command: Command, streams: Collection[str]) -> bool:
 
 
 def to_colored_text(command: Command) -> str:
-    """The received line, with colours that depend on what a client must do."""
+    """The received line, with terminal colours: a move green, a POSITION that makes clients fetch rows yellow, an ERROR
+    red."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
-            return f"RDATA {_style_names(stream, writer)} {click.style(token, fg=_MOVE, bold=True)} {row}"
+            return f"RDATA {_style_names(stream, writer)} {click.style(token, fg=_MOVE_COLOUR, bold=True)} {row}"
         case PositionCommand(stream, writer, prev, id):
             fetch = prev == id
-            colour = _WARN if fetch else _MOVE
+            colour = _FETCH_COLOUR if fetch else _MOVE_COLOUR
             return f"POSITION {_style_names(stream, writer)} {click.style(f'{prev} {id}', fg=colour, bold=not fetch)}"
         case ErrorCommand():
-            return click.style(str(command), fg=_BAD)
-    return click.style(str(command), fg=_DIM)
+            return click.style(str(command), fg=_ERROR_COLOUR)
+    return click.style(str(command), fg=_OTHER_COLOUR)
 
 
 def to_json(command: Command) -> str:
@@ -86,7 +87,7 @@ def _style_names(stream: str, writer: str) -> str:
 
 class WrongServer(Stop):
     def __init__(self, address: str, expected: str, reported: str) -> None:
-        super().__init__(f"the server at {address} is {reported} and not {expected}: check the address")
+        super().__init__(f"the server at {address} has the name {reported}, not {expected}: check the address")
         self.reported = reported
 
 
@@ -144,7 +145,10 @@ class LinesClient:
     def _connection_commands(self) -> Iterator[Command]:
         """Connect to the server, and yield its commands until it closes the connection. Sends the keep-alives.
 
-        Raises `OSError` if the connection fails, and `BadCommand` if a line is not of the line protocol.
+        Raises:
+            OSError: the connection fails, or nothing is received for `SERVER_TIMEOUT_SECONDS`.
+            BadCommand: a line is not of the line protocol.
+            WrongServer: the server has another name.
         """
         splitter = LineSplitter(MAX_LINE_BYTES)
         with self._wrap_tls(socket.create_connection(self._address, timeout=SERVER_TIMEOUT_SECONDS)) as connection:

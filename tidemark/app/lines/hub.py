@@ -39,13 +39,13 @@ class Hub:
 
     Args:
         read_side: the source of positions and moves.
-        tail: creates a reader of the facts topic.
-        max_row_bytes: the approximate largest size of all buffered rows together, in bytes.
+        create_tail: creates a reader of the facts topic.
+        max_row_bytes: the approximate largest size of all buffered rows together.
     """
 
-    def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], max_row_bytes: int) -> None:
+    def __init__(self, read_side: ReadSide, create_tail: Callable[[], Tail], max_row_bytes: int) -> None:
         self._read_side = read_side
-        self._tail = tail
+        self._create_tail = create_tail
         self._announced: dict[Writer, int] = {}
         self._rows = RowBuffer(max_row_bytes, self._announced)
         self._announcer = Announcer(self._rows, self._announced, ROW_TIMEOUT_SECONDS)
@@ -67,14 +67,15 @@ class Hub:
                 await cancel_until_done(task)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with every later announcement, until `unsubscribe`. The first subscriber starts the hub."""
+        """Call `subscriber` with each later group of announcements, until `unsubscribe`. The first subscriber starts
+        the hub, and `unsubscribe` of the last one stops it."""
         self._subscribers.append(subscriber)
         if not self._running:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """Wait until the positions of streams are known. If the caller then reads `positions` before its next await, no
-        announcement is made in between.
+        """Wait until the hub has read the positions of the streams that the servers return. If the caller then reads
+        `positions` before its next await, no announcement is made in between.
         """
         await self._started.wait()
 
@@ -85,7 +86,9 @@ class Hub:
             self._started.clear()
 
     def positions(self) -> list[PositionCommand]:
-        """A POSITION with the announced position of every writer, for the answer to REPLICATE."""
+        """A POSITION with the announced position of every writer, for the answer to REPLICATE. Sorted by stream and
+        writer.
+        """
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
@@ -168,7 +171,7 @@ class Hub:
                 while not listener.disconnect_signal.done():
                     await self._announce_next(listener)
             log.warning(
-                "The line protocol missed moves: they came too fast, or a follower failed; clients fetch the rows"
+                "The line protocol missed moves: there were too many, or a follower failed; clients fetch the rows"
             )
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -208,7 +211,7 @@ class Hub:
             self._announce(self._announcer.announce_timed_out(time.monotonic()))
 
     async def _read_rows(self) -> None:
-        loop, tail = asyncio.get_running_loop(), self._tail()
+        loop, tail = asyncio.get_running_loop(), self._create_tail()
         thread = ThreadPoolExecutor(1, thread_name_prefix="tail")
         problem: TidemarkError | None = None
         try:
@@ -218,14 +221,15 @@ class Hub:
                     is_complete = await loop.run_in_executor(thread, tail.begin, progress.offsets)
                     self._rows.begin_read(is_complete, progress.allocated)
                     if problem is not None:
-                        log.info("Rows can be read from Kafka again")
+                        log.info("Rows can be read again")
                     problem = None
                     while True:
                         self._add_records(await loop.run_in_executor(thread, tail.read, POLL_SECONDS))
                 except (Unavailable, Stop) as error:
                     if problem is None:
                         log.warning(
-                            "Cannot read rows from Kafka: clients get positions without rows and must read the table",
+                            "Cannot read rows, because Kafka or Postgres failed; clients get positions without rows,"
+                            " and must read the table",
                             problem=str(error),
                         )
                     problem = error
@@ -238,6 +242,6 @@ class Hub:
     def _add_records(self, records: Iterable[tuple[int, Record]]) -> None:
         read = {writer for partition, record in records if (writer := self._rows.add(partition, record))}
         self._announce(self._announcer.retry(read, time.monotonic()))
-        metrics.ROW_BUFFER_BYTES.set(self._rows.size)
+        metrics.ROW_BUFFER_BYTES.set(self._rows.size_bytes)
         metrics.ROWS_DROPPED.inc(self._rows.dropped_count)
         self._rows.dropped_count = 0

@@ -2,17 +2,17 @@
 Pure.
 
 The pipeline decides whether a row counts (`streaming.core.stream`), and its advances show the decision. `RowBuffer`
-matches each advance with the edges that were read. Rows are announced only if edges of the advance's epoch cover the
-advance exactly, with the advance's number of facts. Otherwise the rows are `LOST`, and clients fetch them. So rows of
-zombies, rows of IDs that were settled without them, and incomplete facts are never announced. If the buffer is full,
-the rows of the writers with the most rows are dropped, and clients fetch them too.
+matches each advance with the edges that were read. Rows are announced only if edges of the advance's epoch, or of
+earlier epochs, cover the advance exactly, with the advance's number of facts. Otherwise the rows are `LOST`, and
+clients fetch them. So rows of zombies, rows of IDs that were settled without them, and incomplete facts are never
+announced. If the buffer is full, the rows of the writers with the most rows are dropped, and clients fetch them too.
 
 An announcement has rows, or is empty, or makes clients fetch. All clients get the same announcements in the same order.
-The announcements of a writer have no gaps: the `prev` of each is the `id` of the one before. An advance waits briefly
-for rows that were not read yet, and later advances of the writer wait for this advance. On a Redis channel, one sidecar
-after the other announces: `AnnouncedPositions` connects their announcements.
+The announcements of a writer have no gaps: the `prev` of each is the `id` of the one before. If rows were not read yet,
+their advance and later advances of the writer are delayed briefly. On a Redis channel, one sidecar after the other is
+the leader: `AnnouncedPositions` connects their announcements.
 
-IDs are signed; "beyond" means away from 0.
+IDs are signed; "beyond" means farther from 0.
 """
 
 from collections import deque
@@ -65,18 +65,18 @@ class UnannouncedRows:
     """Edges and rows of one writer of one stream, beyond its announced position.
 
     Attributes:
-        size: the approximate size in bytes.
-        reach: the highest ID that any record named.
+        size_bytes: the approximate size.
+        reach: the farthest ID that any record of the writer named, or `highest_named` if that is farther.
 
     Args:
         position: the announced position.
         highest_named: the highest ID that earlier, unread records may have named. A fact up to this ID may lack rows:
             the record with its ID may be a repetition, and its first rows may be in unread records.
-        is_complete: whether every record of the writer is read. If not, the first fact may lack rows.
+        is_complete: whether the first record of the writer will be added too. If not, the first fact may lack rows.
     """
 
     def __init__(self, position: int, highest_named: int, *, is_complete: bool) -> None:
-        self.size = EDGE_OVERHEAD_BYTES
+        self.size_bytes = EDGE_OVERHEAD_BYTES
         self.reach = highest_named
         self._position = position
         self._highest_named = highest_named
@@ -87,7 +87,8 @@ class UnannouncedRows:
         self._batches: dict[int, list[str] | None] = {}  # by epoch: the rows of a fact whose ID was not read yet
 
     def add(self, record: records.Record) -> None:
-        """Add the next record of the writer, in the order of its partition."""
+        """Add the next record of the writer, in the order of its partition. Ignores records of zombies and
+        duplicates."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
@@ -95,7 +96,7 @@ class UnannouncedRows:
                 batch = self._batch_rows(record.epoch)
                 if batch is not None:
                     batch.append(records.format_row(record.row))
-                    self.size += len(batch[-1])
+                    self.size_bytes += len(batch[-1])
             case records.Rdata(id=int() as id):
                 batch = self._batch_rows(record.epoch) if is_beyond(id, self._highest_named) else None
                 rows = None if batch is None else (*batch, records.format_row(record.row))
@@ -110,8 +111,8 @@ class UnannouncedRows:
                 self._add_empty_edges(record.id, record.epoch)
 
     def find_facts(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """Find the facts of an advance, in order. The facts stay in the buffer until `remove_up_to`. The caller has
-        checked that every ID of the advance is a fact or empty."""
+        """Find the facts of an advance, in order; or return why their rows are missing. The facts stay in the buffer
+        until `remove_up_to`. The caller has checked that every ID of the advance is a fact or empty."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
@@ -145,7 +146,7 @@ class UnannouncedRows:
     def _begin_fact(self, epoch: int) -> None:
         batch = self._batches.get(epoch)
         if batch:
-            self.size -= sum(map(len, batch))
+            self.size_bytes -= sum(map(len, batch))
         self._batches[epoch] = []
 
     def _add_edge(self, prev: int, edge: _Edge) -> None:
@@ -160,10 +161,10 @@ class UnannouncedRows:
             self._drop_edge(prev)
         self._edges[prev] = edge
         heappush(self._ends, (abs(edge.id), prev))
-        self.size += _size(edge)
+        self.size_bytes += _edge_bytes(edge)
 
     def _drop_edge(self, prev: int) -> None:
-        self.size -= _size(self._edges.pop(prev))
+        self.size_bytes -= _edge_bytes(self._edges.pop(prev))
 
     def _join(self, join: records.Join) -> None:
         if self._epoch is not None and join.epoch <= self._epoch:
@@ -192,23 +193,23 @@ class UnannouncedRows:
             self._add_edge(at, _Edge(upto, epoch, ()))
 
 
-def _size(edge: _Edge) -> int:
+def _edge_bytes(edge: _Edge) -> int:
     return EDGE_OVERHEAD_BYTES + sum(map(len, edge.rows or ()))
 
 
 class RowBuffer:
-    """The rows of all writers.
+    """Buffers the rows of all writers until positions pass the rows' IDs.
 
     Args:
-        limit: the approximate largest size in bytes.
+        limit_bytes: the approximate largest size.
         announced: the last announced position of each writer; the `Announcer` changes it.
     """
 
-    def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
-        self.size = 0
+    def __init__(self, limit_bytes: int, announced: Mapping[Writer, int]) -> None:
+        self.size_bytes = 0
         self.dropped_count = 0
-        """How many times the rows of a writer were dropped. The caller resets it."""
-        self._limit = limit
+        """How many times the rows of a writer were dropped. The caller resets the count."""
+        self._limit_bytes = limit_bytes
         self._announced = announced
         self._writers: dict[Writer, UnannouncedRows] = {}
         self._home_partitions: dict[str, int] = {}
@@ -227,11 +228,11 @@ class RowBuffer:
         self._highest_named = dict(highest_named)
 
     def clear(self) -> None:
-        """Remove all rows, because no more records are read."""
+        """Remove all rows. Until the next `begin_read`, all rows count as lost."""
         self._writers.clear()
         self._home_partitions.clear()
         self._is_complete = {}
-        self.size = 0
+        self.size_bytes = 0
 
     def add(self, partition: int, record: records.Record) -> Writer | None:
         """Add the next record of `partition`.
@@ -248,10 +249,10 @@ class RowBuffer:
             buffered = self._add_writer(
                 writer, 0 if is_complete else self._highest_named.get(record.stream, 0), is_complete=is_complete
             )
-        before = buffered.size
+        before = buffered.size_bytes
         buffered.add(record)
-        self.size += buffered.size - before
-        if self.size > self._limit:
+        self.size_bytes += buffered.size_bytes - before
+        if self.size_bytes > self._limit_bytes:
             self._evict()
         return writer
 
@@ -269,24 +270,24 @@ class RowBuffer:
         """Remove the rows of these writers up to their announced positions."""
         for writer in writers:
             if buffered := self._writers.get(writer):
-                before = buffered.size
+                before = buffered.size_bytes
                 buffered.remove_up_to(self._announced[writer])
-                self.size += buffered.size - before
+                self.size_bytes += buffered.size_bytes - before
 
     def _add_writer(self, writer: Writer, highest_named: int, *, is_complete: bool) -> UnannouncedRows:
         buffered = self._writers[writer] = UnannouncedRows(
             self._announced.get(writer, 0), highest_named, is_complete=is_complete
         )
-        self.size += buffered.size
+        self.size_bytes += buffered.size_bytes
         return buffered
 
     def _evict(self) -> None:
         """Drop rows until half of the limit is free, the writers with the most rows first."""
-        for writer in sorted(self._writers, key=lambda writer: self._writers[writer].size, reverse=True):
-            if self.size <= self._limit // 2:
+        for writer in sorted(self._writers, key=lambda writer: self._writers[writer].size_bytes, reverse=True):
+            if self.size_bytes <= self._limit_bytes // 2:
                 return
             before = self._writers.pop(writer)
-            self.size -= before.size
+            self.size_bytes -= before.size_bytes
             self._add_writer(writer, before.reach, is_complete=False)
             self.dropped_count += 1
         # There are too many writers: even without rows they need more than half of the limit.
@@ -294,13 +295,16 @@ class RowBuffer:
             self._highest_named[stream] = farther(buffered.reach, self._highest_named.get(stream, 0))
         self._is_complete = dict.fromkeys(self._is_complete, False)
         self._writers.clear()
-        self.size = 0
+        self.size_bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """The commands that move a subscriber of `writer` from `prev` to `id`. A subscriber whose position is not `prev`
     gets `fetch_command` instead.
+
+    Attributes:
+        kind: `rows`: the commands have all rows. `empty`: there are no rows. `fetch`: subscribers must fetch the rows.
     """
 
     stream: str
@@ -317,7 +321,9 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingAdvance:
+class _DelayedAdvance:
+    """An advance whose rows were not read yet. `deadline`: when it is announced without rows (seconds, monotonic)."""
+
     advance: Advance
     deadline: float
 
@@ -328,7 +334,7 @@ class Announcer:
     Args:
         rows: the rows that were read from Kafka.
         announced: the last announced position of each writer. This object changes the mapping.
-        timeout_seconds: how long an advance waits for its rows.
+        timeout_seconds: how long an advance is delayed if its rows were not read yet.
 
     The argument `now` of methods is the time of a monotonic clock, in seconds. A method that returns an iterator does
     its work, and moves announced positions, while the caller reads the iterator.
@@ -338,65 +344,66 @@ class Announcer:
         self._rows = rows
         self._announced = announced
         self._timeout_seconds = timeout_seconds
-        self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
+        self._delayed: dict[Writer, deque[_DelayedAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Announce the writers that have moved to `positions` (writer -> position) by advances that are not known.
-        Clients fetch their rows. Advances of these writers that wait for rows are announced in the same way.
+        """Announce the writers that are below `positions` (writer -> position) or new, so that clients fetch the rows.
+        Delayed advances of these writers are announced in the same way.
         """
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
             if announced is None or is_beyond(position, announced):
-                waiting = self._waiting.pop((stream, writer), None)
-                id = farther(waiting[-1].advance.id, position) if waiting else position
+                delayed = self._delayed.pop((stream, writer), None)
+                id = farther(delayed[-1].advance.id, position) if delayed else position
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
     def add_advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
         """Add the next advance of a writer, and make the announcements that are possible now."""
-        self._waiting.setdefault((stream, advance.writer), deque()).append(
-            _PendingAdvance(advance, now + self._timeout_seconds)
+        self._delayed.setdefault((stream, advance.writer), deque()).append(
+            _DelayedAdvance(advance, now + self._timeout_seconds)
         )
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Announce the waiting advances of `writers` whose rows have arrived, or whose time-out has passed."""
+        """Announce the delayed advances of `writers` whose rows were read, or whose time-out has passed."""
         for writer in writers:
-            waiting = self._waiting.get(writer)
-            while waiting:
-                announcement = self._next_announcement(writer, waiting[0], now)
+            delayed = self._delayed.get(writer)
+            while delayed:
+                announcement = self._next_announcement(writer, delayed[0], now)
                 if announcement is MissingRows.NOT_YET:
                     break
-                waiting.popleft()
+                delayed.popleft()
                 if announcement is not None:
                     yield announcement
             else:
-                self._waiting.pop(writer, None)
+                self._delayed.pop(writer, None)
 
     def announce_timed_out(self, now: float) -> Iterator[Announcement]:
-        """Announce the advances that have waited too long for their rows."""
-        late = [writer for writer, waiting in self._waiting.items() if waiting[0].deadline <= now]
-        yield from self.retry(late, now)
+        """Announce the delayed advances whose time-out has passed."""
+        timed_out = [writer for writer, delayed in self._delayed.items() if delayed[0].deadline <= now]
+        yield from self.retry(timed_out, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """Forget the writers that `Hub.removed_writers` returns. A writer that comes back counts as new."""
+        """Forget the writers that `Hub.removed_writers` returns, except writers with delayed advances. A forgotten
+        writer that comes back counts as new."""
         for writer in writers:
-            if writer not in self._waiting:
+            if writer not in self._delayed:
                 self._announced.pop(writer, None)
 
     def _next_announcement(
-        self, writer: Writer, waiting: _PendingAdvance, now: float
+        self, writer: Writer, delayed: _DelayedAdvance, now: float
     ) -> Announcement | Literal[MissingRows.NOT_YET] | None:
-        """Announce a waiting advance. Returns NOT_YET if the advance must wait for its rows, and None if its IDs were
+        """Announce a delayed advance. Returns NOT_YET if the advance must be delayed further, and None if its IDs were
         announced before.
         """
-        advance, (stream, name) = waiting.advance, writer
+        advance, (stream, name) = delayed.advance, writer
         announced = self._announced.get(writer, advance.prev)
         if not is_beyond(advance.id, announced):
             return None
         if announced != advance.prev:  # an advance is missing, or this advance is partly announced
             return self._announce(stream, name, advance.id, announced, None)
         facts = self._rows.find_facts(stream, advance)
-        if facts is MissingRows.NOT_YET and now < waiting.deadline:
+        if facts is MissingRows.NOT_YET and now < delayed.deadline:
             return MissingRows.NOT_YET
         return self._announce(stream, name, advance.id, announced, None if isinstance(facts, MissingRows) else facts)
 
@@ -426,7 +433,7 @@ class AnnouncedPositions:
     """The positions of writers that were last announced on the channel, by this or another sidecar.
 
     This leader may have read less or more than the previous leader. Even then, a subscriber that receives all commands
-    gets every row exactly once.
+    gets or fetches every row exactly once.
     """
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:

@@ -2,8 +2,8 @@
 
 Connections handle their lines round-robin. A client that does not read is disconnected.
 
-`ServerSession` is the protocol of one connection without I/O: what to send, and when to disconnect. Its argument `now`
-is a monotonic clock, in seconds.
+`ServerSession` is the protocol of one connection without I/O: what to send, and when to disconnect. The argument `now`
+of its methods is a monotonic time, in seconds.
 """
 
 import asyncio
@@ -62,14 +62,14 @@ class SendPositions:
 
 @dataclass(frozen=True, slots=True)
 class RelayCommand:
-    """Send a command to all other clients."""
+    """Send a command to all other clients, also of other sidecars."""
 
     command: RelayedCommand
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection after everything else was sent. `problem`: the cause, as text for people."""
+    """Close the connection after the client has read everything. `problem`: the cause, as text for people."""
 
     reason: Literal["silent", "bad"]
     problem: str
@@ -161,8 +161,9 @@ class LineServerConfig:
     Attributes:
         name: the name in the SERVER command.
         max_connections: the largest number of clients.
-        max_unread_bytes: the largest number of sent bytes that one client has not read.
-        max_total_unread_bytes: the largest number of sent bytes that all clients together have not read.
+        max_unread_bytes: the largest write buffer of one client. A client with a larger one is disconnected.
+        max_total_unread_bytes: the largest size of all write buffers together. Beyond it, the clients with the largest
+            write buffers are disconnected.
         max_line_bytes: the longest line of a client.
         keep_alive: the keep-alive times.
         tick_seconds: the time between two checks of the keep-alives.
@@ -181,7 +182,8 @@ class LineConnection(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        has_positions: whether the client got all positions after its REPLICATE. Only then does it get announcements.
+        has_positions: whether the client got all positions after its first REPLICATE. Only then does it get
+            announcements.
         has_lines: whether there may be unhandled lines. Nothing is read from the connection until they are handled.
         has_sent_line: whether the client has sent a line.
     """
@@ -204,7 +206,7 @@ class LineConnection(asyncio.Protocol):
             self._perform(self._session.begin(self._config.name))
         else:
             self._send(
-                ErrorCommand("this sidecar has reached its limit of clients: connect to another one, or try again")
+                ErrorCommand("this sidecar has reached its limit of clients: connect to another sidecar, or try again")
             )
             self._disconnect("crowded")
 
@@ -239,7 +241,7 @@ class LineConnection(asyncio.Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """The number of sent bytes that the client has not read."""
+        """The number of bytes in the write buffer of the connection, because the client does not read fast enough."""
         return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -268,10 +270,10 @@ class LineConnection(asyncio.Protocol):
         metrics.LINES_SENT.inc(lines)
 
     def evict(self) -> None:
-        """Disconnect the client, because a client of another address gets the slot."""
+        """Disconnect the client, because another client gets the slot."""
         if not self._transport.is_closing():
             self._send(
-                ErrorCommand("this sidecar has reached its limit of clients, and gave your slot to another address")
+                ErrorCommand("this sidecar has reached its limit of clients, and gave your slot to another client")
             )
             self._disconnect("crowded")
 
@@ -281,7 +283,7 @@ class LineConnection(asyncio.Protocol):
         self._transport.close()
 
     def drop_slow_reader(self) -> None:
-        """Disconnect the client, because it does not read."""
+        """Disconnect the client at once, because it does not read. Logs a warning."""
         self._server.log.write(
             "warning", "Disconnected a client of the line protocol that did not read", client=self._label
         )
@@ -332,7 +334,7 @@ PAUSE_FACTOR = 4  # the pause after sending all positions, as a multiple of the 
 
 
 class LineServer:
-    """The server of the line protocol. `on_relayed` is called with every command that a client has sent to others."""
+    """The server of the line protocol. `on_relayed` is called with every command of a client for others."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
@@ -374,12 +376,12 @@ class LineServer:
             connection.stop()
 
     def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
-        """Send a command to every client except its sender. Returns the number of clients."""
+        """Send a command to every client of this sidecar except its sender. Returns the number of clients."""
         others = self._connections - {sender}
         self._send(others, encode_commands([command]), 1)
         return len(others)
 
-    # -- for connections
+    # Methods that connections call
 
     def admit(self, connection: LineConnection) -> bool:
         """Give a slot to the connection. If every slot is taken, evict another connection by the rules of `SlotPool`;
@@ -415,7 +417,8 @@ class LineServer:
             self._answer_task = asyncio.create_task(self._answer())
 
     def relay_from(self, command: RelayedCommand, sender: LineConnection) -> int:
-        """Relay a command to the other clients and to other sidecars. Returns the number of clients."""
+        """Relay a command to the other clients, and to other sidecars. Returns the number of clients of this
+        sidecar."""
         clients = self.relay(command, sender)
         self.on_relayed(command)
         return clients
@@ -425,8 +428,6 @@ class LineServer:
         self._connections_with_lines.append(connection)
         if len(self._connections_with_lines) == 1:
             asyncio.get_running_loop().call_soon(self._handle_lines)
-
-    # --
 
     def _handle_lines(self) -> None:
         left = LINES_PER_ITERATION

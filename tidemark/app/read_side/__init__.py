@@ -1,6 +1,7 @@
 """The read side: reads the published positions of streams once for all clients of this process.
 
-The sidecar and the line protocol use the read side. It reads Redis, and Postgres if Redis does not answer.
+The sidecar and the line protocol use the read side. Positions come from Redis, or from Postgres if Redis cannot be read
+or does not know the stream. Postgres is also read to detect writes that Redis lacks.
 """
 
 import time
@@ -26,9 +27,10 @@ class ReadSideConfig:
     """The addresses of the servers, which may contain passwords.
 
     Attributes:
+        redis: the address of Redis.
+        postgres: the address of Tidemark's database.
         policy_defaults: the settings of streams without a policy, as `streaming.values.limits.Policies.defaults`.
-        readers: the address of the database with the places of readers; None: the places are in the database at the
-            address in the field `postgres`.
+        readers: the address of the database with the places of readers; None: Tidemark's database.
     """
 
     redis: str | RedisAddress = field(repr=False)
@@ -51,7 +53,9 @@ class ReadSide:
     stream_history: StreamHistoryReader
 
     async def problems(self) -> list[str]:
-        """Query Redis and Postgres. Returns a message for each server that does not answer or refuses this user."""
+        """Query Redis and Postgres. Returns a message for each server that does not answer, refuses this user, or has
+        data that this version cannot read.
+        """
         problems = []
         for check in (self.redis_reader.ping, self.postgres_reader.check):
             try:

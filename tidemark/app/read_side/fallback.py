@@ -37,9 +37,9 @@ EVENTS_PER_ITERATION = 200  # of the event loop; a page may have ten thousand
 
 
 class RequestHandler:
-    """Answers requests from Redis, or from Postgres if Redis does not answer. For one event loop.
+    """Answers requests from Redis, or from Postgres if Redis cannot answer. For one event loop.
 
-    Only Postgres can answer `ReadHistory`. Methods raise `Unavailable` if every server that can answer is down.
+    Only Postgres can answer `ReadHistory`.
     """
 
     def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
@@ -49,7 +49,11 @@ class RequestHandler:
         self._postgres_reader = postgres_reader
 
     async def carry_out(self, request: Request) -> Answer:
-        """Answer a request. Sleeps for the seconds of `AwaitEntry` and `Pause`, and answers them with None."""
+        """Answer a request. Sleeps for the seconds of an `AwaitEntry` or a `Pause`, and answers None.
+
+        Raises:
+            Unavailable, Stop: the error of Postgres, if Redis cannot answer either. The call may be repeated.
+        """
         match request:
             case ReadList() | ReadNewest():
                 return await self._read_keys(request)

@@ -54,7 +54,7 @@ PAUSE_FACTOR = 10  # the pause between two reads of all followed streams, as a m
 
 
 class Follower:
-    """Follows one stream in a task, for its `listeners`. `left_at`: when the last one left (seconds, monotonic)."""
+    """Follows one stream in a task, for its `listeners`. `left_at`: when a listener last left (seconds, monotonic)."""
 
     def __init__(
         self, stream: str, request_handler: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
@@ -79,8 +79,8 @@ class Follower:
         return self._task.done()
 
     def add(self, listener: Listener, replay: BufferedReplay | None) -> None:
-        """Add a listener, and put its first items into its queue: the batches of `replay`, or a `FollowerStarted` with
-        the place of the follower if `replay` is None.
+        """Add a listener, and put its first items into its queue: the batches of `replay`. If `replay` is None, a
+        `FollowerStarted` with the place of the follower, now or after the first read of the follower.
         """
         if replay is not None:
             for batch in replay.batches:
@@ -92,7 +92,8 @@ class Follower:
         self.listeners.add(listener)
 
     def check_reached(self, known: KnownPositions | StreamChange) -> bool:
-        """Trigger another read if the follower is not at or beyond the `known` positions. Returns whether it is."""
+        """Return whether the follower is at or beyond the `known` positions. If not, trigger another read of the
+        stream."""
         place = self._place
         if place is not None and known.is_reached_by(place.linear, place.positions, place.late):
             return True
@@ -107,7 +108,11 @@ class Follower:
         stream.
         """
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
+            log.error(
+                "A follower of a stream failed; its clients are disconnected",
+                stream=self._stream,
+                problem=repr(problem),
+            )
             for listener in self.listeners:
                 complete_future(listener.disconnect_signal)
 
@@ -121,7 +126,7 @@ class Follower:
                 except Unavailable as problem:
                     driver.throw(problem)
                 except (Refused, SchemaMismatch) as problem:  # retried until a person resolves it
-                    driver.throw(Unavailable("A server", "its address", str(problem)))
+                    driver.throw(Unavailable("Redis or Postgres", "the configured address", str(problem)))
                 continue
             assert step is not None
             driver.mark_handed_over()
@@ -153,9 +158,8 @@ class Follower:
         return await self._request_handler.carry_out(request)
 
     def _publish_events(self) -> None:
-        """Put the new events into the queues of the listeners, and move `_place`. If no position moved, `_place` stays
-        the same object.
-        """
+        """Put the new events into the queues of the listeners, and move `_place`. If there are no events, and the
+        linear position has not moved, `_place` stays the same object."""
         before, after, events = self._place, self._program.place, self._events
         assert after is not None
         if before is None:
@@ -215,7 +219,7 @@ class Followers:
         Args:
             listener: the queue to fill.
             streams: the streams to follow.
-            resume_from: where the listener continues: its place in some streams, or a mark.
+            resume_from: where the listener continues: a mark, or the listener's place in some or no streams.
 
         Yields:
             By stream, the place after which the items begin. Only streams whose events since `resume_from` are still in
@@ -232,7 +236,7 @@ class Followers:
             self._remove_listener(listener)
 
     def follow_new_streams(self, listener: Listener) -> None:
-        """Also subscribe the listener to streams that are created later, until its subscription ends."""
+        """Also subscribe the listener to streams that are created later, until the block of `subscribe` ends."""
         self._new_stream_listeners.add(listener)
 
     def _buffered_replays(
@@ -269,8 +273,9 @@ class Followers:
                 del self._followers[stream]
 
     async def _compare_periodically(self) -> None:
-        """Read all followed streams together once a second, because notifications may be lost, and a linear position
-        may move without a notification. Read Postgres too, because Redis may have gone back, or may lack a write.
+        """Read all followed streams together about once a second, because notifications may be lost, and a linear
+        position may move without a notification. Read Postgres too, because Redis may have gone back, or may lack a
+        write.
         """
         due = 0.0
         while True:
@@ -310,7 +315,7 @@ class Followers:
                 self._send_watermark(changes)
 
     def _undelivered_changes(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """The changes that listeners have not received yet, by stream. Triggers a read of these streams."""
+        """The changes that followers have not reached yet, by stream. Triggers a read of these streams."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()

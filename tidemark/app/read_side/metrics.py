@@ -32,7 +32,8 @@ class ChainFault:
     Attributes:
         writer: the name of the writer; None for the linear position.
         prev, id: the range of the advance. For the linear position, its previous and its current value.
-        reached: the position of the writer before the entry. For the linear position, its previous value.
+        reached: the position of the writer before the entry; None if it is not known. For the linear position, its
+            previous value.
         entry: the name of the entry on the list. For the linear position, the last entry of the list.
     """
 
@@ -45,7 +46,8 @@ class ChainFault:
 
 
 class ChainChecker:
-    """Checks the list of one stream. A fault is reported once, because the chain continues from the faulty entry."""
+    """Checks the list of one stream. After a fault, the chain continues from the faulty entry, so that a fault is
+    reported once."""
 
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}
@@ -139,9 +141,9 @@ REQUESTS_IN_FLIGHT = Gauge(
 )
 EVICTED_REQUESTS = Counter(
     "tidemark_sidecar_evicted_connections",
-    "Open requests that were ended at the limit, because a client of another address got the slot. Rising: one address"
-    " has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name. Else run more"
-    " sidecars.",
+    "Open requests that were ended at the limit, because a client of another address got the slot. Rising: one"
+    " address has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name."
+    " Else run more sidecars.",
     registry=REGISTRY,
 )
 EVENTS_PAUSED = Counter(
@@ -161,7 +163,7 @@ LINES_SENT = Counter(
 CONNECTIONS_CLOSED = Counter(
     "tidemark_lines_closed",
     "Connections that the server closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent an"
-    " invalid command, `crowded` ones were beyond the limit, or lost their slot to another address. `slow` rising:"
+    " invalid command, `crowded` ones were beyond the limit, or lost their slot to another client. `slow` rising:"
     " check the clients, or their network.",
     ["why"],
     registry=REGISTRY,

@@ -1,9 +1,8 @@
 """Reads Postgres on threads: positions that Redis does not have, the history, and details of streams.
 
 `StreamHistoryReader` reads the past hour of a stream, and the status of readers, for the live page and the metrics. It
-has a thread of its own, so that reads of positions are not delayed. Its answers are cached for a few seconds, so that
-many open pages cause few queries.
-"""
+has a thread of its own, so that reads of positions are not delayed. Charts and statuses are cached for a few seconds,
+so that many open pages cause few queries."""
 
 import asyncio
 import math
@@ -45,19 +44,19 @@ class Details:
     """The state of a stream besides positions.
 
     Attributes:
-        epochs: by writer.
+        epochs: by writer, its current epoch.
         retired: the writers that have retired.
         pending: the number of completed edges above the position of their writer.
-        gaps: the oldest first, with the writers that never joined.
+        gaps: all gaps, and the writers that never joined, oldest first.
         highest_settled: by writer, the highest settled ID, which may be above gaps.
         pending_by_writer: by writer, its share of `pending`.
         regressed: writers whose source was restored. Their gaps below their position block the linear position.
-        late: the late completions, if there are any.
+        late: the number of late completions, and the time of the newest; None if there are none.
         transactions: by writer, the reported transactions with its open IDs.
-        linear_lag: why the linear position is below the allocated ID; None if it is not.
+        linear_lag: what blocks the linear position; None if there is no linear lag and no writer that never joined.
         last_seen: by writer, the batch time of its newest record (milliseconds since 1970), if known.
         deferred: the (writer, epoch) pairs with deferred records.
-        requeues: deferred records that are being read again, or are gone.
+        requeues: deferred records that are read again from Kafka, or that are lost.
         bridged: whether `tidemark synapse` writes the stream.
         open_ranges: the ranges that block positions, with their remedies.
     """
@@ -148,7 +147,7 @@ class PostgresReader:
         """Read the changes of streams since a mark.
 
         Args:
-            since: the mark; None: read the positions of all these streams.
+            since: the mark; None: read the positions of all `streams`.
             streams: the names of the streams; None: all streams.
         """
         return await self._read(lambda: self._postgres.changes_since(since, streams))
@@ -158,11 +157,12 @@ class PostgresReader:
         return await self._read_history(lambda: self._history.read_page(request))
 
     async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges | None:
-        """Read the moves of all streams since a mark; None if they are more than `max_moves`, or no longer stored."""
+        """Read the moves of all streams since a mark; None if they have more than `max_moves` advances, or are no
+        longer stored."""
         return await self._read_history(lambda: self._history.read_missed_changes(since, max_moves))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
-        """Read on the history thread. Raises `Slow` if Postgres answers too late."""
+        """Call `read` on the history thread. Raises `Slow` after `HISTORY_TIMEOUT_SECONDS`."""
         self._require_open()
         with self.circuit_breaker.guarding():
             future = self._history_thread.submit(read)
@@ -229,7 +229,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
 def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
-    """Find the open ranges of the streams in `states`. Queries policies only if there may be open ranges."""
+    """Find the open ranges of the streams in `states`, by stream. Queries policies only if there may be open ranges."""
     quiet = {name: read_if_caught_up(stored) for name, stored in states.items()}
     has_sources = any(stream is not None and stream.sources for stream in quiet.values())
     reading, now = postgres.conditions.reading_status() if has_sources else None, time.time()
@@ -244,7 +244,7 @@ def _open_ranges(
 
 
 def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStatus | None) -> bool:
-    """Whether the stream may have open ranges. `stream`: None if its encoded state shows no caught-up stream."""
+    """Whether the stream may have open ranges. `stream`: None if the stream is not known to be caught up."""
     if stream is None:
         return True
     since = math.inf if reading is None else reading.since
@@ -283,8 +283,8 @@ MAX_CACHED_ANSWERS = 1000
 
 
 class StreamHistoryReader:
-    """Reads charts of the past hour, and the status of readers. For one event loop. Methods raise `Unavailable`,
-    `Refused` and `Slow`.
+    """Reads charts of the past hour, the status of readers, and last IDs. For one event loop. Methods raise
+    `Unavailable`, `Refused` and `Slow`, and may be called again after an error.
     """
 
     def __init__(self, postgres: Dsn, readers: Dsn | None) -> None:
@@ -303,7 +303,7 @@ class StreamHistoryReader:
         self._places.close()
 
     async def chart(self, stream: str) -> StreamHistoryChart:
-        """Read the past hour of the stream."""
+        """Read the chart of the past hour of the stream; it may be `CHART_CACHE_SECONDS` old."""
         return await self._read(
             "Postgres",
             stream,
@@ -312,13 +312,13 @@ class StreamHistoryReader:
         )
 
     async def readers(self) -> list[ReaderStatus]:
-        """Read the status of the readers of all streams, sorted by stream and name."""
+        """Read the status of the readers of all streams, sorted by stream and name; it may be `READERS_CACHE_SECONDS`
+        old. Empty if no database of readers is configured and this user may not read the places."""
         return await self._read("The database of the readers", None, READERS_CACHE_SECONDS, self._read_readers)
 
     async def last_id(self, stream: str) -> int | None:
-        """The last ID of the stream that the database of the readers has given out, read after the call; None: not
-        known.
-        """
+        """Read the last ID of the stream that the database of the readers has given out. The read begins after this
+        call. None if the ID is not known (`ReaderPlaces.last_id`)."""
         key = ("last ID", stream)
         return await self._read("The database of the readers", key, 0.0, lambda: self._places.last_id(stream))
 

@@ -41,7 +41,7 @@ from tidemark.sinks.redis.client import (
 
 TIMEOUT_SECONDS = 2.0  # for a connection or an answer; then Postgres is queried instead
 STREAMS_PER_TRANSACTION = 200  # a transaction blocks other Redis clients
-REPLIES_PER_STREAM = 5  # to the commands of `queue_commands`
+REPLIES_PER_STREAM = 5  # the number of commands of `queue_commands`
 
 RedisRequest = ReadKeys | ReadList | ReadNewest
 
@@ -72,9 +72,8 @@ class RedisReader:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
-        """Read the keys of each stream; the keys of one stream are read atomically. Leaves out streams whose keys have
-        invalid content.
-        """
+        """Read the keys of each stream; the keys of one stream are read atomically. If Redis does not have a stream,
+        its `StreamKeys.linear` is None. Leaves out streams whose keys have invalid content."""
         replies = await self._read([ReadKeys(name) for name in streams])
         return {request.stream: keys for request, keys in replies.items() if isinstance(keys, StreamKeys)}
 
@@ -134,8 +133,8 @@ MESSAGES_PER_ITERATION = 8  # of the event loop; a batch of the pipeline may sen
 async def listen(
     client: Any, subscribe: Callable[[Any], Awaitable[None]], receive: Callable[[Mapping[str, Any]], None]
 ) -> NoReturn:
-    """Receive the messages of a pub/sub subscription without end. Messages that are published while Redis is down are
-    lost. For one event loop. End the task with `cancel_until_done`.
+    """Receive the messages of a pub/sub subscription without end. Connects again `RECONNECT_SECONDS` after an error of
+    Redis. Messages that are published in between are lost. For one event loop. End the task with `cancel_until_done`.
 
     Args:
         client: a redis.asyncio client.

@@ -1,11 +1,10 @@
-"""The events that clients missed: from memory, or read once for all clients that resume from nearby places.
+"""The events that clients missed: from memory, or read once for all clients that continue from nearby places.
 
 If a sidecar ends, a thousand clients reconnect to others within a second or two, at nearby places. `ReplayBuffer` keeps
-the batches of the last seconds, which are encoded already. For clients that were away longer, concurrent requests share
-one read from the lowest of their places. Each client gets the events beyond its own place. Nothing is read for
-disconnected clients, and responses are cached briefly. So a client that reconnects again and again from the beginning
-costs little more than its requests.
-"""
+the batches of the last seconds, which are already encoded. If clients were disconnected for longer, their concurrent
+requests share one read, from the lowest of their places. Each client gets the events beyond its own place. No read
+begins for disconnected clients, and responses are cached briefly. So a client that reconnects again and again from the
+beginning costs little more than its requests."""
 
 import asyncio
 import time
@@ -26,11 +25,11 @@ from tidemark.streaming.values.direction import is_beyond, nearer
 
 MAX_SHARED_IDS = 10_000  # the distance of places that share a read
 MAX_SHARED_MILLISECONDS = 5_000  # the distance of marks that share a read
-MAX_MOVES = 100_000  # if there are more, snapshots are cheaper
+MAX_MOVES = 100_000  # if there are more, clients get snapshots, which are cheaper
 MAX_CONCURRENT_READS = 4
 PAGE_EVENTS = 200  # about 40 KB, which stay in memory until the client has read them
 MAX_ADVANCES_PER_QUERY = 1000  # more would be wasted if the client disconnects
-CACHE_SECONDS = 30.0  # short, because a response that was read while Postgres was down lacks evidence
+CACHE_SECONDS = 30.0  # short, because responses that were read while Postgres was down lack evidence
 CACHE_BYTES = 4 << 20
 BYTES_PER_POSITION = 200  # about; clients determine the number of positions in a place
 
@@ -38,8 +37,8 @@ T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """A computation whose result any number of tasks await. If all these tasks are cancelled, the computation is
-    cancelled too.
+    """A computation whose result any number of tasks await. The computation starts at once. If all waiting tasks are
+    cancelled, the computation is cancelled too.
     """
 
     def __init__(self, computation: Coroutine[Any, Any, T]) -> None:
@@ -110,7 +109,8 @@ def place_key(place: Place) -> Hashable:
 
 
 class MissedPage:
-    """A page of missed events, and the `place` after them. It stays in memory only while clients have to read it."""
+    """A page of missed events, and the `place` after them. The page stays in memory only while clients have to read
+    it."""
 
     def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_complete: bool) -> None:
         self.events = events
@@ -118,7 +118,8 @@ class MissedPage:
         self.is_complete = is_complete
         """Whether nothing more was published when the page was read."""
         self.responses: dict[Hashable, tuple[bytes, Place]] = {}
-        """By place of a client, the text for the client and its place after the text. Many clients are at one place."""
+        """Client's place (`place_key`) -> the text for the client, and its place after the text. Many clients share a
+        place. """
         self._pager = pager
         self._next: SingleFlight[MissedPage | None] | None = None
 
@@ -157,7 +158,7 @@ class MissedMoves:
 
     Attributes:
         events: by stream, the events that are not encoded yet.
-        streams: by stream, the positions after the events.
+        streams: by stream that changed, the positions after the events.
         encodings: by stream, the texts for clients, and the place after them. Encoding begins at the first request.
         move_count: the number of events.
     """
@@ -361,7 +362,8 @@ class ReplayBuffer:
         return BufferedReplay(place, batches[start:])
 
     def batches_since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
-        """The batches since a mark, by stream. Empty if the batches of one of these streams are no longer in memory."""
+        """The batches since a mark, by stream. Empty if the mark is unknown, or if batches of one of these streams are
+        no longer in memory."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}
         for stream in streams:
@@ -374,7 +376,7 @@ class ReplayBuffer:
 
 
 def has_reached(place: Place, other: Place) -> bool:
-    """Whether `place` is at or beyond `other` for every writer."""
+    """Whether `place` is at or beyond `other`: for every writer, the linear position and late completions."""
     return (
         not is_beyond(other.linear, place.linear)
         and place.late >= other.late

@@ -1,8 +1,7 @@
-"""Sharing of reads between concurrent requests, and circuit breakers of servers.
+"""Shares reads between concurrent requests, and refuses requests to failed servers for a while (circuit breaker).
 
-A thousand requests per second cause only a few reads. Each request gets an answer that was read after the request
-began.
-"""
+So a thousand requests per second cause only a few reads. Each request gets an answer whose read began after the
+request."""
 
 import asyncio
 import time
@@ -112,14 +111,15 @@ class CircuitBreaker:
         self._now = now
         self._refuse_until = 0.0
         self.problem: TidemarkError | None = None
-        """The error of the last query; None if the server answered."""
+        """The error of the last query; None if that query succeeded, or there was none. `Slow` errors do not count."""
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
         """Guard the block, which queries the server.
 
         Raises:
-            Unavailable, Stop: the error of the block; soon after a failure, the same error without running the block.
+            Unavailable, Stop: the error of the block. Soon after such an error, the same error again, without running
+                the block.
         """
         if self.problem is not None and self._now() < self._refuse_until:
             raise self.problem

@@ -3,7 +3,8 @@ back.
 
 Redis may be restored from an older copy, and Postgres may be a replica that lags. So a server may return lower
 positions than this process has answered before. A published position never becomes wrong (Rule 2), so the farther
-position is answered. After a failover, Redis may lack published positions, so Postgres is read too, once a second.
+position is answered. After a failover, Redis may lack published positions. So the requested streams are also read from
+Postgres, at most once a second.
 """
 
 import asyncio
@@ -27,8 +28,8 @@ SERVERS: Final = ("redis", "postgres")
 
 @dataclass(frozen=True, slots=True)
 class PositionDifference:
-    """The linear positions in both servers when they were last read. `since`: since when they have differed (seconds
-    since 1970).
+    """The linear positions of a stream in Redis and in Postgres when each server was last read. `since`: when the
+    difference was first seen (seconds since 1970).
     """
 
     redis: int
@@ -37,7 +38,7 @@ class PositionDifference:
 
 
 class DivergenceDetector:
-    """Finds streams whose linear positions in Redis and Postgres differ. For one thread; pure.
+    """Finds streams whose linear positions in Redis and Postgres differ. Does no I/O. For one thread.
 
     Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if a lower position is read
     from Redis after a higher one was read from Postgres. Postgres lacks data if a lower position is read from Postgres
@@ -64,15 +65,15 @@ class DivergenceDetector:
                 del self._differences[stream]
 
     def difference(self, stream: str) -> PositionDifference | None:
-        """The difference of the stream; None if neither server is known to lack data."""
+        """The difference of the stream; None if, as far as known, neither server lacks data."""
         difference = self._differences.get(stream)
         return difference and difference[1]
 
 
 DETAILS_CACHE_SECONDS = 1.0  # because decoding is expensive
-COMPARE_INTERVAL_SECONDS = 1.0  # between two comparisons of Postgres with Redis
-NAMES_CACHE_SECONDS = 10.0  # for names from Postgres; Redis may lack names while it is filled
-DETAILS_TIMEOUT_SECONDS = 0.25  # for details, and for the comparison with Postgres
+COMPARE_INTERVAL_SECONDS = 1.0  # between two comparisons of Postgres with Redis, for each stream
+NAMES_CACHE_SECONDS = 10.0  # for names from Postgres, which are needed because Redis may lack names while it is filled
+DETAILS_TIMEOUT_SECONDS = 0.25  # how long a request waits for details, and for the comparison with Postgres
 
 Source = Literal["redis", "postgres", "memory"]
 
@@ -97,10 +98,13 @@ class KnownPositions(PublishedPositions):
 
 
 class AnsweredPositions(MonotonicPositions[KnownPositions]):
-    """The farthest positions that this process has read. One per process, for one thread; pure."""
+    """The farthest positions of each stream that this process has read. One per process, for one thread."""
 
     def merge(self, before: KnownPositions, published: KnownPositions) -> KnownPositions:
-        """The farther positions, with the server from which they were read as `source`."""
+        """Return the farther position of each writer, with the `read_at` of `published`.
+
+        `source` is that of `published` if `published` has the farthest positions, otherwise that of `before`.
+        """
         farthest = super().merge(before, published)
         is_found = (farthest.linear, farthest.vector) == (published.linear, published.vector)
         return farthest if is_found else replace(farthest, source=before.source)
@@ -114,7 +118,7 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
     def from_memory(self, stream: str) -> KnownPositions | None:
-        """The last positions of the stream, with the source `memory`; None if there are none."""
+        """The farthest positions of the stream, with the source `memory`; None if none were read."""
         before = self.get(stream)
         return before and replace(before, source="memory")
 
@@ -124,9 +128,10 @@ class Snapshot:
     """The state of `stream`, as far as known.
 
     Attributes:
-        exists: False if neither Redis nor Postgres has the stream. None if no server answered.
-        positions: None while the stream is recovering.
-        details: None until Postgres answers for the first time.
+        exists: False if neither Redis nor Postgres has the stream. None if Redis has not returned the stream, Postgres
+            cannot be read, and the stream is not in memory.
+        positions: None if the stream does not exist, or is recovering.
+        details: None until they are read from Postgres for the first time.
         details_read_at: when the details were read (seconds, monotonic).
         divergence: the difference between the positions in Redis and Postgres, if there is one.
     """
@@ -169,7 +174,7 @@ class Snapshots:
         """Whether the positions of any stream are in memory."""
         return bool(self._answered.streams)
 
-    def has(self, stream: str) -> bool:
+    def has_read(self, stream: str) -> bool:
         """Whether the positions of the stream were read before, so that the stream exists. Queries no server."""
         return stream in self._answered
 
@@ -178,9 +183,8 @@ class Snapshots:
         return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
-        """Read the names of all streams in Redis and Postgres, and add the streams in memory. Reads Postgres at most
-        every `NAMES_CACHE_SECONDS`, unless Redis returns no names.
-        """
+        """Read the names of all streams in Redis and Postgres, and add the names that were read before. Reads Postgres
+        at most every `NAMES_CACHE_SECONDS`, unless Redis returns no names."""
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
@@ -192,14 +196,15 @@ class Snapshots:
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
-        """Read the snapshots of `streams`, in this order. Positions are read after this call; details may be older."""
+        """Read the snapshots of `streams`, in this order. Positions are read after this call, or come from memory.
+        Details may be older: waits at most `DETAILS_TIMEOUT_SECONDS` for them."""
         snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
         await asyncio.gather(self._read_soon(self._details_reads, stale), self._compare_with_postgres(snapshots))
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """Read the positions of one stream; None if they are not known."""
+        """Read the positions of one stream after this call, or return them from memory; None if they are not known."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).positions
@@ -210,7 +215,7 @@ class Snapshots:
         return {name: known for name in sorted(streams) if (known := snapshots[name].positions) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
-        """Also read the streams from Postgres whose positions came from Redis, at most once a second per stream."""
+        """Also read from Postgres the streams whose positions came from Redis, each stream at most once a second."""
         now = self._now()
         due = [
             name

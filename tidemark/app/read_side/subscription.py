@@ -13,8 +13,8 @@ from tidemark.streaming.values.direction import is_beyond
 
 T = TypeVar("T")
 
-MAX_QUEUED_BATCHES = 20_000  # per listener
-MAX_QUEUE_SECONDS = 20.0  # how long a batch may be in a queue; queues share batches, so this limits the memory
+MAX_QUEUED_ITEMS = 20_000  # per listener
+MAX_QUEUE_SECONDS = 20.0  # how long an item may be in a queue; this limits the memory, because queues share batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class FollowerStarted:
     """The follower of a stream is at `place`. The next items of the stream begin after `place`.
 
     Attributes:
-        by_place: results that were computed from this item.
+        by_place: results that were computed from this item, for listeners at other places.
     """
 
     place: Place
@@ -46,7 +46,7 @@ class EventBatch:
 
     Attributes:
         created_at: when the batch was created (seconds, monotonic).
-        by_place: results that were computed from this item.
+        by_place: results that were computed from this item, for listeners that are not at `before`.
     """
 
     stream: str
@@ -84,7 +84,7 @@ class Listener:
     """The queue of one listener. For one event loop.
 
     Args:
-        wake: completes the future of the task that waits for an item, at once or a little later; None: at once.
+        wake: completes the future of the task that waits for an item, now or later; None: `complete_future`.
         now: a monotonic clock, in seconds.
 
     Attributes:
@@ -112,7 +112,7 @@ class Listener:
         if self.disconnect_signal.done():
             return
         now = self._now()
-        if self._items and (len(self._items) >= MAX_QUEUED_BATCHES or now - self._items[0][0] > MAX_QUEUE_SECONDS):
+        if self._items and (len(self._items) >= MAX_QUEUED_ITEMS or now - self._items[0][0] > MAX_QUEUE_SECONDS):
             self._items.clear()
             complete_future(self.disconnect_signal)
         else:
@@ -122,7 +122,8 @@ class Listener:
                 self._wake(waiter)
 
     async def wait_for_item(self, seconds: float) -> bool:
-        """Wait for an item, up to `seconds`. Returns False if the queue is empty. Only one task may wait at a time."""
+        """Wait for an item, up to `seconds`. Returns False if the queue is still empty. Only one task may wait at a
+        time."""
         if not self._items:
             # Thousands of tasks wait here several times a second, and asyncio's time-outs need several times more CPU.
             loop = asyncio.get_running_loop()

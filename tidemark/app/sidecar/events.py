@@ -301,7 +301,7 @@ async def follow_events(call: OperationCall) -> Response:
         on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
         names = set(query.stream) or await read_side.snapshots.names()
-        if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has(name))):
+        if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has_read(name))):
             for snapshot in await read_side.snapshots.get(others):
                 require_existing(snapshot)
         listener.receives_watermarks = len(names) > MAX_STREAMS_IN_EVENT_ID

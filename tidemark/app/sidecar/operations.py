@@ -153,8 +153,8 @@ async def gaps(call: OperationCall) -> Response:
     details, read_at = require_existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
         raise RecoveringProblem(
-            f"the gaps of {call.stream} have not been read yet: Postgres does not answer or is slow, or the pipeline has a"
-            " later version than this sidecar; try again"
+            f"the gaps of {call.stream} have not been read yet: Postgres does not answer or is slow, or the pipeline"
+            " has a later version than this sidecar; try again"
         )
     query: GapsQuery = call.query
     return json_response(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))

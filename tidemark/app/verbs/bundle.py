@@ -170,7 +170,7 @@ def _versions() -> str:
 
 
 def _status_json(settings: Settings, postgres: Postgres) -> str:
-    condition = health.configured_condition(settings, postgres)
+    condition = health.read_configured_condition(settings, postgres)
     return status.to_json(status.read_from_postgres(postgres, postgres.states()), time.time(), condition)
 
 

@@ -500,7 +500,7 @@ def _check_pipeline(settings: "Settings") -> Iterator[Check]:
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        condition, conditions = health.configured_condition(settings, postgres), postgres.conditions
+        condition, conditions = health.read_configured_condition(settings, postgres), postgres.conditions
         problems = open_ranges.source_problems(
             postgres.states(), time.time(), conditions.reading_status(), conditions.bridges()
         )

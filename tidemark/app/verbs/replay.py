@@ -273,11 +273,11 @@ def compare_stream(
         goal = batch if start is None or start.is_linear_comparable(now) else replace(batch, linear=None)
         applied, now = _advance_to(goal, now, facts[at:], due, roles, time, show)
         at += applied
-        if ends is not None and time >= ends and not now.reaches(goal) and not _is_beyond_history(now, past):
+        if ends is not None and time >= ends and not now.has_reached(goal) and not _is_beyond_history(now, past):
             return _Comparison(number, last, has_linear=goal is batch)
         divergence = _find_divergence(stream, now, goal, stored)
         if divergence is not None:
-            record = facts[at - 1] if at and now.reaches(goal) else None
+            record = facts[at - 1] if at and now.has_reached(goal) else None
             return _Comparison(number, last, replace(divergence, record=record))
         last = batch
     has_linear = start is None or start.is_linear_comparable(now)
@@ -315,12 +315,12 @@ def _advance_to(
 
     low, step = 0, 1  # `now` contains the first `low` records, which are too few
     attempt = try_records(now, [])
-    if attempt.reaches(batch):
+    if attempt.has_reached(batch):
         return 0, attempt
     while low < len(facts):
         chunk = facts[low : low + step]
         reached = try_records(now, chunk)
-        if not reached.reaches(batch):
+        if not reached.has_reached(batch):
             now, low, step = now.apply(chunk, roles, time), low + len(chunk), min(2 * step, MAX_CHUNK)
             show.move_by(len(chunk))
             continue
@@ -328,7 +328,7 @@ def _advance_to(
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
             attempt = try_records(now, chunk[:middle])
-            if attempt.reaches(batch):
+            if attempt.has_reached(batch):
                 enough, reached = middle, attempt
             else:
                 too_few = middle

@@ -336,7 +336,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         if stream is not None and stream not in stored:
             raise CommandFailed(unknown_stream_text(stream, stored))
         statuses = read_from_postgres(postgres, stored, stream)
-        pipeline = health.configured_condition(settings, postgres)
+        pipeline = health.read_configured_condition(settings, postgres)
     if as_json:
         click.echo(to_json(statuses, time.time(), pipeline))
     else:
@@ -361,7 +361,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
         for query in itertools.count(1):
             try:
                 stored = postgres.states(None if stream is None else [stream])
-                pipeline = health.configured_condition(settings, postgres)
+                pipeline = health.read_configured_condition(settings, postgres)
                 now = time.time()
                 statuses = read_from_postgres(postgres, stored)
                 open_now = open_ranges.read_open_ranges(postgres, stored, now, settings.policy_defaults)
