@@ -19,7 +19,7 @@ from tests.streaming.builders import STREAM, Record, Shard, as_json, forced, joi
 from tidemark.app import relay
 from tidemark.app.cli import main
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.open_ranges import OpenRange, remedy
+from tidemark.app.diagnosis.open_ranges import OpenRange, choose_remedy
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.wire.records import Timeline
@@ -144,7 +144,9 @@ def test_a_prepared_transaction_is_rolled_back_by_the_statement_that_is_shown(da
 def test_the_name_of_a_prepared_transaction_may_hold_a_quote() -> None:
     """The statement is still one."""
     line = OpenTransaction(STREAM, "shop", None, "o'neill 1", "u", "", "", None, "", "shop").description
-    found = remedy("open transaction", STREAM, "shop", id=1, epoch=1, transactions=[line], relayed=True, bridged=False)
+    found = choose_remedy(
+        "open transaction", STREAM, "shop", id=1, epoch=1, transactions=[line], is_relayed=True, is_bridged=False
+    )
     assert found.command == "rollback prepared 'o''neill 1'"
 
 
@@ -158,7 +160,7 @@ def test_values_of_a_query_are_not_published() -> None:
 @pytest.mark.parametrize("names", [("orders", "shop"), ("a'b", "$(reboot)"), ("-rf", 'x;"`')])
 def test_commands_are_whole_and_safe_for_a_shell(names: tuple[str, str]) -> None:
     """Whatever streams and writers are called: what is copied says what it seems to."""
-    found = remedy("silent", *names, id=7, epoch=1, transactions=[], relayed=False, bridged=False)
+    found = choose_remedy("silent", *names, id=7, epoch=1, transactions=[], is_relayed=False, is_bridged=False)
     words = shlex.split(found.command)
     assert words[:7] == ["tidemark", "retire", "--id=7", "--by", "$USER", "--why", "gone for good"]
     assert words[7:] == [*(["--"] if names[0].startswith("-") else []), *names]

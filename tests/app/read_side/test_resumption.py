@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tidemark.app.read_side.replay import (
     BYTES_PER_POSITION,
-    CACHE_BYTES,
     CACHE_SECONDS,
+    MAX_CACHE_BYTES,
     MAX_MOVES,
     ReplayReader,
     ResponseCache,
@@ -45,7 +45,7 @@ def test_texts_that_are_asked_for_are_kept_longest() -> None:
     """Within a bound of bytes; and no longer than what they say may have been for want of Postgres."""
     clock = [0.0]
     texts = ResponseCache(lambda: clock[0])
-    third = b"x" * (CACHE_BYTES // 3 - BYTES_PER_POSITION)
+    third = b"x" * (MAX_CACHE_BYTES // 3 - BYTES_PER_POSITION)
     for id in range(3):
         texts.store("s", Place(id), third, Place(id + 1))
     assert texts.get("s", Place(0)) == (third, Place(1))
@@ -58,7 +58,7 @@ def test_texts_that_are_asked_for_are_kept_longest() -> None:
     texts.store("s", Place(0), third, Place(9))
     assert texts.get("s", Place(0)) == (third, Place(9))
     assert texts.get("s", Place(2)) is None
-    for long in (Place(4, dict.fromkeys(map(str, range(CACHE_BYTES // BYTES_PER_POSITION + 1)), 5)), Place(5)):
+    for long in (Place(4, dict.fromkeys(map(str, range(MAX_CACHE_BYTES // BYTES_PER_POSITION + 1)), 5)), Place(5)):
         texts.store("s", long, b"x", Place(9))
         assert (texts.get("s", long) is None) == bool(long.positions)
 

@@ -41,7 +41,7 @@ def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() 
     """Who would start it is told that this needs a higher epoch."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, operator_epochs={(STREAM, "w1", 1), (STREAM, "w2", 2)})
     assert gaps.to_text([found], 302.0).splitlines() == [
         "events: w1: no record beyond ID 7 for 5 min; fenced, last record 5 min ago",
         "    Start w1, in an epoch above 1. If it is gone for good:"
@@ -49,7 +49,9 @@ def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() 
     ]
     assert [
         it.verdict
-        for it in open_ranges.find_open_ranges(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})
+        for it in open_ranges.find_open_ranges(
+            shard.states, 302.0, operator_epochs={("other", "w1", 1), (STREAM, "w1", 2)}
+        )
     ] == ["silent"]
 
 
@@ -91,12 +93,12 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     """It proves from Synapse's tables what an operator's word would skip."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged={STREAM})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged_streams={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    Start w1, or the relay of its database. If it is gone for good: tidemark synapse retire w1 events"
     ]
     shard.feed(opened("w1", "pid 7"))
-    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged={STREAM})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged_streams={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    open transaction: pid 7",
         "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",
@@ -108,13 +110,15 @@ def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_tol
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
     assert open_ranges.find_open_ranges(shard.states, 11.0) == []
-    assert gaps.to_text(open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
+    assert gaps.to_text(
+        open_ranges.find_open_ranges(shard.states, 11.0, bridged_streams={STREAM}), 11.0
+    ).splitlines() == [
         "events: a: no record beyond ID 2; transaction open, last record 10 s ago",
         "    open transaction: pid 7",
         "    End the transaction with this statement in its own database: select pg_terminate_backend(7)",
     ]
     shard.feed(opened("a"))
-    assert open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}) == []
+    assert open_ranges.find_open_ranges(shard.states, 11.0, bridged_streams={STREAM}) == []
 
 
 def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
@@ -179,29 +183,29 @@ def relayed(blocked: str = "") -> Shard:
 def test_a_relay_that_sends_no_heartbeat_is_listed_although_nothing_waits() -> None:
     """What its database holds back is in no record. It counts only while a pipeline reads all of its partition."""
     shard = relayed()
-    assert open_ranges.find_open_ranges(shard.states, 66.0, reading=READS) == []
-    found = open_ranges.find_open_ranges(shard.states, 1081.0, reading=READS)
+    assert open_ranges.find_open_ranges(shard.states, 66.0, read_status=READS) == []
+    found = open_ranges.find_open_ranges(shard.states, 1081.0, read_status=READS)
     assert gaps.to_text(found, 1081.0).splitlines() == [
         "events: shop: no heartbeat for 18 min; position 1",
         "    Start the relay of shop; the end of its log says why it ended.",
     ]
-    bridged = open_ranges.find_open_ranges(shard.states, 1081.0, bridged={STREAM}, reading=READS)
+    bridged = open_ranges.find_open_ranges(shard.states, 1081.0, bridged_streams={STREAM}, read_status=READS)
     assert [it.advice for it in bridged] == ["Start the bridge to Synapse; the end of its log says why it ended."]
     for reading in (None, ReadStatus(1030.0, frozenset()), ReadStatus(0.0, frozenset({0}))):
-        assert open_ranges.find_open_ranges(shard.states, 1081.0, reading=reading) == []
+        assert open_ranges.find_open_ranges(shard.states, 1081.0, read_status=reading) == []
 
 
 def test_a_writer_that_promised_no_heartbeat_is_judged_as_before() -> None:
     """It is quiet, and its stream is complete as far as anybody knows."""
     shard = Shard()
     shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop"))
-    assert open_ranges.find_open_ranges(shard.states, 1e6, reading=READS) == []
+    assert open_ranges.find_open_ranges(shard.states, 1e6, read_status=READS) == []
 
 
 def test_what_a_relay_holds_back_is_listed_with_its_cause() -> None:
     """With the remedy that the relay sent; other writers of the stream need not wait for anything."""
     shard = relayed(blocked="sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1")
-    found = open_ranges.find_open_ranges(shard.states, 61.0, reading=READS)
+    found = open_ranges.find_open_ranges(shard.states, 61.0, read_status=READS)
     assert gaps.to_text(found, 61.0).splitlines() == [
         "events: shop: blocked for 60 s; position 1",
         "    sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1.",
@@ -220,8 +224,8 @@ def test_the_writers_of_a_relay_live_as_it_does() -> None:
     )
     shard.now = 900_000
     shard.feed(opened("shop", heartbeat=30))
-    (found,) = open_ranges.find_open_ranges(shard.states, 960.0, reading=READS)
+    (found,) = open_ranges.find_open_ranges(shard.states, 960.0, read_status=READS)
     assert (found.writer, found.verdict, found.verb) == ("till", "alive", "tidemark relay blockers")
-    found, source = open_ranges.find_open_ranges(shard.states, 1000.0, reading=READS)
+    found, source = open_ranges.find_open_ranges(shard.states, 1000.0, read_status=READS)
     assert (found.writer, found.verdict, found.verb) == ("till", "no heartbeat", "")
     assert (source.writer, source.verdict) == ("shop", "no heartbeat")

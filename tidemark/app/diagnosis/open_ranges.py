@@ -25,8 +25,8 @@ from tidemark.streaming.values.limits import Policies
 
 Verdict = Literal["open transaction", "alive", "silent", "fenced", "unknown", "no heartbeat", "blocked"]
 
-_PROCESS = re.compile(r"\bpid (\d+)\b")
-_PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .*|, user .*|)$")
+_PROCESS_PATTERN = re.compile(r"\bpid (\d+)\b")
+_PREPARED_PATTERN = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .*|, user .*|)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Remedy:
     command: str
 
 
-def remedy(
+def choose_remedy(
     verdict: Verdict,
     stream: str,
     writer: str,
@@ -46,8 +46,8 @@ def remedy(
     id: int,
     epoch: int,
     transactions: Sequence[str],
-    relayed: bool,
-    bridged: bool,
+    is_relayed: bool,
+    is_bridged: bool,
     cause: str = "",
 ) -> Remedy:
     """Choose the remedy for a writer that blocks a position.
@@ -59,22 +59,22 @@ def remedy(
         id: the highest ID that the writer has completed, signed. The remedy may settle all IDs up to this ID.
         epoch: the epoch of the open IDs.
         transactions: the reported transactions with open IDs of the writer, as text; the oldest first.
-        relayed: whether a relay sends the writer's records, so that `tidemark relay blockers` lists the writer.
-        bridged: whether `tidemark synapse` sends the stream's records.
+        is_relayed: whether a relay sends the writer's records, so that `tidemark relay blockers` lists the writer.
+        is_bridged: whether `tidemark synapse` sends the stream's records.
         cause: for "blocked", why the relay or bridge sends nothing new, and what to do, as in an OPEN record.
     """
     if verdict == "blocked":
         return Remedy(f"{cause}.", "")
     if verdict == "no heartbeat":
-        program = "the bridge to Synapse" if bridged else f"the relay of {writer}" if relayed else writer
+        program = "the bridge to Synapse" if is_bridged else f"the relay of {writer}" if is_relayed else writer
         return Remedy(f"Start {program}; the end of its log says why it ended.", "")
-    blockers = f"tidemark {'synapse' if bridged else 'relay'} blockers"
+    blockers = f"tidemark {'synapse' if is_bridged else 'relay'} blockers"
     if verdict == "open transaction":
         if statement := _terminate_statement(transactions):
             return Remedy("End the transaction with this statement in its own database:", statement)
         return Remedy("Run this in its database to see the transaction and how to end it:", blockers)
     if verdict == "alive":
-        if relayed or bridged:
+        if is_relayed or is_bridged:
             return Remedy(
                 f"{writer} is alive: a transaction is open, or was rolled back a moment ago. Run this in its database"
                 " to see open transactions:",
@@ -82,7 +82,7 @@ def remedy(
             )
         return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")
     advice = f"{_START_ADVICE[verdict].format(writer, epoch)} If it is gone for good:"
-    if bridged:
+    if is_bridged:
         return Remedy(advice, _synapse_retire(stream, writer))
     epoch_option = ["--epoch", str(epoch)] if verdict == "unknown" else []
     options = shlex.join([*epoch_option, f"--id={id}"])
@@ -112,9 +112,9 @@ def _terminate_statement(transactions: Sequence[str]) -> str:
     transaction names neither a process nor a prepared transaction."""
     if not transactions:
         return ""
-    if match := _PROCESS.search(transactions[0]):
+    if match := _PROCESS_PATTERN.search(transactions[0]):
         return f"select pg_terminate_backend({match[1]})"
-    if match := _PREPARED.search(transactions[0]):
+    if match := _PREPARED_PATTERN.search(transactions[0]):
         return "rollback prepared '{}'".format(match[1].replace("'", "''"))
     return ""
 
@@ -227,9 +227,9 @@ def find_open_ranges(
     stored: Mapping[str, bytes],
     now: float,
     policies: Policies = NO_POLICIES,
-    begun: Collection[tuple[str, str, int]] = (),
-    bridged: Collection[str] = (),
-    reading: ReadStatus | None = None,
+    operator_epochs: Collection[tuple[str, str, int]] = (),
+    bridged_streams: Collection[str] = (),
+    read_status: ReadStatus | None = None,
 ) -> list[OpenRange]:
     """Find the open ranges, sorted by stream and then by age: ranges of unknown age first, then the oldest.
 
@@ -240,9 +240,10 @@ def find_open_ranges(
         stored: the encoded states, by stream.
         now: seconds since 1970.
         policies: the policies of the streams.
-        begun: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them is fenced.
-        bridged: the streams that `tidemark synapse` sends.
-        reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
+        operator_epochs: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them
+            is fenced.
+        bridged_streams: the streams that `tidemark synapse` sends.
+        read_status: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
 
     Raises:
         StateTooNew: a newer Tidemark has encoded a state.
@@ -250,14 +251,23 @@ def find_open_ranges(
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
-        ranges = [*_stream_ranges(name, stream, now, silent_after_seconds(policies, name), reading)]
-        ranges += _source_ranges(name, stream, now, reading, {open_range.writer for open_range in ranges})
-        of_stream = [_as_fenced(span) if (name, span.writer, span.epoch) in begun else span for span in ranges]
-        if name in bridged:
+        ranges = [*_stream_ranges(name, stream, now, silent_after_seconds(policies, name), read_status)]
+        ranges += _source_ranges(name, stream, now, read_status, {open_range.writer for open_range in ranges})
+        of_stream = [
+            _as_fenced(open_range) if (name, open_range.writer, open_range.epoch) in operator_epochs else open_range
+            for open_range in ranges
+        ]
+        if name in bridged_streams:
             of_stream = of_stream or [*_transaction_ranges(name, stream)]
-        of_stream = [_with_remedy(span, stream, bridged=name in bridged) for span in of_stream]
+        of_stream = [_with_remedy(open_range, stream, is_bridged=name in bridged_streams) for open_range in of_stream]
         open_ranges += sorted(
-            of_stream, key=lambda span: (span.since is not None, span.since, span.writer, abs(span.low or 0))
+            of_stream,
+            key=lambda open_range: (
+                open_range.since is not None,
+                open_range.since,
+                open_range.writer,
+                abs(open_range.low or 0),
+            ),
         )
     return open_ranges
 
@@ -286,7 +296,7 @@ def silent_after_seconds(policies: Policies, stream: str) -> float:
 
 
 def _stream_ranges(
-    name: str, stream: StreamState, now: float, silent_seconds: float, reading: ReadStatus | None
+    name: str, stream: StreamState, now: float, silent_seconds: float, read_status: ReadStatus | None
 ) -> Iterator[OpenRange]:
     lag = linear_lag(stream)
     stream.writers.decode_waiting()
@@ -295,7 +305,11 @@ def _stream_ranges(
     with_gaps = {writer: known for writer, known in stream.writers.decoded.items() if known.chain.pending}
     for writer, known in with_gaps.items():
         yield from _gap_ranges(
-            name, stream, writer, known, writer_verdict(stream, writer, known.last_seen, now, silent_seconds, reading)
+            name,
+            stream,
+            writer,
+            known,
+            writer_verdict(stream, writer, known.last_seen, now, silent_seconds, read_status),
         )
     for blocker in lag.blockers if lag else ():
         if blocker.reason == "unknown" or blocker.writer in with_gaps or is_brief(blocker.since, now):
@@ -304,9 +318,9 @@ def _stream_ranges(
         since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.last_seen)
         # A record from before the linear position was blocked does not show that the writer is alive.
         seen_since_blocked = blocker.last_seen if blocker.since is None or blocker.last_seen > blocker.since else 0
-        state = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent_seconds, reading)
+        verdict = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent_seconds, read_status)
         yield OpenRange(
-            name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, state
+            name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, verdict
         )
 
 
@@ -321,30 +335,33 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
     return None
 
 
-def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: ReadStatus | None) -> float | None:
+def missed_heartbeat_seconds(
+    source: Source, home_partition: int | None, now: float, read_status: ReadStatus | None
+) -> float | None:
     """Seconds since the newest record of a source, if the source has missed its heartbeat; otherwise None.
 
-    Also None if this is not known: `reading` is None, or the pipeline reads the partition `home` with lag.
+    Also None if this is not known: `read_status` is None, or the pipeline reads the partition `home_partition` with
+    lag.
 
     Args:
         source: the relay or bridge.
-        home: the partition of the stream.
+        home_partition: the partition of the stream.
         now: seconds since 1970.
-        reading: the partitions that the pipeline reads with lag; None if not known (`reading_status`).
+        read_status: the partitions that the pipeline reads with lag; None if not known (`reading_status`).
     """
-    if reading is None or home in reading.lagging:
+    if read_status is None or home_partition in read_status.lagging:
         return None
-    return source.overdue(now, reading.since)
+    return source.overdue(now, read_status.since)
 
 
 def source_problem(
-    source: Source, home: int | None, now: float, reading: ReadStatus | None, *, bridged: bool = False
+    source: Source, home_partition: int | None, now: float, read_status: ReadStatus | None, *, is_bridged: bool = False
 ) -> str:
     """A message if a source has missed its heartbeat or is blocked, else an empty text. Arguments as for
-    `missed_heartbeat_seconds`; `bridged`: whether the source is the bridge to Synapse.
+    `missed_heartbeat_seconds`; `is_bridged`: whether the source is the bridge to Synapse.
     """
-    name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
-    if (seconds := missed_heartbeat_seconds(source, home, now, reading)) is not None:
+    name = "the bridge to Synapse" if is_bridged else f"the relay {source.writer}"
+    if (seconds := missed_heartbeat_seconds(source, home_partition, now, read_status)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
     if source.report.blocked:
         age = duration(now - source.report.since / 1000)
@@ -353,7 +370,7 @@ def source_problem(
 
 
 def source_problems(
-    stored: Mapping[str, bytes], now: float, reading: ReadStatus | None, bridged: Collection[str] = ()
+    stored: Mapping[str, bytes], now: float, read_status: ReadStatus | None, bridged_streams: Collection[str] = ()
 ) -> Iterator[str]:
     """Yield a message for each source that has missed its heartbeat or is blocked, by stream. Decodes only the states
     of streams with OPEN records.
@@ -361,27 +378,27 @@ def source_problems(
     Args:
         stored: the encoded states, by stream.
         now: seconds since 1970.
-        reading: the partitions that the pipeline reads with lag; None if not known.
-        bridged: the streams that `tidemark synapse` sends.
+        read_status: the partitions that the pipeline reads with lag; None if not known.
+        bridged_streams: the streams that `tidemark synapse` sends.
     """
     for name, data in sorted(stored.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
             for source in sources(stream):
-                if text := source_problem(source, stream.home, now, reading, bridged=name in bridged):
+                if text := source_problem(source, stream.home, now, read_status, is_bridged=name in bridged_streams):
                     yield f"{name}: {text}"
 
 
 def _source_ranges(
-    name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
+    name: str, stream: StreamState, now: float, read_status: ReadStatus | None, writers_with_range: Collection[str]
 ) -> Iterator[OpenRange]:
     """Yield an open range for each source that has missed its heartbeat or is blocked, because it may have unsent
-    facts. Leaves out the sources in `known`: writers that have an open range already."""
+    facts. Leaves out the sources in `writers_with_range`, which have an open range already."""
     for source in sources(stream):
-        if source.writer in known or not source_problem(source, stream.home, now, reading):
+        if source.writer in writers_with_range or not source_problem(source, stream.home, now, read_status):
             continue
         writer = stream.writers[source.writer]
-        is_silent = missed_heartbeat_seconds(source, stream.home, now, reading) is not None
+        is_silent = missed_heartbeat_seconds(source, stream.home, now, read_status) is not None
         yield OpenRange(
             name,
             source.writer,
@@ -406,31 +423,33 @@ def _transaction_ranges(name: str, stream: StreamState) -> Iterator[OpenRange]:
             yield OpenRange(name, writer, known.epoch, low, None, None, 0, 0, seen, transactions, "open transaction")
 
 
-def _with_remedy(span: OpenRange, stream: StreamState, *, bridged: bool) -> OpenRange:
-    known = stream.writers.get(span.writer) if span.low is not None else None
+def _with_remedy(open_range: OpenRange, stream: StreamState, *, is_bridged: bool) -> OpenRange:
+    known = stream.writers.get(open_range.writer) if open_range.low is not None else None
     if known is not None:
-        id = stream.direction.signed(known.chain.highest_settled) if span.top is not None else span.low
+        id = stream.direction.signed(known.chain.highest_settled) if open_range.top is not None else open_range.low
     else:
-        id = stream.direction.signed(max(stream.unjoined[span.writer, span.epoch].chain.highest_settled, 0))
-    proposed = remedy(
-        span.verdict,
-        span.stream,
-        span.writer,
+        id = stream.direction.signed(max(stream.unjoined[open_range.writer, open_range.epoch].chain.highest_settled, 0))
+    proposed = choose_remedy(
+        open_range.verdict,
+        open_range.stream,
+        open_range.writer,
         id=id or 0,
-        epoch=span.epoch,
-        transactions=span.transactions,
-        relayed=known is not None and known.start_token is not None,
-        bridged=bridged,
-        cause="" if (source := source_of(stream, span.writer)) is None else source.report.blocked,
+        epoch=open_range.epoch,
+        transactions=open_range.transactions,
+        is_relayed=known is not None and known.start_token is not None,
+        is_bridged=is_bridged,
+        cause="" if (source := source_of(stream, open_range.writer)) is None else source.report.blocked,
     )
-    return replace(span, advice=proposed.advice, verb=proposed.command)
+    return replace(open_range, advice=proposed.advice, verb=proposed.command)
 
 
-def _as_fenced(span: OpenRange) -> OpenRange:
-    return replace(span, verdict="fenced") if span.verdict == "silent" else span
+def _as_fenced(open_range: OpenRange) -> OpenRange:
+    return replace(open_range, verdict="fenced") if open_range.verdict == "silent" else open_range
 
 
-def _gap_ranges(name: str, stream: StreamState, writer: str, known: WriterState, state: Verdict) -> Iterator[OpenRange]:
+def _gap_ranges(
+    name: str, stream: StreamState, writer: str, known: WriterState, verdict: Verdict
+) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
     seen = last_seen(known.last_seen)
     waiting = known.chain.pending_edges
@@ -447,7 +466,7 @@ def _gap_ranges(name: str, stream: StreamState, writer: str, known: WriterState,
             facts,
             seen,
             transactions,
-            state,
+            verdict,
         )
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
 
@@ -461,7 +480,12 @@ def _unjoined_range(name: str, stream: StreamState, writer: str, epoch: int, unj
 
 
 def writer_verdict(
-    stream: StreamState, writer: str, seen_ms: int, now: float, silent_seconds: float, reading: ReadStatus | None = None
+    stream: StreamState,
+    writer: str,
+    seen_ms: int,
+    now: float,
+    silent_seconds: float,
+    read_status: ReadStatus | None = None,
 ) -> Verdict:
     """The state of a writer that joined.
 
@@ -471,22 +495,24 @@ def writer_verdict(
         seen_ms: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
         now: seconds since 1970.
         silent_seconds: after how many seconds without a record a writer counts as silent.
-        reading: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
+        read_status: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
     """
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
     if source is None:
-        return verdict(last_seen(seen_ms), transactions, now, silent_seconds)
-    if missed_heartbeat_seconds(source, stream.home, now, reading) is not None:
+        return verdict_from_records(last_seen(seen_ms), transactions, now, silent_seconds)
+    if missed_heartbeat_seconds(source, stream.home, now, read_status) is not None:
         return "no heartbeat"
     if source.report.blocked:
         return "blocked"
     if source.report.heartbeat:
         seen_ms = max(seen_ms, source.last_seen)
-    return verdict(last_seen(seen_ms), transactions, now, max(silent_seconds, source.heartbeat_timeout))
+    return verdict_from_records(last_seen(seen_ms), transactions, now, max(silent_seconds, source.heartbeat_timeout))
 
 
-def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent_seconds: float) -> Verdict:
+def verdict_from_records(
+    seen: datetime | None, transactions: Sequence[str], now: float, silent_seconds: float
+) -> Verdict:
     """The state of a writer that joined: `open transaction`, `alive` or `silent`. Does not depend on heartbeats of a
     relay.
 

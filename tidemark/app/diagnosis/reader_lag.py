@@ -170,7 +170,7 @@ class ReaderLag:
 
     def __init__(self, history: PositionHistory) -> None:
         self._history = history
-        self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # (reader, stream) -> (position, time)
+        self._passed_at: dict[tuple[str, str], tuple[int, datetime]] = {}  # (reader, stream) -> (position, time)
 
     def statuses(
         self, stored_places: "Sequence[StoredPlace]", positions: Mapping[str, int] | None = None
@@ -189,23 +189,27 @@ class ReaderLag:
         late = self._history.count_late_after(
             {(stored.stream, stored.late) for stored in stored_places if stored.has_begun}
         )
-        self._passed = {
-            key: self._passed[key] for key in self._passed if key in {_key(stored) for stored in stored_places}
+        self._passed_at = {
+            key: self._passed_at[key]
+            for key in self._passed_at
+            if key in {_cache_key(stored) for stored in stored_places}
         }
         now = datetime.now(UTC)
         return [
-            self._status(stored, positions.get(stored.stream), late.get((stored.stream, stored.late)), now)
+            self._reader_status(stored, positions.get(stored.stream), late.get((stored.stream, stored.late)), now)
             for stored in stored_places
         ]
 
-    def _status(self, stored: "StoredPlace", linear: int | None, late: int | None, now: datetime) -> ReaderStatus:
+    def _reader_status(
+        self, stored: "StoredPlace", linear: int | None, late: int | None, now: datetime
+    ) -> ReaderStatus:
         ids = seconds = None
         if linear is not None and stored.has_begun:
             ids = max(0, abs(linear) - abs(stored.linear))
-            since = self._since(stored) if ids else now
+            since = self._find_passing_time(stored) if ids else now
             seconds = None if since is None else max(0.0, (now - since).total_seconds())
         if not ids:
-            self._passed.pop(_key(stored), None)
+            self._passed_at.pop(_cache_key(stored), None)
         partition, partitions = stored.partition or (None, None)
         return ReaderStatus(
             stored.reader,
@@ -213,7 +217,7 @@ class ReaderLag:
             partitions,
             stored.stream,
             stored.mode,
-            _state(stored, linear, ids, seconds, now),
+            _reader_state(stored, linear, ids, seconds, now),
             str(stored.token) if stored.has_begun else None,
             stored.linear if stored.has_begun else None,
             linear,
@@ -227,24 +231,24 @@ class ReaderLag:
             late if stored.has_begun else None,
         )
 
-    def _since(self, stored: "StoredPlace") -> datetime | None:
+    def _find_passing_time(self, stored: "StoredPlace") -> datetime | None:
         """When the linear position passed the reader's place; None if the history has no position beyond the place
         (`PositionHistory.passed_at`). Caches the time, but not None."""
-        cached = self._passed.get(_key(stored))
+        cached = self._passed_at.get(_cache_key(stored))
         if cached is not None and cached[0] == stored.linear:
             return cached[1]
         has_advanced = cached is not None and is_beyond(stored.linear, cached[0])
         since = self._history.passed_at(stored.stream, stored.linear, cached[1] if cached and has_advanced else None)
         if since is not None:
-            self._passed[_key(stored)] = stored.linear, since
+            self._passed_at[_cache_key(stored)] = stored.linear, since
         return since
 
 
-def _key(stored: "StoredPlace") -> tuple[str, str]:
+def _cache_key(stored: "StoredPlace") -> tuple[str, str]:
     return stored.reader, stored.stream
 
 
-def _state(
+def _reader_state(
     stored: "StoredPlace", linear: int | None, ids: int | None, seconds: float | None, now: datetime
 ) -> ReaderState:
     if linear is None:

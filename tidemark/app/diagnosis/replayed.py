@@ -57,18 +57,18 @@ class Replayed:
     positions: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Evidence] = field(default_factory=dict)
 
-    def apply(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
+    def apply(self, messages: Sequence[RecordedMessage], topic_roles: Mapping[str, Topic], now: int) -> "Replayed":
         """Return the state after a batch of more records. Does not change this object.
 
         Args:
             messages: the records of the batch.
-            roles: the role of each topic, by name.
+            topic_roles: the role of each topic, by name.
             now: batch time, milliseconds since 1970.
         """
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
-        batch = apply_batch(0, States(states), make_packets(messages, roles), now, self.bounds)
+        batch = apply_batch(0, States(states), make_packets(messages, topic_roles), now, self.bounds)
         for effects in batch.streams:
             if effects.stream == self.stream:
                 positions, counts = dict(self.positions), dict(self.counts)
@@ -106,14 +106,15 @@ def group_messages_by_stream(messages: Iterable[RecordedMessage]) -> dict[str, l
     return streams
 
 
-def make_packets(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
-    """Make packets of records of any partitions, as the pipeline does. `roles`: the role of each topic, by name."""
+def make_packets(messages: Iterable[RecordedMessage], topic_roles: Mapping[str, Topic]) -> list[Packet]:
+    """Make packets of records of any partitions, as the pipeline does. `topic_roles`: the role of each topic, by
+    name."""
     by_partition: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for message in messages:
         by_partition[message.topic, message.partition].append(message)
     packets: list[Packet] = []
     for (topic, partition), partition_messages in by_partition.items():
-        decoder = Decoder(roles[topic])
+        decoder = Decoder(topic_roles[topic])
         decoder.add(_record_batch(partition_messages))
         packets += [packet for _, packet in pack(topic, partition, decoder, 1)]
     return packets
@@ -181,12 +182,12 @@ class ReplayStart:
 
 
 def find_start(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, is_truncated: bool
+    history: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, is_truncated: bool
 ) -> ReplayStart | None:
     """Find the first batch after which no gap was open.
 
     Args:
-        past: the stored history of the stream.
+        history: the stored data of the stream.
         stream: the name of the stream.
         facts: the records of the facts topic.
         bounds: the limits with which the pipeline ran.
@@ -198,30 +199,30 @@ def find_start(
     """
     recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
     has_read = not is_truncated
-    for number, batch in enumerate(past.batches, 1):
+    for number, batch in enumerate(history.batches, 1):
         # Only facts count: IDs that a JOIN or an operator settled may have no record.
         has_read = has_read or any(
             (move.writer, move.id) in recorded and not any(move.evidence.counts[1:]) for move in batch.advances
         )
         if has_read and not any(
-            gap.opened <= batch.time and (gap.closed is None or gap.closed > batch.time) for gap in past.gaps
+            gap.opened <= batch.time and (gap.closed is None or gap.closed > batch.time) for gap in history.gaps
         ):
-            return _start_after(past, stream, facts, bounds, number)
+            return _start_after(history, stream, facts, bounds, number)
     return None
 
 
 def _start_after(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, uncompared: int
+    history: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, uncompared: int
 ) -> ReplayStart:
     """Make the state after the first `uncompared` batches, from a JOIN of each writer and a RETIRE of each retired
     writer."""
-    after, first_records = past.batches[uncompared - 1], dict[str, Record]()
+    after, first_records = history.batches[uncompared - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := read_fact_record(message)) is not None]
     for record in parsed:
         first_records.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
-    for writer in _writers_at(past, uncompared):
+    for writer in _writers_at(history, uncompared):
         if writer.is_named_later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
@@ -233,7 +234,7 @@ def _start_after(
         first = first_records.get(writer.writer)
         if isinstance(first, Join) and first.epoch > epoch:
             joining[writer.writer] = writer.position
-        elif first is None and writer.writer in past.retired:
+        elif first is None and writer.writer in history.retired:
             retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
     joined.sort(
         key=lambda join: (abs(join.id), join.writer)
@@ -249,17 +250,17 @@ def _start_after(
     return ReplayStart(uncompared, after, now.without_counts(), highest, joining)
 
 
-def _writers_at(past: StreamBatches, uncompared: int) -> Iterator[SeedWriter]:
+def _writers_at(history: StreamBatches, uncompared: int) -> Iterator[SeedWriter]:
     """The writers of the stream after the first `uncompared` batches."""
     before, later = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
-    for batch in past.batches[:uncompared]:
+    for batch in history.batches[:uncompared]:
         before |= {move.writer: move for move in batch.advances}
-    for batch in past.batches[uncompared:]:
+    for batch in history.batches[uncompared:]:
         for move in batch.advances:
             later.setdefault(move.writer, (move.epoch, move.prev))
-    for writer, position in past.positions.items():
+    for writer, position in history.positions.items():
         if writer in before:
             yield SeedWriter(writer, before[writer].epoch, before[writer].id, is_named_later=False)
         else:
-            epoch, at = later.get(writer, (past.epochs[writer], position))
+            epoch, at = later.get(writer, (history.epochs[writer], position))
             yield SeedWriter(writer, epoch, at, is_named_later=True)

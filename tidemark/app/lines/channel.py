@@ -167,7 +167,7 @@ class ChannelLeader:
 
     async def _send_positions(self, announced: AnnouncedPositions) -> None:
         self._are_positions_requested, self._positions_sent_at = False, time.monotonic()
-        for chunk in _chunks(announced.reannounce(self._hub.positions())):
+        for chunk in _split_into_chunks(announced.reannounce(self._hub.positions())):
             await self._publish([chunk])
 
     def _next_batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
@@ -207,7 +207,7 @@ class ChannelLeader:
             raise _LeaseLost
 
 
-def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
+def _split_into_chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
     return (positions[start : start + LINES_PER_CALL] for start in range(0, len(positions), LINES_PER_CALL))
 
 

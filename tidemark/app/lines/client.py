@@ -152,7 +152,7 @@ class LinesClient:
         """
         splitter = LineSplitter(MAX_LINE_BYTES)
         with self._wrap_tls(socket.create_connection(self._address, timeout=SERVER_TIMEOUT_SECONDS)) as connection:
-            _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
+            _send(connection, NameCommand("tidemark listen"), _create_ping(), ReplicateCommand())
             received = pinged = time.monotonic()
             while True:
                 connection.settimeout(max(0.01, pinged + PING_INTERVAL_SECONDS - time.monotonic()))
@@ -169,7 +169,7 @@ class LinesClient:
                     raise TimeoutError(f"nothing was received for {SERVER_TIMEOUT_SECONDS:g} s")
                 if now - pinged >= PING_INTERVAL_SECONDS:
                     pinged = now
-                    _send(connection, _ping())
+                    _send(connection, _create_ping())
 
     def _wrap_tls(self, connection: socket.socket) -> socket.socket:
         if self._tls_context is None:
@@ -193,5 +193,5 @@ def _send(connection: socket.socket, *commands: Command) -> None:
     connection.sendall(encode_commands(commands))
 
 
-def _ping() -> PingCommand:
+def _create_ping() -> PingCommand:
     return PingCommand(str(round(time.time() * 1000)))

@@ -50,11 +50,11 @@ class Hub:
         self._rows = RowBuffer(max_row_bytes, self._announced)
         self._announcer = Announcer(self._rows, self._announced, ROW_TIMEOUT_SECONDS)
         self._subscribers: list[Subscriber] = []
-        self._running: set[asyncio.Task[None]] = set()
+        self._running_tasks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # includes cancelled tasks that have not ended yet
         self._is_closed = False
         self._started = asyncio.Event()
-        self._starting: set[str] = set()  # streams whose followers have not started yet
+        self._starting_streams: set[str] = set()  # streams whose followers have not started yet
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Hub"]:
@@ -62,7 +62,7 @@ class Hub:
             yield self
         finally:
             self._is_closed = True  # so that no subscriber starts a task during shutdown
-            self._running = set()
+            self._running_tasks = set()
             for task in [*self._tasks]:
                 await cancel_until_done(task)
 
@@ -70,7 +70,7 @@ class Hub:
         """Call `subscriber` with each later group of announcements, until `unsubscribe`. The first subscriber starts
         the hub, and `unsubscribe` of the last one stops it."""
         self._subscribers.append(subscriber)
-        if not self._running:
+        if not self._running_tasks:
             self._start()
 
     async def wait_until_started(self) -> None:
@@ -122,17 +122,17 @@ class Hub:
             return
         self._rows.clear()
         # No TaskGroup, which cancels a task only once: see `cancel_until_done`.
-        self._running = {
+        self._running_tasks = {
             self._create_task(run())
             for run in (self._follow_streams, self._read_rows, self._announce_overdue, self._forget_removed_writers)
         }
-        for task in self._running:
+        for task in self._running_tasks:
             task.add_done_callback(self._on_task_done)
 
     def _stop(self) -> None:
-        for task in self._running:
+        for task in self._running_tasks:
             self._create_task(cancel_until_done(task))
-        self._running = set()
+        self._running_tasks = set()
 
     def _create_task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(run)
@@ -142,12 +142,12 @@ class Hub:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """If a task has failed, restart all tasks, because clients cannot distinguish a failure from idle streams."""
-        if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
+        if task in self._running_tasks and not task.cancelled() and (problem := task.exception()) is not None:
             log.error(
                 "A task of the line protocol failed; restarting all tasks of the line protocol", problem=repr(problem)
             )
             self._stop()
-            self._running = {self._create_task(self._restart())}
+            self._running_tasks = {self._create_task(self._restart())}
 
     async def _restart(self) -> None:
         await asyncio.sleep(RETRY_SECONDS)
@@ -157,7 +157,7 @@ class Hub:
         while True:
             listener = Listener()
             names = await self._read_side.snapshots.names()
-            self._starting = set(names)
+            self._starting_streams = set(names)
             self._read_side.followers.follow_new_streams(listener)
             with self._read_side.followers.subscribe(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known_positions(names)).items():
@@ -165,7 +165,7 @@ class Hub:
                 # Wait for the first read of each follower: earlier moves cannot be announced with rows.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_SECONDS):
-                        while self._starting:
+                        while self._starting_streams:
                             await self._announce_next(listener)
                 self._started.set()
                 while not listener.disconnect_signal.done():
@@ -191,7 +191,7 @@ class Hub:
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case FollowerStarted(place):
-                self._starting.discard(stream)
+                self._starting_streams.discard(stream)
                 yield from self._announcer.catch_up(stream, place.positions)
             case EventBatch(events=events):
                 for event in events:

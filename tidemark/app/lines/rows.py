@@ -84,7 +84,8 @@ class UnannouncedRows:
         self._epoch: int | None = None  # the epoch of the last JOIN that was read
         self._edges: dict[int, _Edge] = {}  # by their `prev`
         self._ends: list[tuple[int, int]] = []  # a heap of edges: the magnitude of `id`, and `prev`
-        self._batches: dict[int, list[str] | None] = {}  # by epoch: the rows of a fact whose ID was not read yet
+        # By epoch: the rows of a fact whose ID was not read yet; None if earlier rows of the fact may be unread.
+        self._incomplete_facts: dict[int, list[str] | None] = {}
 
     def add(self, record: records.Record) -> None:
         """Add the next record of the writer, in the order of its partition. Ignores records of zombies and
@@ -93,12 +94,12 @@ class UnannouncedRows:
             return  # a zombie
         match record:
             case records.Rdata(id="batch"):
-                batch = self._batch_rows(record.epoch)
+                batch = self._incomplete_fact(record.epoch)
                 if batch is not None:
                     batch.append(records.format_row(record.row))
                     self.size_bytes += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._batch_rows(record.epoch) if is_beyond(id, self._highest_named) else None
+                batch = self._incomplete_fact(record.epoch) if is_beyond(id, self._highest_named) else None
                 rows = None if batch is None else (*batch, records.format_row(record.row))
                 self._begin_fact(record.epoch)
                 self._add_edge(records.effective_prev(record), _Edge(id, record.epoch, rows))
@@ -137,17 +138,16 @@ class UnannouncedRows:
             if edge is not None and not is_beyond(edge.id, self._position):
                 self._drop_edge(prev)
 
-    def _batch_rows(self, epoch: int) -> list[str] | None:
-        """The list to which the rows of the next fact of this epoch are added; None if rows of the fact may be in
-        unread earlier records.
-        """
-        return self._batches.setdefault(epoch, [] if self._is_complete else None)
+    def _incomplete_fact(self, epoch: int) -> list[str] | None:
+        """The rows so far of the next fact of this epoch, as a list to which rows are added. None if rows of the fact
+        may be in unread earlier records."""
+        return self._incomplete_facts.setdefault(epoch, [] if self._is_complete else None)
 
     def _begin_fact(self, epoch: int) -> None:
-        batch = self._batches.get(epoch)
+        batch = self._incomplete_facts.get(epoch)
         if batch:
             self.size_bytes -= sum(map(len, batch))
-        self._batches[epoch] = []
+        self._incomplete_facts[epoch] = []
 
     def _add_edge(self, prev: int, edge: _Edge) -> None:
         self.reach = farther(edge.id, self.reach)
@@ -170,9 +170,9 @@ class UnannouncedRows:
         if self._epoch is not None and join.epoch <= self._epoch:
             return
         self._epoch = join.epoch
-        for epoch in [epoch for epoch in self._batches if epoch < join.epoch]:
+        for epoch in [epoch for epoch in self._incomplete_facts if epoch < join.epoch]:
             self._begin_fact(epoch)
-            del self._batches[epoch]
+            del self._incomplete_facts[epoch]
         self._begin_fact(join.epoch)
         for prev, edge in list(self._edges.items()):
             if edge.epoch < join.epoch and is_beyond(edge.id, join.id):
@@ -180,17 +180,17 @@ class UnannouncedRows:
         if not join.unseen:
             self._add_empty_edges(join.id, join.epoch)
 
-    def _add_empty_edges(self, upto: int, epoch: int) -> None:
-        """Add empty edges for the open IDs up to `upto`."""
+    def _add_empty_edges(self, end: int, epoch: int) -> None:
+        """Add empty edges for the open IDs up to `end`."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
-            if is_beyond(prev, upto):
+            if is_beyond(prev, end):
                 break
             if is_beyond(prev, at):
                 self._add_edge(at, _Edge(prev, epoch, ()))
             at = farther(edge.id, at)
-        if is_beyond(upto, at):
-            self._add_edge(at, _Edge(upto, epoch, ()))
+        if is_beyond(end, at):
+            self._add_edge(at, _Edge(end, epoch, ()))
 
 
 def _edge_bytes(edge: _Edge) -> int:

@@ -95,7 +95,7 @@ class ServerSession:
     def begin(self, server: str) -> Iterator[Reaction]:
         """The reactions to a new connection. `server`: the name of the server."""
         yield SendCommand(ServerCommand(server))
-        yield SendCommand(self._ping())
+        yield SendCommand(self._create_ping())
 
     def mark_sent(self, now: float) -> None:
         """Note that a line was sent to the client."""
@@ -141,13 +141,13 @@ class ServerSession:
         if self._has_pinged and now - self._received_at >= self._keep_alive.timeout_seconds:
             yield from self._disconnect("silent", f"the client sent nothing for {self._keep_alive.timeout_seconds:g} s")
         elif now + tick_seconds - self._sent_at >= self._keep_alive.interval_seconds:
-            yield SendCommand(self._ping())
+            yield SendCommand(self._create_ping())
 
     def _disconnect(self, reason: Literal["silent", "bad"], problem: str) -> Iterator[Reaction]:
         self._has_ended = True
         yield Disconnect(reason, problem)
 
-    def _ping(self) -> PingCommand:
+    def _create_ping(self) -> PingCommand:
         return PingCommand(str(round(self._wall_clock() * 1000)))
 
 
@@ -347,7 +347,7 @@ class LineServer:
         self._replicating: set[LineConnection] = set()  # connections that have sent REPLICATE
         self._waiting_for_positions: set[LineConnection] = set()
         self._answer_task: asyncio.Task[None] | None = None
-        self._not_before = 0.0  # the time of the next answer (seconds, monotonic)
+        self._next_answer_at = 0.0  # the time of the next answer (seconds, monotonic)
         self._connections_with_lines: deque[LineConnection] = deque()  # connections with unhandled lines
 
     @asynccontextmanager
@@ -443,7 +443,7 @@ class LineServer:
         """Wait for the pause after the last answer, then send all positions to all connections that have requested
         them.
         """
-        await asyncio.sleep(self._not_before - time.monotonic())
+        await asyncio.sleep(self._next_answer_at - time.monotonic())
         await self._hub.wait_until_started()
         began = time.monotonic()
         waiting, self._waiting_for_positions, self._answer_task = self._waiting_for_positions, set(), None
@@ -452,7 +452,7 @@ class LineServer:
         for connection in waiting:
             connection.has_positions = True
         ended = time.monotonic()
-        self._not_before = ended + PAUSE_FACTOR * (ended - began)
+        self._next_answer_at = ended + PAUSE_FACTOR * (ended - began)
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
         subscribers = [connection for connection in self._replicating if connection.has_positions]

@@ -193,7 +193,7 @@ class Followers:
         self._snapshots = snapshots
         self._postgres_reader = postgres_reader
         self._changes: ChangesSince | None = None  # the last changes in Postgres
-        self._are_changes_sent = False
+        self._is_watermark_sent = False
         self._subscription_count = 0  # since the start
         self._followers: dict[str, Follower] = {}
         self._replay_buffer = ReplayBuffer()
@@ -296,7 +296,7 @@ class Followers:
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
         before, subscription_count = self._changes, self._subscription_count
         # If Redis still lacks changes of the last comparison, their streams are read from Postgres.
-        lagging = {} if before is None or self._are_changes_sent else self._undelivered_changes(before)
+        lagging = {} if before is None or self._is_watermark_sent else self._undelivered_changes(before)
         self._request_handler.lagging_streams = lagging
         if before is not None and not lagging:
             self._send_watermark(before)
@@ -310,7 +310,7 @@ class Followers:
             and not lagging
             and (before is None or changes.mark != before.mark)
         ):
-            self._changes, self._are_changes_sent = changes, False
+            self._changes, self._is_watermark_sent = changes, False
             if not self._undelivered_changes(changes):
                 self._send_watermark(changes)
 
@@ -323,8 +323,8 @@ class Followers:
         }
 
     def _send_watermark(self, changes: ChangesSince) -> None:
-        if not self._are_changes_sent:
-            self._are_changes_sent = True
+        if not self._is_watermark_sent:
+            self._is_watermark_sent = True
             self._replay_buffer.add_mark(changes.mark)
             for listener in {
                 listener

@@ -103,14 +103,14 @@ class PostgresReader:
         self._policy_defaults = policy_defaults
         # A separate thread, so that reads of the history do not delay reads of positions.
         self._history_thread = ThreadPoolExecutor(1, "history")
-        self._reads: set[asyncio.Future[Any]] = set()
+        self._running_reads: set[asyncio.Future[Any]] = set()
         self._is_closed = False
 
     async def aclose(self) -> None:
         """Refuse further reads, and wait for all running reads, because a read could open a connection later."""
         self._is_closed = True
-        if self._reads:
-            await asyncio.wait(self._reads)
+        if self._running_reads:
+            await asyncio.wait(self._running_reads)
         self._history_thread.shutdown()
 
     async def check(self) -> None:
@@ -191,12 +191,12 @@ class PostgresReader:
             raise Unavailable("Postgres", self._postgres.where, "this process is stopping")
 
     def _track(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
-        self._reads.add(reading)
+        self._running_reads.add(reading)
         reading.add_done_callback(self._on_read_done)
         return reading
 
     def _on_read_done(self, reading: asyncio.Future[Any]) -> None:
-        self._reads.discard(reading)
+        self._running_reads.discard(reading)
         if not reading.cancelled():
             reading.exception()  # mark as retrieved, because the waiting request may have been cancelled
 
@@ -292,7 +292,7 @@ class StreamHistoryReader:
         self._history = LagHistory(self._session)
         self._places = ReaderPlaces(postgres if readers is None else readers)
         self._are_places_in_other_database = readers is not None
-        self._lag = ReaderLag(self._history)
+        self._reader_lag = ReaderLag(self._history)
         self._thread = ThreadPoolExecutor(1, "stream history")
         self._answers: dict[Hashable, tuple[float, Any]] = {}
         self._breakers = {server: CircuitBreaker(server) for server in ("Postgres", "The database of the readers")}
@@ -329,7 +329,7 @@ class StreamHistoryReader:
             if self._are_places_in_other_database:
                 raise
             return []  # the user may not read the places, and no database of readers is configured
-        return self._lag.statuses(stored)
+        return self._reader_lag.statuses(stored)
 
     async def _read(self, server: str, key: Hashable, max_age_seconds: float, read: Callable[[], T]) -> T:
         def read_once() -> T:

@@ -202,7 +202,7 @@ class Notifications:
             waiting.set()
 
 
-async def wait_for_notification(notified: asyncio.Event, seconds: float) -> None:
-    """Wait until `notified` is set, or for `seconds`."""
+async def wait_for_notification(notification: asyncio.Event, seconds: float) -> None:
+    """Wait until `notification` is set, or for `seconds`."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(notified.wait(), seconds)
+        await asyncio.wait_for(notification.wait(), seconds)

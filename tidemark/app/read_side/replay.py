@@ -30,7 +30,7 @@ MAX_CONCURRENT_READS = 4
 PAGE_EVENTS = 200  # about 40 KB, which stay in memory until the client has read them
 MAX_ADVANCES_PER_QUERY = 1000  # more would be wasted if the client disconnects
 CACHE_SECONDS = 30.0  # short, because responses that were read while Postgres was down lack evidence
-CACHE_BYTES = 4 << 20
+MAX_CACHE_BYTES = 4 << 20
 BYTES_PER_POSITION = 200  # about; clients determine the number of positions in a place
 
 T = TypeVar("T")
@@ -45,18 +45,18 @@ class SingleFlight(Generic[T]):
         self._task = asyncio.create_task(computation)
         # Mark the exception as retrieved, because all waiting tasks may have left.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        self._waiting = 0
+        self._waiting_task_count = 0
         self.is_abandoned = False
         """Whether the computation was cancelled. Then no task may await it."""
 
     async def get(self) -> T:
         """Wait for the result of the computation. Raises its exception."""
-        self._waiting += 1
+        self._waiting_task_count += 1
         try:
             return await asyncio.shield(self._task)
         finally:
-            self._waiting -= 1
-            if not self._waiting and not self._task.done():
+            self._waiting_task_count -= 1
+            if not self._waiting_task_count and not self._task.done():
                 self.is_abandoned = True
                 self._task.cancel()
 
@@ -68,19 +68,19 @@ class ResponseCache:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._texts: OrderedDict[tuple[str, Hashable], tuple[float, int, bytes, Place]] = OrderedDict()
+        self._responses: OrderedDict[tuple[str, Hashable], tuple[float, int, bytes, Place]] = OrderedDict()
         self._bytes = 0
 
     def get(self, stream: str, place: Place) -> tuple[bytes, Place] | None:
         """The response for a client at `place`; None if no response is cached."""
         key = stream, place_key(place)
-        if key not in self._texts:
+        if key not in self._responses:
             return None
-        at, _, text, after = self._texts[key]
+        at, _, text, after = self._responses[key]
         if self._now() - at > CACHE_SECONDS:
             self._drop(key)
             return None
-        self._texts.move_to_end(key)
+        self._responses.move_to_end(key)
         return text, after
 
     def store(self, stream: str, place: Place, text: bytes, after: Place) -> None:
@@ -91,16 +91,16 @@ class ResponseCache:
         if after == place:
             return
         key = stream, place_key(place)
-        if key in self._texts:
+        if key in self._responses:
             self._drop(key)
         size = len(text) + BYTES_PER_POSITION * (len(place.positions) + len(after.positions))
-        self._texts[key] = self._now(), size, text, after
+        self._responses[key] = self._now(), size, text, after
         self._bytes += size
-        while self._bytes > CACHE_BYTES:
-            self._drop(next(iter(self._texts)))
+        while self._bytes > MAX_CACHE_BYTES:
+            self._drop(next(iter(self._responses)))
 
     def _drop(self, key: tuple[str, Hashable]) -> None:
-        self._bytes -= self._texts.pop(key)[1]
+        self._bytes -= self._responses.pop(key)[1]
 
 
 def place_key(place: Place) -> Hashable:
@@ -299,7 +299,7 @@ class ReplayBuffer:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._batch_number = 0
-        self._moves = 0
+        self._move_count = 0
         self._streams: dict[str, _StreamReplay] = {}
         self._batches: deque[tuple[int, EventBatch]] = deque()
         self._marks: dict[DurableMark, int] = {}
@@ -314,7 +314,7 @@ class ReplayBuffer:
     def add(self, batch: EventBatch) -> None:
         """Add the next batch of its stream."""
         self._batch_number += 1
-        self._moves += len(batch.events)
+        self._move_count += len(batch.events)
         replay = self._streams[batch.stream]
         replay.batches.append((self._batch_number, batch))
         replay.place = batch.after
@@ -325,12 +325,12 @@ class ReplayBuffer:
         """Drop the batches that are too old or too many."""
         oldest = self._now() - BUFFER_SECONDS
         while self._batches and (
-            self._moves > MAX_BUFFERED_MOVES
+            self._move_count > MAX_BUFFERED_MOVES
             or len(self._batches) > MAX_BUFFERED_BATCHES
             or self._batches[0][1].created_at < oldest
         ):
             number, batch = self._batches.popleft()
-            self._moves -= len(batch.events)
+            self._move_count -= len(batch.events)
             replay = self._streams.get(batch.stream)
             if replay is not None and replay.batches and replay.batches[0][0] == number:
                 replay.batches.popleft()

@@ -24,7 +24,7 @@ Read = Callable[[Collection[K]], Awaitable[Mapping[K, T]]]
 class _SharedRead(Generic[K, T]):
     def __init__(self) -> None:
         self.keys: set[K] = set()
-        self.waiting_requests = 0
+        self.waiting_request_count = 0
         self.answer: asyncio.Future[Mapping[K, T]] = asyncio.get_running_loop().create_future()
 
 
@@ -38,7 +38,7 @@ class ReadCoalescer(Generic[K, T]):
     """
 
     def __init__(self, read: Read[K, T]) -> None:
-        self._small, self._large = _Queue(read), _Queue(read)
+        self._small, self._large = _ReadQueue(read), _ReadQueue(read)
 
     async def get(self, requested: Collection[K]) -> Mapping[K, T]:
         """Read the keys, in reads that begin after this call. The result may contain other keys too. Raises the errors
@@ -52,7 +52,7 @@ class ReadCoalescer(Generic[K, T]):
         return answers
 
 
-class _Queue(Generic[K, T]):
+class _ReadQueue(Generic[K, T]):
     """Runs reads one at a time, in order of request. A request joins the last waiting read if that read has room for
     its keys.
     """
@@ -71,17 +71,17 @@ class _Queue(Generic[K, T]):
             task.add_done_callback(self._tasks.discard)
         last_read = self._reads[-1]
         last_read.keys.update(requested)
-        last_read.waiting_requests += 1
+        last_read.waiting_request_count += 1
         try:
             # Shielded, so that a disconnected client does not cancel the read of other clients.
             return await asyncio.shield(last_read.answer)
         finally:
-            last_read.waiting_requests -= 1
+            last_read.waiting_request_count -= 1
 
     async def _run_next(self) -> None:
         async with self._read_lock:
             reading = self._reads.popleft()
-            if not reading.waiting_requests:
+            if not reading.waiting_request_count:
                 return
             try:
                 reading.answer.set_result(await self._read(reading.keys))

@@ -164,7 +164,7 @@ class Snapshots:
         self._details_reads = ReadCoalescer(self._read_details)
         self._postgres_reads = ReadCoalescer(self._read_for_comparison)
         self._compared_at: dict[str, float] = {}
-        self._divergence = DivergenceDetector()
+        self._divergence_detector = DivergenceDetector()
         self._details: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
         self._names_read_at = -NAMES_CACHE_SECONDS
@@ -200,7 +200,9 @@ class Snapshots:
         Details may be older: waits at most `DETAILS_TIMEOUT_SECONDS` for them."""
         snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
-        await asyncio.gather(self._read_soon(self._details_reads, stale), self._compare_with_postgres(snapshots))
+        await asyncio.gather(
+            self._read_within_timeout(self._details_reads, stale), self._compare_with_postgres(snapshots)
+        )
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
@@ -224,9 +226,9 @@ class Snapshots:
             and snapshot.positions.source == "redis"
             and now - self._compared_at.get(name, -math.inf) >= COMPARE_INTERVAL_SECONDS
         ]
-        await self._read_soon(self._postgres_reads, due)
+        await self._read_within_timeout(self._postgres_reads, due)
 
-    async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
+    async def _read_within_timeout(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         """Request a read of `streams`, and wait at most `DETAILS_TIMEOUT_SECONDS` for its end."""
         if streams:
             with suppress(TimeoutError):  # a later answer will contain the result
@@ -236,7 +238,7 @@ class Snapshots:
         # Another request may have answered farther positions since this read.
         known = snapshot.positions and self._answered.update(snapshot.stream, snapshot.positions)
         details, read_at = self._details.get(snapshot.stream, (None, None))
-        divergence = self._divergence.difference(snapshot.stream)
+        divergence = self._divergence_detector.difference(snapshot.stream)
         return replace(snapshot, positions=known, details=details, details_read_at=read_at, divergence=divergence)
 
     async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
@@ -261,7 +263,7 @@ class Snapshots:
         now = self._now()
         with suppress(Unavailable, Stop):
             replies = await self._redis_reader.keys(streams)
-            self._divergence.add_positions(
+            self._divergence_detector.add_positions(
                 "redis", {name: keys.linear for name, keys in replies.items() if keys.linear is not None}
             )
             return {
@@ -286,7 +288,9 @@ class Snapshots:
         self._compared_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             positions = await self._read_postgres(streams)
-            self._divergence.add_positions("postgres", {name: known.linear for name, known in positions.items()})
+            self._divergence_detector.add_positions(
+                "postgres", {name: known.linear for name, known in positions.items()}
+            )
             return {name: self._answered.update(name, known) for name, known in positions.items()}
         return {}
 

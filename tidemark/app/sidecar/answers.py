@@ -161,8 +161,8 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.last_seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
-        age_seconds=None if known is None else _age(now, known.read_at),
-        details_age_seconds=None if read_at is None else _age(now, read_at),
+        age_seconds=None if known is None else _age_seconds(now, known.read_at),
+        details_age_seconds=None if read_at is None else _age_seconds(now, read_at),
     )
 
 
@@ -199,8 +199,8 @@ def _without_ages(stream: StreamAnswer) -> StreamAnswer:
     return msgspec.structs.replace(stream, age_seconds=None, details_age_seconds=None)
 
 
-def _age(now: float, then: float) -> float:
-    return round(max(0.0, now - then), 3)
+def _age_seconds(now: float, read_at: float) -> float:
+    return round(max(0.0, now - read_at), 3)
 
 
 Count = Annotated[int, Meta(ge=0)]
@@ -343,8 +343,8 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: Annotated[Seconds, Meta(description="Seconds since the answer was read from Postgres.")]
 
 
-def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
-    """Convert `details` to an answer with at most `limit` gaps. `age`: seconds since `details` were read."""
+def gaps_answer(stream: str, details: Details, limit: int, age_seconds: float) -> GapsAnswer:
+    """Convert `details` to an answer with at most `limit` gaps. `age_seconds`: the age of `details`."""
     return GapsAnswer(
         stream=stream,
         gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],
@@ -356,7 +356,7 @@ def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAn
             RequeueAnswer(writer=requeue.writer, since=requeue.since, gone=requeue.gone, problem=requeue.problem)
             for requeue in details.requeues
         ],
-        age_seconds=round(max(0.0, age), 3),
+        age_seconds=round(max(0.0, age_seconds), 3),
     )
 
 

@@ -162,7 +162,9 @@ async def gaps(call: OperationCall) -> Response:
 
 async def advances(call: OperationCall) -> Response:
     query: AdvancesQuery = call.query
-    since = await call.service.large_requests.parse(call.address, query.since, partial(decode_since, call.stream))
+    since = await call.service.large_request_throttle.parse(
+        call.address, query.since, partial(decode_since, call.stream)
+    )
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # raises BadToken if the directions differ
@@ -210,7 +212,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
 
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
-    token = await call.service.large_requests.parse(call.address, query.token, decode_token)
+    token = await call.service.large_request_throttle.parse(call.address, query.token, decode_token)
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
@@ -243,11 +245,11 @@ async def _run_wait(
     """
     read_side = call.service.read_side
     check_at: float | None = time.monotonic() + LAST_ID_AFTER_SECONDS
-    notified = read_side.notifications.next_event(call.stream)
+    notification = read_side.notifications.next_event(call.stream)
     while isinstance(step := driver.step(), Request):
         match step:
             case ReadKeys():
-                notified = read_side.notifications.next_event(call.stream)
+                notification = read_side.notifications.next_event(call.stream)
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
                     await _read_stream_answer(call)  # raises if no server has the stream
@@ -264,7 +266,7 @@ async def _run_wait(
                         "this sidecar has reached its limit of open requests, and gave the slot of this request to a"
                         " client of another address; ask another sidecar, or try again"
                     )
-                await wait_for_notification(notified, seconds)
+                await wait_for_notification(notification, seconds)
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
                 if check_at is not None and time.monotonic() >= check_at:

@@ -296,7 +296,7 @@ class Service:
     reconnect_throttle: ReconnectThrottle
     start_queue: StartQueue
     wake_queue: WakeQueue
-    large_requests: LargeRequestThrottle
+    large_request_throttle: LargeRequestThrottle
     limits: Limits
     metrics_text: MetricsText
     stopping: asyncio.Event

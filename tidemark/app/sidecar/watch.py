@@ -347,7 +347,7 @@ class Watch:
 
     def __init__(self, read_side: ReadSide) -> None:
         self._read_side = read_side
-        self._running: asyncio.Task[None] | None = None
+        self._rounds_task: asyncio.Task[None] | None = None
         self._watchers = 0
         self._has_watchers = asyncio.Event()
         self._round_ended = asyncio.Condition()
@@ -364,18 +364,18 @@ class Watch:
         try:
             yield
         finally:
-            if self._running is not None:
-                await cancel_until_done(self._running)
+            if self._rounds_task is not None:
+                await cancel_until_done(self._rounds_task)
 
     def _start(self) -> None:
-        self._running = asyncio.create_task(self._run())
-        self._running.add_done_callback(self._on_task_done)
+        self._rounds_task = asyncio.create_task(self._run())
+        self._rounds_task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Start the task again after a failure, because watchers cannot distinguish a failure from idle streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Reading the streams for /v1/watch failed; trying again", problem=repr(problem))
-            self._running = None
+            self._rounds_task = None
             asyncio.get_running_loop().call_later(MIN_ROUND_PAUSE_SECONDS, self._start)
 
     @contextmanager

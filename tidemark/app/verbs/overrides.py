@@ -114,7 +114,7 @@ class Trial:
         for blocker in self._blockers():
             verdict = blocker.verdict
             if verdict == "unknown":
-                verdict = open_ranges.verdict(blocker.last_seen, [], self.now, self.silent_seconds)
+                verdict = open_ranges.verdict_from_records(blocker.last_seen, [], self.now, self.silent_seconds)
             yield blocker.writer, verdict, blocker.last_seen
         known = self.before.writers.get(self.record.writer)
         if not self.open_ranges and known is not None and known.retired_at is None:

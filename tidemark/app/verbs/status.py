@@ -255,7 +255,7 @@ def _bridge_lines(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def _source_problem(stream: StreamStatus, source: Source, now: float) -> str:
-    return open_ranges.source_problem(source, stream.home, now, stream.reading, bridged=stream.bridge is not None)
+    return open_ranges.source_problem(source, stream.home, now, stream.reading, is_bridged=stream.bridge is not None)
 
 
 def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
