@@ -170,7 +170,7 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
     assert empty.startswith("no streams yet: a stream appears within seconds after a writer sends its first record")
     checked = _tidemark("status", "--check", TIDEMARK_POSTGRES_DSN=database)
     assert checked.returncode == 3
-    assert "problem: no pipeline has ever run here" in checked.stdout
+    assert "problem: no pipeline has ever used this database" in checked.stdout
     assert _tidemark("gaps", "--check", TIDEMARK_POSTGRES_DSN=database).stdout == "no gaps: nothing is blocked\n"
     assert _tidemark("gaps", "orders", TIDEMARK_POSTGRES_DSN=database).returncode == 1
     unknown = _tidemark("status", "orders", TIDEMARK_POSTGRES_DSN=database)

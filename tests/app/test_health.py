@@ -42,14 +42,14 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
             ["no batch for 66 min, although the Kafka lag is 5 records"],
         ),
         (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline is active; the last one was host:7"]),
-        (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever run here"]),
+        (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever used this database"]),
         (
             PipelineCondition(condition(), {("facts", 1): -4}, None),
             ["the end of partition 1 of Kafka topic facts is 4 records below the committed offset: records were lost"],
         ),
         (
             PipelineCondition(condition(), {("facts", 0): 0}, None, "Redis is away"),
-            ["nothing can be published: Redis is away"],
+            ["Redis cannot be used from here, so positions may not be published: Redis is away"],
         ),
         (PipelineCondition(condition(), None, "gone"), ["the Kafka lag is unknown: gone"]),
     ],
@@ -96,9 +96,9 @@ def test_partitions_with_lag_are_shown_with_their_age() -> None:
     how = PipelineCondition(Condition("host:7", 9.0, 1.0, [], lagging=lagging), {("facts", 1): 23}, None)
     assert how.lines(now) == [
         how.line(),
-        "  partition 1 of facts: lag 1 record, the oldest waits for 15 min",
+        "  partition 1 of facts: lag 1 record, the oldest has been unread for 15 min",
         "  partition 2 of facts: Kafka has not answered for 60 s",
-        "  partition 3 of facts: lag 9 records, the oldest waits for 30 s",
+        "  partition 3 of facts: lag 9 records, the oldest has been unread for 30 s",
         "  and 2 more partitions with lag",
     ]
     well = PipelineCondition(condition(), {("facts", 0): 2}, None)

@@ -187,10 +187,12 @@ def test_a_relay_that_sends_no_heartbeat_is_listed_although_nothing_waits() -> N
     found = open_ranges.find_open_ranges(shard.states, 1081.0, read_status=READS)
     assert gaps.to_text(found, 1081.0).splitlines() == [
         "events: shop: no heartbeat for 18 min; position 1",
-        "    Start the relay of shop; the end of its log says why it ended.",
+        "    Start the relay of shop if it does not run; the end of its log shows the cause.",
     ]
     bridged = open_ranges.find_open_ranges(shard.states, 1081.0, bridged_streams={STREAM}, read_status=READS)
-    assert [it.advice for it in bridged] == ["Start the bridge to Synapse; the end of its log says why it ended."]
+    assert [it.advice for it in bridged] == [
+        "Start the bridge to Synapse if it does not run; the end of its log shows the cause."
+    ]
     for reading in (None, ReadStatus(1030.0, frozenset()), ReadStatus(0.0, frozenset({0}))):
         assert open_ranges.find_open_ranges(shard.states, 1081.0, read_status=reading) == []
 

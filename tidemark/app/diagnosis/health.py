@@ -1,6 +1,6 @@
 """The condition of the pipeline: the lease, the last batch, the Kafka lag, and Redis.
 
-If no pipeline runs, the positions in Postgres do not change. So `tidemark status` shows this condition with them.
+The positions in Postgres do not show whether they are up to date. So `tidemark status` shows this condition too.
 """
 
 import shlex
@@ -59,7 +59,7 @@ class PipelineCondition:
         """Messages for people about causes that prevent up-to-date positions; empty if there are none."""
         condition, problems = self.condition, list[str]()
         if condition.owner is None:
-            problems.append("no pipeline has ever run here")
+            problems.append("no pipeline has ever used this database")
         elif not condition.lease_seconds:
             problems.append(f"no pipeline is active; the last one was {condition.owner}")
         if condition.waits_for is not None:
@@ -67,7 +67,7 @@ class PipelineCondition:
         if self.kafka is not None:
             problems.append(f"the Kafka lag is unknown: {self.kafka}")
         if self.redis is not None:
-            problems.append(f"nothing can be published: {self.redis}")
+            problems.append(f"Redis cannot be used from here, so positions may not be published: {self.redis}")
         for (topic, partition), records in sorted((self.unread_by_partition or {}).items()):
             if records < 0:
                 problems.append(
@@ -147,7 +147,7 @@ def _lag_line(lag: LaggingPartition, now: datetime) -> str:
     where = f"  partition {lag.partition} of {lag.topic}"
     if not lag.records:
         return f"{where}: Kafka has not answered for {age}"
-    return f"{where}: lag {count(lag.records, 'record')}, the oldest waits for {age}"
+    return f"{where}: lag {count(lag.records, 'record')}, the oldest has been unread for {age}"
 
 
 def read_condition(

@@ -67,7 +67,7 @@ def choose_remedy(
         return Remedy(f"{cause}.", "")
     if verdict == "no heartbeat":
         program = "the bridge to Synapse" if is_bridged else f"the relay of {writer}" if is_relayed else writer
-        return Remedy(f"Start {program}; the end of its log says why it ended.", "")
+        return Remedy(f"Start {program} if it does not run; the end of its log shows the cause.", "")
     blockers = f"tidemark {'synapse' if is_bridged else 'relay'} blockers"
     if verdict == "open transaction":
         if statement := _terminate_statement(transactions):
@@ -80,7 +80,7 @@ def choose_remedy(
                 " to see open transactions:",
                 blockers,
             )
-        return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")
+        return Remedy(f"{writer} is alive and has not completed these IDs: see its log.", "")
     advice = f"{_START_ADVICE[verdict].format(writer, epoch)} If it is gone for good:"
     if is_bridged:
         return Remedy(advice, _synapse_retire(stream, writer))
@@ -392,8 +392,8 @@ def source_problems(
 def _source_ranges(
     name: str, stream: StreamState, now: float, read_status: ReadStatus | None, writers_with_range: Collection[str]
 ) -> Iterator[OpenRange]:
-    """Yield an open range for each source that has missed its heartbeat or is blocked, because it may have unsent
-    facts. Leaves out the sources in `writers_with_range`, which have an open range already."""
+    """Yield an open range for each source that has missed its heartbeat or is blocked, because the source may
+    have unsent facts. Leaves out the sources in `writers_with_range`, which have an open range already."""
     for source in sources(stream):
         if source.writer in writers_with_range or not source_problem(source, stream.home, now, read_status):
             continue

@@ -107,7 +107,7 @@ def group_messages_by_stream(messages: Iterable[RecordedMessage]) -> dict[str, l
 
 
 def make_packets(messages: Iterable[RecordedMessage], topic_roles: Mapping[str, Topic]) -> list[Packet]:
-    """Make packets of records of any partitions, as the pipeline does. `topic_roles`: the role of each topic, by
+    """Pack records of any partitions into packets, as the pipeline does. `topic_roles`: the role of each topic, by
     name."""
     by_partition: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for message in messages:
@@ -184,7 +184,7 @@ class ReplayStart:
 def find_start(
     history: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, is_truncated: bool
 ) -> ReplayStart | None:
-    """Find the first batch after which no gap was open.
+    """Find the first batch at whose end no gap was open.
 
     Args:
         history: the stored data of the stream.
@@ -195,7 +195,7 @@ def find_start(
             batch that read one of `facts`.
 
     Returns:
-        The start after the batch; None if there is no such batch.
+        The state after this batch; None if there is no such batch.
     """
     recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
     has_read = not is_truncated
@@ -214,7 +214,7 @@ def find_start(
 def _start_after(
     history: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, uncompared: int
 ) -> ReplayStart:
-    """Make the state after the first `uncompared` batches, from a JOIN of each writer and a RETIRE of each retired
+    """Construct the state after the first `uncompared` batches, from a JOIN of each writer and a RETIRE of each retired
     writer."""
     after, first_records = history.batches[uncompared - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := read_fact_record(message)) is not None]

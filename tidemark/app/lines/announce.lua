@@ -1,9 +1,9 @@
--- Publishes lines on the channel, if this sidecar holds the lease, and stores the announced positions of writers.
+-- Publishes lines on the channel, and stores the announced positions of writers, if this sidecar has the lease.
 --
 -- KEYS  leader, announced (one hash tag)
 -- ARGV  token of the lease, channel, msgpack of {lines, {field, position, ...}, {field, ...} to be deleted}
 --
--- Returns 1, or 0 if another sidecar holds the lease: nothing was published then.
+-- Returns 1; 0 if this sidecar does not have the lease: then nothing was published or stored.
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local lines, positions, removed = unpack(cmsgpack.unpack(ARGV[3]))

@@ -52,7 +52,8 @@ class ChannelConfig:
 
     Attributes:
         channel: the name of the Redis channel.
-        lease_seconds: the time to live of the lease. If the leader is killed, no sidecar announces until then.
+        lease_seconds: the time to live of the lease. If the leader is killed, no sidecar announces until the lease
+            expires.
     """
 
     channel: str
@@ -82,7 +83,7 @@ class ChannelLeader:
         self._positions_sent_at = 0.0
 
     def request_positions(self) -> None:
-        """Send all positions soon, if this sidecar is the leader. If not, it sends them when it becomes the leader."""
+        """Send all positions soon, or when this sidecar becomes the leader."""
         self._are_positions_requested = True
         self._wake.set()
 

@@ -93,7 +93,7 @@ class ServerSession:
         self._has_ended = False
 
     def begin(self, server: str) -> Iterator[Reaction]:
-        """The reactions to a new connection. `server`: the name of the server."""
+        """Yield the reactions to a new connection. `server`: the name of the server."""
         yield SendCommand(ServerCommand(server))
         yield SendCommand(self._create_ping())
 
@@ -102,7 +102,7 @@ class ServerSession:
         self._sent_at = now
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
-        """The reactions to a line of the client; none after a `Disconnect`."""
+        """Yield the reactions to a line of the client; none after a `Disconnect`."""
         if self._has_ended:
             return
         self._received_at = now
@@ -129,13 +129,14 @@ class ServerSession:
                 yield from self.refuse(BadCommand(f"clients must not send {word}, which is a command of the server"))
 
     def refuse(self, problem: BadCommand) -> Iterator[Reaction]:
-        """The reactions to an invalid command. The connection ends, because later lines may be invalid too."""
+        """Yield the reactions to an invalid command. The connection ends, because later lines may be invalid too."""
         if not self._has_ended:
             yield SendCommand(ErrorCommand(str(problem)))
             yield from self._disconnect("bad", str(problem))
 
     def tick(self, now: float, tick_seconds: float) -> Iterator[Reaction]:
-        """The reactions to the passage of time. The caller must call this method again after at most `tick_seconds`."""
+        """Yield the reactions to the passage of time. The caller must call this method again after at most
+        `tick_seconds`."""
         if self._has_ended:
             return
         if self._has_pinged and now - self._received_at >= self._keep_alive.timeout_seconds:
@@ -216,10 +217,10 @@ class LineConnection(asyncio.Protocol):
         self._server.schedule(self)
 
     def handle_lines(self, limit: int) -> int:
-        """Handle received lines until the number of handled lines and of lines relayed to other clients reaches
-        `limit`.
+        """Handle received lines until their cost reaches `limit`. The cost of a line is 1, plus the number of clients
+        to which the line is relayed.
 
-        Returns this number. It may exceed `limit`, because a line is relayed to all clients.
+        Returns the cost of the handled lines, which may exceed `limit`.
         """
         now, lines, relayed = time.monotonic(), 0, 0
         try:
@@ -241,7 +242,7 @@ class LineConnection(asyncio.Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """The number of bytes in the write buffer of the connection, because the client does not read fast enough."""
+        """The number of bytes in the write buffer of the connection, which the client has not read yet."""
         return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -326,7 +327,7 @@ class LineConnection(asyncio.Protocol):
 log = get_logger(__name__)
 
 LINES_PER_ITERATION = 100
-"""The largest number of handled and relayed lines in one iteration of the event loop. Other tasks run in between."""
+"""The cost of lines (see `handle_lines`) after which an iteration of the event loop handles no more lines."""
 FLOOD_PAUSE_SECONDS = 0.001  # between two iterations, so that a flood of lines does not use the whole event loop
 _STOP_TIMEOUT_SECONDS = 0.5  # for clients to read the last ERROR command
 LINES_PER_CONNECTION = 50  # before lines of the next connection are handled

@@ -143,7 +143,11 @@ class Follower:
                 keys = await self._request_handler.carry_out(request)
                 for fault in self._chain_checker.check(request, keys):
                     metrics.CHAIN_FAULTS.labels(fault.kind).inc()
-                    log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
+                    log.error(
+                        "The list of advances in Redis breaks a rule of docs/design.md",
+                        stream=self._stream,
+                        fault=fault,
+                    )
                 return keys
             case AwaitEntry():
                 await self._notification.wait()
@@ -179,7 +183,7 @@ class Follower:
 
 
 class Followers:
-    """The followers of all streams. For one event loop."""
+    """Runs a follower for each stream that has a listener. One per process, for one event loop."""
 
     def __init__(
         self,

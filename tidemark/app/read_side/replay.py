@@ -215,8 +215,8 @@ class ReplayReader:
         read; then the moves may begin at a slightly older mark.
 
         Returns:
-            None if the moves are more than `MAX_MOVES`, or are no longer stored. Also None if more than `MAX_MOVES`
-            moves are being sent to other clients.
+            None if there are more than `MAX_MOVES` moves, or if the moves are no longer stored. Also None if more than
+            `MAX_MOVES` moves are being sent to other clients.
 
         Raises:
             Unavailable, Stop: Postgres does not answer, or refuses the session.

@@ -1,6 +1,6 @@
 """Shares reads between concurrent requests, and refuses requests to failed servers for a while (circuit breaker).
 
-So a thousand requests per second cause only a few reads. Each request gets an answer whose read began after the
+A thousand requests per second cause only a few reads. Each request gets an answer whose read began after the
 request."""
 
 import asyncio

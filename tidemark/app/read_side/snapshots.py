@@ -101,7 +101,8 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
     """The farthest positions of each stream that this process has read. One per process, for one thread."""
 
     def merge(self, before: KnownPositions, published: KnownPositions) -> KnownPositions:
-        """Return the farther position of each writer, with the `read_at` of `published`.
+        """Return the farther position of each writer (see `MonotonicPositions.merge`), with the `read_at` of
+        `published`.
 
         `source` is that of `published` if `published` has the farthest positions, otherwise that of `before`.
         """

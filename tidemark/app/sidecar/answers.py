@@ -219,7 +219,7 @@ class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     facts: Annotated[int, Meta(ge=0, description="IDs with a fact.")]
     empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, announced, or joined past.")]
     unseen: Annotated[
-        int, Meta(ge=0, description="IDs settled by a join: they may hold facts that were never announced.")
+        int, Meta(ge=0, description="IDs settled by a join: they may have facts that were never announced.")
     ]
     skipped: Annotated[int, Meta(ge=0, description="IDs that an operator skipped.")]
     linear: Annotated[StreamId, Meta(description="The linear position of the stream after the batch.")]
@@ -454,7 +454,9 @@ class UnknownStream(Problem):
     title = "There is no such stream"
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"stream {stream[:255]!r} does not exist: no record of the stream was read; see /v1/streams")
+        super().__init__(
+            f"stream {stream[:255]!r} does not exist: no record of it was read; for all names, see /v1/streams"
+        )
 
 
 class UnreachableToken(Problem):

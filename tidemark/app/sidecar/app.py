@@ -51,7 +51,7 @@ _PATHS_FOR_ANY_HOST = (b"/livez", b"/readyz")
 
 
 class AllowedHosts:
-    """Refuses requests (421) whose header `Host` contains none of `names`. Ignores the port and upper case.
+    """Refuses requests (421) whose header `Host` is none of `names`. The port and upper case are ignored.
 
     This prevents DNS rebinding: a web page of another site must not reach a sidecar on the user's machine. Probes are
     exempt, because orchestrators send them to an IP address, and their answers contain no positions.

@@ -29,7 +29,7 @@ class Limits:
 
     Attributes:
         open_requests: the largest number of concurrent waits, event streams and watchers together.
-        wait_seconds: the longest wait for a token. Longer time-outs of clients are reduced to it.
+        wait_seconds: the longest wait for a token. Longer time-outs of clients are reduced to this limit.
         metrics_streams: the largest number of streams, and also of readers, that have series in `/metrics`.
     """
 
@@ -73,7 +73,7 @@ class Limiter:
             on_evicted: called if the slot goes to a client of another address.
 
         Yields:
-            The request, whose `is_evicted` the caller checks.
+            The open request. The caller must end it if `is_evicted` becomes true.
 
         Raises:
             Busy: every slot is taken, and no open request is evicted for this address.

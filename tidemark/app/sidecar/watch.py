@@ -69,8 +69,8 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnknownWriterAnswer(msgspec.Struct, frozen=True):
-    """An epoch of a writer that never joined. The records of the epoch are buffered, and block the linear position.
-    `since`: when the pipeline read the first of these records."""
+    """An epoch of a writer that never joined. The records of the epoch are buffered, and the writer blocks the linear
+    position. `since`: when the pipeline read the first of these records."""
 
     writer: Name
     epoch: Count
@@ -305,8 +305,8 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
 
 
 def _gaps_start(name: str, known: KnownPositions, details: Details | None) -> int:
-    """The position of the writer `name`, up to which gaps in `details` are closed by now: `details` may be older than
-    `known`. The linear position if the writer has regressed, because then gaps below its position are open."""
+    """The position beyond which gaps of the writer `name` in `details` are still open: the writer's position, or the
+    linear position if the writer has regressed. `details` may be older than `known`."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
