@@ -123,7 +123,7 @@ def test_another_server_is_told_in_one_line() -> None:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 2
         assert error.count("\n") == 1
-        assert "is one and not two" in error
+        assert "has the name one, not two" in error
 
 
 def test_it_listens_with_tls(
