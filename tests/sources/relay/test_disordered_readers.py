@@ -11,7 +11,7 @@ from hypothesis import settings
 from psycopg.types.json import Jsonb
 
 from tests.examples import MODEL_CHECK
-from tests.sources.relay.disorder import DisorderedWorld
+from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.position_world import SteppedKeeper
 from tests.sources.relay.test_disorder import EVENTS
 from tidemark.sources.relay import sequences
@@ -227,6 +227,37 @@ def test_readers_beyond_what_kafka_has_when_the_tables_are_restored(ready: str, 
         world.follow()
         for _ in range(9):
             append(world)
+        world.finish()
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("change", ["failover", "writer"])
+def test_readers_of_restored_tables_with_an_unfit_sequence(ready: str, direction: str, change: str) -> None:
+    """Nothing is decided before the sequence is repaired. Until then, neither a failover nor a new writer makes the
+    relay forget that the tables were restored."""
+    world = ReadDisorderedWorld(ready, direction=direction)
+    append = EVENTS[0]
+    try:
+        world.begin()
+        world.restore()
+        world.options("cache 4")
+        world.keeper.die()
+        world.keep()
+        if change == "failover":
+            world.relays[0].die()
+            world.relays[0].promotions += 1
+        else:
+            world.services[0].append(world.stream, 1, writer="web")
+        for _ in range(3):
+            world.relays[0].round()
+        world.options(FIT)
+        for _ in range(6):
+            append(world)
+        for _ in range(3):
+            world.keep()
+            world.read()
         world.finish()
     finally:
         world.close()

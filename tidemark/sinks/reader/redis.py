@@ -238,7 +238,7 @@ class _SharedWatch:
             first = entries[0] if isinstance(reply, dict) else entries
             newest = _parse_entry_number(_decode(first[0][0]))
             for done, number in [*self._waiting.get(stream, {}).items()]:
-                if number < newest:
+                if number < newest and not done.done():
                     done.set_result(None)
                     self._remove(stream, done)
 

@@ -191,6 +191,9 @@ def _begin_new_epochs(
     """Store the first epochs of new streams, and new epochs if the server's history has changed or a stream went back.
 
     A stream keeps its timeline if Kafka has not acknowledged all JOINs of that timeline.
+
+    A row that a restore or a replication wrote keeps its `written_by`, and so this evidence, unless the stream is in
+    `regressions`. `sequences.find_regressions` leaves out a stream with an unfit sequence until the repair.
     """
     connection.execute(
         """
@@ -202,7 +205,9 @@ def _begin_new_epochs(
             ) as found (number, version, floor, upto)
         ), turned as (
             update tidemark.append_progress as old
-            set version = version + 1, written_by = pg_current_xact_id()::xid,
+            set version = version + 1,
+                written_by = case when written_by <> xmin and number not in (select back.number from back)
+                    then written_by else pg_current_xact_id()::xid end,
                 database = %(database)s, server = %(server)s,
                 start = case when number in (table broken) then old.start else gen_random_uuid()::text end,
                 after = case when number in (table broken) then old.after else old.start end,
@@ -279,7 +284,8 @@ def _store_new_writers(connection: Connection, number: int, writers: Mapping[str
     connection.execute(
         """
         with raised as (
-            update tidemark.append_progress set version = version + 1, written_by = pg_current_xact_id()::xid
+            update tidemark.append_progress set version = version + 1,
+                written_by = case when written_by <> xmin then written_by else pg_current_xact_id()::xid end
             where number = %(number)s returning number, floor
         ), given as (
             select number, name, ended, direction * greatest(abs(floor), ended) as last
