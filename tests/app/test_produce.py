@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from tidemark.app.cli import main
 from tidemark.app.stack.processes import KafkaServer
-from tidemark.app.verbs.kafka_records import Produced, produce_lines
+from tidemark.app.verbs.kafka_records import ProduceResult, produce_lines
 from tidemark.common.errors import TopicMissing
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, topic_plans
@@ -45,7 +45,7 @@ def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
     """Each topic takes what belongs on it."""
     refused: list[str] = []
     produced = produce_lines(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
-    assert produced == Produced(sent=1, refused=1, last=(0, 0))
+    assert produced == ProduceResult(sent=1, refused=1, last=(0, 0))
     assert "wrong_topic" in refused[0]
 
 
@@ -77,5 +77,5 @@ def test_topics_and_produce_have_a_result_for_programs(connection: KafkaConnecti
 
 def test_the_summary_says_how_many_and_where() -> None:
     """One record is not "1 records", and no record has no place."""
-    assert Produced(1, 0, (2, 5)).summary("facts") == "1 record sent to facts, the last to partition 2 at offset 5"
-    assert Produced(0, 1, None).summary("facts") == "0 records sent to facts"
+    assert ProduceResult(1, 0, (2, 5)).summary("facts") == "1 record sent to facts, the last to partition 2 at offset 5"
+    assert ProduceResult(0, 1, None).summary("facts") == "0 records sent to facts"

@@ -187,4 +187,7 @@ def test_why_a_writer_that_never_joined_does_not_retire_below_what_it_completed(
     words = ["retire", "--epoch", "3", "--by", "ada", "--why", "gone", STREAM, "desk", "--dry-run"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 1
-    assert "desk never joined in epoch 3 and has completed IDs up to 4: --id=4 settles these IDs" in done.output
+    assert (
+        "desk never joined in epoch 3 and has completed IDs up to 4: --id=4 settles all its IDs up to there"
+        in done.output
+    )

@@ -45,7 +45,7 @@ def _require_no_warning_about_the_stack(terminal: Terminal) -> None:
     """`tidemark doctor` does not warn about the stack's own ports and variables."""
     command = [sys.executable, "-P", "-m", "tidemark", "doctor"]
     done = subprocess.run(command, env=_sourced(terminal), cwd=terminal.folder, capture_output=True, check=False)
-    assert b"used by the local stack that runs" in done.stdout
+    assert b"in use by the running local stack" in done.stdout
     assert b"PGPASSWORD" not in done.stdout
 
 

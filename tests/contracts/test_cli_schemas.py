@@ -104,7 +104,7 @@ def test_dead_letters_conform(value: bytes | None) -> None:
     """Text, no value, and bytes that are no text."""
     origin = ("tidemark.facts", 2, 40)
     letter = DeadLetter(0, 7, 1000, "bad_name", origin, "", "", b"orders", value, (("trace", b"\x00\xff"),))
-    printed = dead_letters.plain(letter, {origin: 3})
+    printed = dead_letters.json_fields(letter, {origin: 3})
     strict_validator("dead-letters show").validate(json.loads(json_text(printed)))
     strict_validator("dead-letters list").validate(json.loads(json_text({"dead_letters": [printed]})))
 

@@ -37,12 +37,12 @@ def retire(writer: str) -> Retire:
 
 
 def shown(stored: bytes, act: OverridableRecord) -> list[str]:
-    return [*overrides.attempt(stored, act, 1000.0).lines()]
+    return [*overrides.try_override(stored, act, 1000.0).lines()]
 
 
 def refusal(stored: bytes, act: OverridableRecord) -> str:
     with pytest.raises(BadRecord) as caught:
-        overrides.attempt(stored, act, 1000.0)
+        overrides.try_override(stored, act, 1000.0)
     return str(caught.value)
 
 
@@ -91,17 +91,17 @@ def test_what_is_asked_wrongly_is_refused_with_what_to_do(stored: bytes) -> None
 def test_only_what_is_open_can_be_skipped(stored: bytes) -> None:
     """An ID that is complete is no gap; of a range that goes beyond one, what is open is named."""
     assert "no ID of the writer is open in that range" in refusal(stored, skip(4, 5))
-    assert overrides.attempt(stored, skip(0, 5), 1000.0).settled() == [(2, 4)]
+    assert overrides.try_override(stored, skip(0, 5), 1000.0).settled() == [(2, 4)]
 
 
 def test_what_waits_and_what_would_be_lost_is_said_before(stored: bytes) -> None:
     """The IDs whose facts rest on the operator's word alone, who owes them, and when it was last heard of."""
-    assert [*overrides.attempt(stored, skip(2, 4), 1000.0).warnings()] == [
+    assert [*overrides.try_override(stored, skip(2, 4), 1000.0).warnings()] == [
         "a: silent, last record 16 min ago; 1 complete ID pending, 1 with facts",
         "Tidemark cannot verify that IDs 3..4 of a are empty.",
-        "If such a row is committed later, readers have already passed it: you must repair them by hand.",
+        "A row of such an ID that is committed later is late (`tidemark late list`): readers have passed it.",
     ]
-    (warning,) = overrides.attempt(stored, retire("b"), 1000.0).warnings()
+    (warning,) = overrides.try_override(stored, retire("b"), 1000.0).warnings()
     assert warning.startswith("The linear position no longer waits for b")
 
 
@@ -110,17 +110,19 @@ def test_what_is_settled_of_a_stranger_is_said() -> None:
     shard = Shard()
     shard.feed(builders.join("a", 0), rdata("b", -7, -6, epoch=4), rdata("b", -4, -2, epoch=4))
     act = Retire(stream=STREAM, writer="b", id=-7, by="ada", why="garbage")
-    assert overrides.attempt(shard.states[STREAM], act, 300.0).settled() == [(0, -2), (-4, -6)]
+    assert overrides.try_override(shard.states[STREAM], act, 300.0).settled() == [(0, -2), (-4, -6)]
 
 
 @pytest.mark.parametrize("act", [skip(2, 4), retire("b")])
 def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: bytes, act: OverridableRecord) -> None:
     """Whether it owes anything or not: heard of within a minute, or with a transaction that it says to be open."""
-    assert [*overrides.attempt(stored, act, 61.0).objections()] == []
-    (objection,) = overrides.attempt(stored, act, 59.0).objections()
+    assert [*overrides.try_override(stored, act, 61.0).objections()] == []
+    (objection,) = overrides.try_override(stored, act, 59.0).objections()
     assert f"{act.writer} is alive, last record 58 s ago, and may still complete its IDs" in objection
     hourly = Policies({"*": {"silent_seconds": 3600}})
-    assert "is alive, last record 16 min ago" in "".join(overrides.attempt(stored, act, 1000.0, hourly).objections())
+    assert "is alive, last record 16 min ago" in "".join(
+        overrides.try_override(stored, act, 1000.0, hourly).objections()
+    )
 
 
 @pytest.mark.parametrize("act", [retire("aa"), Join(stream=STREAM, writer="aa", id=2, by="ada", why="it sends none")])
@@ -128,7 +130,7 @@ def test_a_name_that_no_record_has_named_is_refused_unless_that_is_overruled(
     stored: bytes, act: OverridableRecord
 ) -> None:
     """A mistyped JOIN would hold the line for ever, and a mistyped RETIRE would leave the right one as it is."""
-    (objection,) = overrides.attempt(stored, act, 1000.0).objections()
+    (objection,) = overrides.try_override(stored, act, 1000.0).objections()
     assert objection.startswith("events has no writer aa: ")
 
 
@@ -136,7 +138,7 @@ def test_an_open_transaction_is_ended_and_not_skipped() -> None:
     """However long ago its writer spoke last."""
     shard = Shard()
     shard.feed(builders.join("a", 2), rdata("a", 5, 4, epoch=1), builders.opened("a", "pid 7: insert"))
-    (objection,) = overrides.attempt(shard.states[STREAM], skip(2, 4), 9000.0).objections()
+    (objection,) = overrides.try_override(shard.states[STREAM], skip(2, 4), 9000.0).objections()
     assert "a has an open transaction" in objection
 
 
@@ -148,14 +150,14 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
 
     def refused(act: OverridableRecord, now: float) -> str:
         with pytest.raises(BadRecord) as problem:
-            overrides.attempt(shard.states[STREAM], act, now)
+            overrides.try_override(shard.states[STREAM], act, now)
         return str(problem.value)
 
     settles = "--id=5 settles its open IDs"
     assert f"a is alive, last record 29 s ago: stop the writer first; then {settles}" in refused(retire("a"), 30.0)
-    assert refused(retire("a"), 300.0).endswith(f"conflict: {settles}")
+    assert refused(retire("a"), 300.0).endswith(f"conflict: a has open IDs below ID 5: {settles}")
     at_5, at_9 = (Retire(stream=STREAM, writer="a", id=id, by="ada", why="gone") for id in (5, 9))
-    assert overrides.attempt(shard.states[STREAM], at_5, 300.0).settled() == [(2, 4)]
+    assert overrides.try_override(shard.states[STREAM], at_5, 300.0).settled() == [(2, 4)]
     shard.feed(builders.retire("a", 5))
     assert refused(at_9, 300.0).endswith("a has already retired, at position 5")
 
@@ -176,8 +178,10 @@ def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> N
     shard.feed(builders.join("a", 0), rdata("b", 7, 6, epoch=4))
     for writer in ("b", "*"):
         act = Retire(stream=STREAM, writer=writer, id=7, by="ada", why="garbage")
-        assert ["b is alive" in it for it in overrides.attempt(shard.states[STREAM], act, 30.0).objections()] == [True]
-        assert [*overrides.attempt(shard.states[STREAM], act, 300.0).objections()] == []
+        assert ["b is alive" in it for it in overrides.try_override(shard.states[STREAM], act, 30.0).objections()] == [
+            True
+        ]
+        assert [*overrides.try_override(shard.states[STREAM], act, 300.0).objections()] == []
 
 
 def fence(
@@ -185,7 +189,7 @@ def fence(
 ) -> overrides.Trial:
     """As `tidemark fence` tries it."""
     fields = {"stream": STREAM, "writer": writer, "epoch": epoch, "id": id, "by": "ada", "why": "its host is lost"}
-    return overrides.attempt(stored, overrides.override_record("FENCE", stored, fields), now)
+    return overrides.try_override(stored, overrides.override_record("FENCE", stored, fields), now)
 
 
 def test_a_fence_ends_the_epoch_where_the_writer_stands(stored: bytes) -> None:
@@ -208,7 +212,7 @@ def test_a_fence_never_begins_a_timeline(stored: bytes) -> None:
     (danger,) = fence(stored, 30.0).dangers()
     assert "a is alive" in danger
     by_hand = Join(stream=STREAM, writer="a", epoch=9, id=4, by="ada", why="typed")
-    assert len([*overrides.attempt(stored, by_hand, 30.0).dangers()]) == 2
+    assert len([*overrides.try_override(stored, by_hand, 30.0).dangers()]) == 2
 
 
 def test_what_a_relay_tells_is_not_fenced() -> None:
@@ -222,8 +226,8 @@ def test_what_a_relay_tells_is_not_fenced() -> None:
 def test_only_an_epoch_that_lives_can_be_ended(stored: bytes) -> None:
     """A stranger has none, and an epoch below ends nothing."""
     for wrong, why in (
-        (("zoe", None), "writer zoe has no open epoch"),
-        (("a", 7), "epoch 7 is open: give a higher epoch"),
+        (("zoe", None), "writer zoe never joined or has retired, so it has no epoch to end"),
+        (("a", 7), "a is in epoch 7: give a higher --epoch"),
     ):
         with pytest.raises(BadRecord, match=why):
             fence(stored, 1000.0, writer=wrong[0], epoch=wrong[1])

@@ -96,5 +96,5 @@ def test_a_bundle_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", command], env=child_environment(ALL_AWAY), capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (1, f"Error: {file}: File too large\n")
+    assert (done.returncode, done.stderr) == (1, f"Error: cannot write {file}: File too large\n")
     assert not file.exists()

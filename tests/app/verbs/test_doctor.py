@@ -25,7 +25,7 @@ from tidemark.app.cli import main
 from tidemark.app.stack import home
 from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs import doctor
-from tidemark.app.verbs.doctor import Check, clock_check
+from tidemark.app.verbs.doctor import Check, check_clock
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, topic_plans
@@ -227,7 +227,7 @@ def test_a_home_that_is_mounted_noexec_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 30))
     found = checks(AWAY | {"TIDEMARK_HOME": str(tmp_path)})["TIDEMARK_HOME"]
     assert found["status"] == "ok"
-    assert found["detail"].endswith("5.0 GiB free, mounted noexec: the local stack executes no file in it")
+    assert found["detail"].endswith("5.0 GiB free, mounted noexec, which Tidemark supports")
 
 
 @pytest.fixture
@@ -245,8 +245,8 @@ def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("namespaces", "library", "status", "detail"),
     [
-        (True, False, "ok", "54321 has no name; Postgres and Spark get one from a user namespace"),
-        (False, True, "ok", "54321 has no name; Postgres and Spark get one from libnss_wrapper"),
+        (True, False, "ok", "user ID 54321 has no name; Postgres and Spark get a name from a user namespace"),
+        (False, True, "ok", "user ID 54321 has no name; Postgres and Spark get a name from libnss_wrapper"),
         (
             False,
             False,
@@ -285,9 +285,9 @@ def test_root_without_setpriv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_clocks_are_compared(server: float, status: str, detail: str) -> None:
     """A slow answer is not taken for a wrong clock."""
-    found = clock_check("Redis clock", server, 1000.0, 1001.0)
+    found = check_clock("Redis clock", server, 1000.0, 1001.0)
     assert (found.status, found.detail) == (status, detail)
-    assert clock_check("Redis clock", 1003.0, 1000.0, 1010.0).status == "ok"
+    assert check_clock("Redis clock", 1003.0, 1000.0, 1010.0).status == "ok"
 
 
 def test_no_text_of_a_server_is_obeyed_by_a_terminal() -> None:

@@ -6,7 +6,7 @@ import shlex
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.verbs import gaps
-from tidemark.app.verbs.overrides import attempt
+from tidemark.app.verbs.overrides import try_override
 from tidemark.sinks.postgres.status import ReadStatus
 from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Retire, Timeline
@@ -23,7 +23,7 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
     act = Retire(stream=STREAM, writer="w1", epoch=1, id=7, by="ann", why="gone")
-    assert attempt(shard.states[STREAM], act, 302.0).effects.linear == 20
+    assert try_override(shard.states[STREAM], act, 302.0).effects.linear == 20
 
 
 def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
@@ -129,7 +129,8 @@ def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     assert lines[1:] == [
         "    Start a, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
-        '    If the writer runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
+        "    If the writer runs and will never complete these IDs:"
+        ' tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
     ]
 
 
@@ -146,7 +147,7 @@ def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
     assert verb[1:5] == ["retire", "--epoch", "4", "--id=-7"]
     assert verb[-3:] == ["--", "events", "-new"]
     act = Retire(stream=STREAM, writer="-new", epoch=4, id=-7, by="ann", why="gone")
-    assert attempt(shard.states[STREAM], act, 100.0).effects.summary.unknown == []
+    assert try_override(shard.states[STREAM], act, 100.0).effects.summary.unknown == []
 
 
 def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> None:

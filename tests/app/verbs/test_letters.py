@@ -103,7 +103,8 @@ def test_what_is_true_at_its_place_alone_never_comes_again(stored: bytes, value:
 def test_an_act_and_what_is_gone_are_not_replayed(stored: bytes) -> None:
     """The one has a verb that looks again, of the other nothing is left."""
     assert "run its command again" in refusal(letter(FACT, topic="control"), stored)
-    assert refusal(letter(None, gone="removed by retention"), stored) == "gone: removed by retention"
+    missing = "gone: the dead letter has no copy of the record: removed by retention"
+    assert refusal(letter(None, gone="removed by retention"), stored) == missing
 
 
 def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
@@ -114,7 +115,7 @@ def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     assert "replayed_by_act: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
     assert "\x1b" not in text + dead_letters.to_table([it], {}, 61.0)
-    told = json.loads(json_text(dead_letters.plain(it, {})))
+    told = json.loads(json_text(dead_letters.json_fields(it, {})))
     assert (told["value"], told["value_base64"]) == (None, "G1sySv8=")
 
 

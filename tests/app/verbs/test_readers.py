@@ -120,7 +120,7 @@ def test_a_busy_copy_is_shown(readers: Callable[..., Result], service: ReadingSe
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (3, 3, "the linear position does not change; facts read beyond it are read again"),
+        (3, 3, "the linear position does not change; facts that were read beyond it are read again"),
         (3, 4, "1 ID is skipped"),
         (3, 5, "2 IDs are skipped"),
         (-3, -2, "1 ID is read again"),

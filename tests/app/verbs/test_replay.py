@@ -127,7 +127,7 @@ def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_wa
     done = run(recording, "replay")
     assert done.output.splitlines() == [
         "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because the recording begins at offset 2;"
-        " linear positions beyond 5",
+        " linear positions only beyond 5",
         "8 records reproduce the stored history of 1 of 1 stream (1 batch)",
     ]
     assert done.exit_code == 0
@@ -171,7 +171,7 @@ def test_a_recording_older_than_the_history_is_compared_to_its_end(recording: Re
     file.write_text("\n".join(json.dumps(json.loads(line) | {"time": 1}) for line in lines))
     done = run(recording, "replay", str(file))
     assert done.output.splitlines() == [
-        "events: equal in part: up to batch 3 of 2026-09-21 14:16:20.000Z, where the recording ends (1 later)",
+        "events: equal in part: up to batch 3 of 2026-09-21 14:16:20.000Z, where the recording ends (1 later batch)",
         "7 records reproduce the stored history of 1 of 1 stream (2 batches)",
     ]
     assert done.exit_code == 0

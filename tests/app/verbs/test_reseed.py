@@ -59,6 +59,6 @@ def test_a_pipeline_that_runs_is_named_and_left_alone(
     store.remember_setup(RememberedSetup(16, {}))
     done = reseed(dsn)
     assert done.exit_code == 1
-    assert "test holds the lease: stop the pipeline" in done.output
+    assert "test has the lease: stop the pipeline" in done.output
     assert store.remembered_setup().shards == 16
     pipeline.publish(moved("s", 8, w=At(7, 8)))

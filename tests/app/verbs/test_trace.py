@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.processes import free_port
-from tidemark.app.verbs.trace import statement_of
+from tidemark.app.verbs.trace import meaning_of
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, encode_row
 
 S = STREAM
@@ -67,7 +67,7 @@ def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> 
     owed = lines(traced(recording, "9"), recording.facts)
     assert [line for line in owed if " at facts/" not in line and "{" not in line] == [
         "events 9: not passed yet; linear position 8",
-        "  no record of facts/0 has the ID: read offsets 0..9",
+        "  no record of facts/0 has the ID (offsets 0..9 read)",
         "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (rolled back, or not"
         " used by this writer)",
         "    the batch read facts/0 7..9",
@@ -76,7 +76,7 @@ def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> 
         "  to see the remedy: tidemark gaps events",
     ]
     waits = lines(traced(recording, "12"), recording.facts)
-    assert "  b (epoch 1) has completed the ID and waits for 9..10 since minute 17" in waits
+    assert "  b (epoch 1) has completed the ID; below the ID, 9..10 is open since minute 17" in waits
     recording.send(fact("b", 13, 12))
     recording.send_bytes((b'{"kind":"RDATA","id":14,', S))
     unread = traced(recording, "13")
@@ -104,7 +104,7 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
     for done in admin.delete_records([place]).values():
         done.result(60)
     told = lines(traced(recording, "4"), recording.facts)
-    assert "  no record of facts/0 has the ID: read no offset" in told
+    assert "  no record of facts/0 has the ID (no offset read)" in told
     assert "  retention removed offsets below 7, which may have contained the record" in told
     assert "  minute 16 the linear position passed the ID in batch 3, to 5" in told
     nowhere = f"127.0.0.1:{free_port()}"
@@ -133,4 +133,4 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
 )
 def test_what_a_record_says_of_an_id(record: Record, says: str | None) -> None:
     """Its own edge completes it; a wider one says whose it is not."""
-    assert statement_of(record, 4) == says
+    assert meaning_of(record, 4) == says

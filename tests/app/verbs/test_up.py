@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from tidemark.app.stack.processes import ServerProcess, StartFailed
 from tidemark.app.stack.up import LocalStack
 from tidemark.app.verbs import up
-from tidemark.app.verbs.up import _await_first_position, _earlier_demo, _retry_while_running
+from tidemark.app.verbs.up import _earlier_demo_notice, _retry_while_running, _wait_for_first_position
 from tidemark.common import backoff
 from tidemark.common.errors import Unavailable
 
@@ -76,22 +76,22 @@ def test_a_demo_is_ready_when_status_shows_its_first_stream(
     """The wait has an end. A stack that has positions from an earlier start is ready at once."""
     answers = iter([[], [], ["payments"]])
     monkeypatch.setattr(up, "_stored_streams", lambda _: next(answers))
-    _await_first_position(stack(tmp_path))
+    _wait_for_first_position(stack(tmp_path))
     assert (next(answers, None), capsys.readouterr().out) == (None, "waiting for the first position of the demo\n")
     monkeypatch.setattr(up, "_stored_streams", lambda _: ["payments"])
-    _await_first_position(stack(tmp_path))
+    _wait_for_first_position(stack(tmp_path))
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(up, "FIRST_POSITION_SECONDS", 0.1)
     monkeypatch.setattr(up, "_stored_streams", lambda _: [])
-    _await_first_position(stack(tmp_path))
+    _wait_for_first_position(stack(tmp_path))
 
 
 def test_streams_of_an_earlier_demo_are_named_without_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that removes them."""
     monkeypatch.setattr(up, "_stored_streams", lambda _: ["chat_events", "payments", "sales"])
-    warning = _earlier_demo(stack(tmp_path))
+    warning = _earlier_demo_notice(stack(tmp_path))
     assert warning is not None
     assert warning.startswith("chat_events: streams of an earlier `tidemark up --demo`.")
     assert warning.endswith(f"rm -r {tmp_path}/data")
     monkeypatch.setattr(up, "_stored_streams", lambda _: ["payments", "sales"])
-    assert _earlier_demo(stack(tmp_path)) is None
+    assert _earlier_demo_notice(stack(tmp_path)) is None

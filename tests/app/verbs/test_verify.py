@@ -100,7 +100,7 @@ def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Red
             "update tidemark.stream_positions set retired = true where writer = 'a'",
             "status of a is active in the query's state and retired in Postgres",
         ),
-        ("delete from tidemark.stream_gaps", "the gap of b below 5 is open in the query's state, not in Postgres"),
+        ("delete from tidemark.stream_gaps", "the gap of b up to 5 is open in the query's state, not in Postgres"),
         ("delete from tidemark.stream_positions", "position of b is 3 in the query's state and nothing in Postgres"),
     ],
 )
@@ -126,15 +126,15 @@ def test_rows_that_somebody_wrote_differ_from_the_state(
         ),
         (
             "insert into tidemark.packed_advances select * from tidemark.packed_advances where batch = 2",
-            "the history of a has an overlap: after 2 it continues from 0",
+            "the history of a has an overlap: after 2, the next advance begins at 0",
         ),
         (
             "update tidemark.packed_advances set ahead = array[-3, 0] where batch = 2",
-            "the history of a has a step back: first 5, then 3",
+            "the history of a has a step back: from 5 to 3",
         ),
         (
             "update tidemark.stream_positions set position = 2 where writer = 'a'",
-            "the history of a has a step back: first 9, then 2",
+            "the history of a has a step back: from 9 to 2",
         ),
     ],
 )

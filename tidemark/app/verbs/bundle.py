@@ -22,13 +22,13 @@ from tidemark.app.output import count, json_text, one_line
 from tidemark.app.settings import Settings, settings_lines
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
-from tidemark.sinks.postgres import status as dump
+from tidemark.sinks.postgres import status as postgres_status
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.topics import Topics
 
-TIMEOUT_SECONDS = 3.0  # for each answer of a server
+TIMEOUT_SECONDS = 3.0  # for each answer of Redis, of Kafka and of a metrics URL
 _PACKAGES = (
     "tidemark-streams",
     "pyspark",
@@ -47,7 +47,8 @@ class _Part:
 
     Attributes:
         name: the path of the file in the archive.
-        server: the server that `make` queries; empty if `make` queries none.
+        server: the server or URL that `make` needs; empty if `make` needs none. After an `Unavailable`, the other parts
+            of the same server are left out.
         make: returns the text of the file.
     """
 
@@ -63,7 +64,7 @@ class Bundle:
     Attributes:
         file: the path of the archive.
         parts: the names of the files in the archive.
-        problems: the reason why a file is missing, by the name of the file.
+        problems: the name of each missing file -> the reason.
     """
 
     file: Path
@@ -72,12 +73,12 @@ class Bundle:
 
 
 def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
-    """Write a bundle to a new file. If a server does not answer, the bundle lists the missing parts and the reason.
+    """Write a bundle to a new file. A part that cannot be read is left out, and the bundle has the reason.
 
     Args:
-        settings: name the servers to query.
-        file: the path of the archive, which must not exist yet.
-        metrics: URLs to read. The bundle contains their answers.
+        settings: the settings, with the addresses of the servers.
+        file: the path of the archive, which must not exist yet. Deleted if writing fails.
+        metrics: the URLs whose answers become parts of the bundle.
 
     Raises:
         OSError: the file cannot be written, or exists (`FileExistsError`).
@@ -102,7 +103,8 @@ def to_text(bundle: Bundle) -> str:
         [
             *lines,
             f"wrote {bundle.file}: {count(len(bundle.parts), 'file')}, {bundle.file.stat().st_size / 1024:.0f} KiB",
-            "It contains names of streams, writers and hosts, and reasons of overrides, but no facts and no passwords.",
+            "The archive has names of streams, writers, hosts and operators, and reasons of overrides, but no facts"
+            " and no passwords.",
         ]
     )
 
@@ -122,10 +124,13 @@ def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iter
     tables = stack.enter_context(session_of(settings.postgres, "tidemark bundle"))
     yield _Part("status.json", "Postgres", lambda: _status_json(settings, postgres))
     yield _Part("gaps.json", "Postgres", lambda: _gaps_json(settings, postgres))
-    yield from (_Part(f"postgres/{table}.json", "Postgres", partial(dump.dump, tables, table)) for table in dump.TABLES)
+    yield from (
+        _Part(f"postgres/{table}.json", "Postgres", partial(postgres_status.dump, tables, table))
+        for table in postgres_status.TABLES
+    )
     yield _Part("redis.json", "Redis", lambda: _redis_json(settings))
     yield _Part("kafka.json", "Kafka", lambda: _kafka_json(settings))
-    yield from (_Part(f"metrics-{number}.txt", url, partial(_get, url)) for number, url in enumerate(metrics, 1))
+    yield from (_Part(f"metrics-{number}.txt", url, partial(_read_url, url)) for number, url in enumerate(metrics, 1))
 
 
 def _write_archive(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
@@ -171,7 +176,7 @@ def _versions() -> str:
 
 def _status_json(settings: Settings, postgres: Postgres) -> str:
     condition = health.read_configured_condition(settings, postgres)
-    return status.to_json(status.read_from_postgres(postgres, postgres.states()), time.time(), condition)
+    return status.to_json(status.read_stream_statuses(postgres, postgres.states()), time.time(), condition)
 
 
 def _gaps_json(settings: Settings, postgres: Postgres) -> str:
@@ -181,9 +186,9 @@ def _gaps_json(settings: Settings, postgres: Postgres) -> str:
 
 
 def _redis_json(settings: Settings) -> str:
-    """The positions in Redis of the first `MAX_ROWS` streams by name."""
+    """The positions in Redis as JSON, of the first `MAX_ROWS` streams in the order of their names."""
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
-        return json_text(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
+        return json_text(redis.snapshots(sorted(redis.names())[: postgres_status.MAX_ROWS]))
 
 
 def _kafka_json(settings: Settings) -> str:
@@ -192,7 +197,7 @@ def _kafka_json(settings: Settings) -> str:
     return json_text(Topics(settings.kafka, TIMEOUT_SECONDS).describe(names))
 
 
-def _get(url: str) -> str:
+def _read_url(url: str) -> str:
     with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
         return str(answer.read().decode(errors="replace"))
 
@@ -202,12 +207,15 @@ def _get(url: str) -> str:
 @click.option("--metrics", multiple=True, help="URL of metrics to include; may be repeated. Default: the pipeline's.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
-    """Write a bundle for a fault report to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
-    newest advances, and the state of the servers. The archive names the servers that did not answer."""
+    """Write a bundle for a fault report to FILE (.tar.gz): settings without secrets, versions, positions, gaps, rows of
+    Tidemark's tables, topics and metrics. A file missing.json in the archive names the parts that could not be read.
+
+    Default of FILE: a new file tidemark-bundle-TIME.tar.gz in the current directory.
+    """
     settings = load_settings()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
     try:
         made = write(settings, chosen, metrics or (settings.metrics_url,))
     except OSError as problem:
-        raise CommandFailed(f"{chosen}: {problem.strerror}") from None
+        raise CommandFailed(f"cannot write {chosen}: {problem.strerror}") from None
     click.echo(to_json(made) if as_json else to_text(made))

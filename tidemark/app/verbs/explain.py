@@ -1,7 +1,7 @@
 """`tidemark explain`: why a stream was blocked at a given time, which writer blocked it, and what unblocked it.
 
 The history contains advances, gaps and operator overrides, but nothing about a writer without an advance. So a writer
-that had not joined at that time is known only from its later advances.
+that had not joined at the given time is known only from its later advances.
 """
 
 import re
@@ -38,8 +38,8 @@ from tidemark.streaming.values.limits import Evidence
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 
-MAX_STAYS = 20  # between two times: the first ones are explained
-MAX_SHOWN = 10  # writers and advances of one explanation
+MAX_STAYS = 20  # the largest number of stays that `explain_between` explains
+MAX_SHOWN = 10  # writers and advances of one explanation in the text; the JSON has all
 
 EVIDENCE = {
     "facts": "committed",
@@ -51,7 +51,7 @@ CLOSED = {
     "completed": "its IDs completed",
     "joined": "its writer joined again",
     "retired": "its writer retired",
-    "skipped": "an operator settled it",
+    "skipped": "an operator settled its IDs",
 }
 
 
@@ -60,11 +60,11 @@ class PastBlocker:
     """A writer whose position kept the linear position from moving.
 
     Attributes:
-        writer: its name.
-        epoch: its epoch.
-        position: its position at the time, signed.
-        gap: its nearest open gap; None if it had sent nothing beyond its position.
-        retired: when it retired, if that unblocked the stream.
+        writer: the name of the writer.
+        epoch: the epoch of the writer's next advance, or the current epoch if there is none.
+        position: the position at the time, signed.
+        gap: the writer's open gap that is nearest to 0; None if the writer had no gap.
+        retired: the time at which the writer retired while the linear position stayed; None if it did not.
     """
 
     writer: str
@@ -77,18 +77,19 @@ class PastBlocker:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why the linear position stayed at one ID. The fields after `blockers` describe the batch that moved the linear
-    position. They are empty if the stream was idle at the given time and became blocked later.
+    position. They are empty if no such batch is stored, and if the stream was idle at the given time and became blocked
+    later.
 
     Attributes:
-        stream: its name.
+        stream: the name of the stream.
         stay: the linear position, and the times between which it stayed.
         idle: at the given time no higher ID was allocated, so there were no blockers.
         blockers: the writers that kept the linear position from moving.
-        moved: the advances beyond the linear position.
-        joined: the writers whose first advance is in the batch.
-        retired: the writers that retired.
-        overrides: the operator overrides.
-        batch: the number of the batch.
+        moved: the advances of the batch beyond the linear position.
+        joined: the writers whose first advance is in the batch, without the `blockers`.
+        retired: the writers that retired in the batch.
+        overrides: the operator overrides that the batch applied.
+        batch: the number of the batch; None if it is not stored.
         offsets: the offsets that the batch read.
     """
 
@@ -104,72 +105,75 @@ class Explanation:
     offsets: list[OffsetRange]
 
 
-def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
+def explain_at(history: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Explain why a stream was blocked at the time `when`; None if the stored history begins later. `encoded`: the
     current state of the stream."""
-    now = codec.decode(encoded)
-    stay = _stay_at(past, stream, now, when)
-    return None if stay is None else _explain_stay(past, stream, now, stay, when)
+    current = codec.decode(encoded)
+    stay = _stay_at(history, stream, current, when)
+    return None if stay is None else _explain_stay(history, stream, current, stay, when)
 
 
-def _stay_at(past: StreamInspection, stream: str, now: StreamState, when: datetime) -> LinearStay | None:
-    stay, linear = past.linear_at(stream, when), now.direction.signed(now.linear.position)
+def _stay_at(history: StreamInspection, stream: str, current: StreamState, when: datetime) -> LinearStay | None:
+    """Read the stay at the time `when`; None if the stored history begins later. If the history has no later move, but
+    the current linear position is beyond the stay, `went_to` is the current linear position, and `until` is None."""
+    stay, linear = history.linear_at(stream, when), current.direction.signed(current.linear.position)
     if stay is not None and stay.until is None and is_beyond(linear, stay.linear):
         return replace(stay, went_to=linear)
     return stay
 
 
-def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
-    """By writer at or below the linear position, the time at which it retired during the stay. Only writers that the
-    current state still has."""
+def _retirements(current: StreamState, stay: LinearStay) -> dict[str, datetime]:
+    """Writer -> time of its retirement, for the writers at or below the linear position that retired during the stay.
+    Writers that have left the current state are left out."""
     return {
         name: time
-        for name, known in now.writers.items()
+        for name, known in current.writers.items()
         if known.retired_at is not None and known.position <= abs(stay.linear)
         if stay.since < (time := moment_of(known.retired_at)) and (stay.until is None or time <= stay.until)
     }
 
 
 def explain_between(
-    past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
+    history: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain the first `MAX_STAYS` stays during which the stream was blocked for `BRIEF_WAIT` or longer between two
-    times."""
-    now = codec.decode(encoded)
+    """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT` seconds or longer, oldest
+    first; only the first `MAX_STAYS`. `encoded`: the current state of the stream."""
+    current = codec.decode(encoded)
     explanations: dict[int, Explanation] = {}
-    for time in [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]:
-        stay = _stay_at(past, stream, now, time)
+    for time in [since, *history.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]:
+        stay = _stay_at(history, stream, current, time)
         if stay is None or stay.linear in explanations or _blocked_seconds(stay, until) < BRIEF_WAIT:
             continue
-        explanations[stay.linear] = _explain_stay(past, stream, now, stay, until)
+        explanations[stay.linear] = _explain_stay(history, stream, current, stay, until)
         if len(explanations) == MAX_STAYS:
             break
     return [*explanations.values()]
 
 
 def _blocked_seconds(stay: LinearStay, until: datetime) -> float:
-    """How long the stream was blocked during the stay; up to `until` if the stay has not ended. 0 if the stream became
-    blocked after `until`."""
+    """How long the stream was blocked during the stay, up to `until` if the stay has not ended. 0 if the stream was not
+    blocked, or became blocked after `until`."""
     if stay.blocked_since is None or stay.blocked_since > until:
         return 0.0
     return ((stay.until or until) - stay.blocked_since).total_seconds()
 
 
 def _explain_stay(
-    past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime
+    history: StreamInspection, stream: str, current: StreamState, stay: LinearStay, when: datetime
 ) -> Explanation:
     is_idle = stay.blocked_since is None or when < stay.blocked_since
     if is_idle and stay.blocked_since is not None:
         return Explanation(stream, stay, is_idle, [], [], [], [], [], None, [])
-    # Look just before the stream was unblocked: only then are all blockers known. At `when` if it is still stuck.
+    # The blockers are those just before the stream was unblocked: only then are all of them known. If the stream is
+    # still stuck, the blockers are those at the time `when`.
     moment = when if stay.until is None else stay.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
-    for gap in past.gaps_at(stream, moment if stay.until is None else stay.until):
+    for gap in history.gaps_at(stream, moment if stay.until is None else stay.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
-    retired = _retirements(now, stay)
+    retired = _retirements(current, stay)
     # The stay may end by a batch without an advance: the linear position moved because writers retired.
-    linear_move = None if stay.until is None else past.move_without_advance(stream, stay.until)
+    linear_move = None if stay.until is None else history.move_without_advance(stream, stay.until)
     epochs = {} if linear_move is None else linear_move.retired
     if linear_move is not None and stay.until is not None:
         retired |= dict.fromkeys(linear_move.retired, stay.until)
@@ -181,10 +185,10 @@ def _explain_stay(
             gaps.get(writer.writer),
             retired.get(writer.writer),
         )
-        for writer in ([] if is_idle else past.writers_not_beyond(stream, moment, stay.linear))
-        if writer.writer in retired or _was_blocker(writer, now, moment, gaps)
+        for writer in ([] if is_idle else history.writers_not_beyond(stream, moment, stay.linear))
+        if writer.writer in retired or _was_blocker(writer, current, moment, gaps)
     ]
-    moved = [] if stay.until is None else past.advances_at(stream, stay.until)
+    moved = [] if stay.until is None else history.advances_at(stream, stay.until)
     batch = moved[0].batch if moved else None if linear_move is None else linear_move.batch
     return Explanation(
         stream,
@@ -198,16 +202,16 @@ def _explain_stay(
             if advance.prev == 0 and advance.writer not in {blocker.writer for blocker in blockers}
         ],
         sorted(name for name, time in retired.items() if time == stay.until),
-        [] if stay.until is None else past.overrides_at(stream, stay.until),
+        [] if stay.until is None else history.overrides_at(stream, stay.until),
         batch,
-        [] if batch is None or stay.until is None else past.offsets(batch, stay.until),
+        [] if batch is None or stay.until is None else history.offsets(batch, stay.until),
     )
 
 
-def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
+def _was_blocker(writer: EarlierWriter, current: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
     """Whether a writer at or below the linear position blocked the stream at the time `moment`: it had not retired, and
     either it had a gap or its next advance was not its first advance."""
-    known = now.writers.get(writer.writer)
+    known = current.writers.get(writer.writer)
     if (
         known is not None
         and known.retired_at is not None
@@ -233,10 +237,10 @@ def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
             yield f"  then blocked: tidemark explain {explanation.stream} --at {blocked_since}"
             return
     elif stay.blocked_since is None:
-        seconds = duration((now - stay.since).total_seconds())
+        age = duration((now - stay.since).total_seconds())
         yield (
-            f"{explanation.stream}: stuck at {stay.linear}, at most since the last advance at {timestamp(stay.since)}"
-            f" ({seconds}): the stored history does not say since when"
+            f"{explanation.stream}: stuck at {stay.linear}; the stored history shows only that the last advance was at"
+            f" {timestamp(stay.since)} ({age} ago)"
         )
         return
     else:
@@ -255,7 +259,8 @@ def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
 
 
 def _period_text(stay: LinearStay, begin: datetime, end: datetime | None, now: datetime) -> str:
-    """The two times as text, with the time between them. `end` is None if the stream is in the same state now."""
+    """The two times as text, with the duration between them. `end` is None if the state lasts until now, or until a
+    time that is not stored."""
     since = timestamp(begin)
     if begin == stay.since and not stay.is_since_known:
         since += " or earlier (the stored history begins then)"
@@ -277,8 +282,8 @@ def _blocker_text(blocker: PastBlocker, explanation: Explanation) -> str:
 
 
 def _outcome_text(gap: StoredGap, explanation: Explanation) -> str:
-    """How a gap was closed. The evidence of an advance is a sum. The evidence shows what happened to the IDs of the gap
-    only if all IDs of the advance have evidence of one kind."""
+    """How a gap was closed, as text. The evidence of an advance is a sum over its IDs: it shows what happened to the
+    IDs of the gap only if the sum has one kind of evidence."""
     covering = [move for move in explanation.moved if move.writer == gap.writer and not is_beyond(gap.top, move.id)]
     if gap.closed_by == "completed" and covering and gap.closed == explanation.stay.until:
         facts, empty, *others = covering[0].evidence.counts
@@ -298,11 +303,12 @@ def _next_move_lines(explanation: Explanation) -> Iterator[str]:
     stay = explanation.stay
     if stay.until is None:
         if stay.went_to is not None:
-            yield f"  the linear position moved to {stay.went_to}; the stored history does not say when or why"
+            yield f"  the linear position moved to {stay.went_to}; the stored history does not show when or why"
         return
-    read = ", ".join(map(offsets, explanation.offsets))
+    offsets = ", ".join(map(offsets_text, explanation.offsets))
     verb = "moved" if explanation.idle else "unblocked"
-    yield f"  {verb} by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
+    batch = f"batch {explanation.batch}{f' ({offsets})' if offsets else ''}"
+    yield f"  {verb} by {batch}: the linear position moved to {stay.went_to}"
     yield from (f"    {_move_text(move)}" for move in explanation.moved[:MAX_SHOWN])
     if len(explanation.moved) > MAX_SHOWN:
         yield f"    {count(len(explanation.moved) - MAX_SHOWN, 'more advance')}"
@@ -310,11 +316,12 @@ def _next_move_lines(explanation: Explanation) -> Iterator[str]:
         yield f"    retired: {_first_names(explanation.retired)}"
     if explanation.joined:
         yield f"    first record of {_first_names(explanation.joined)}"
-    for act in explanation.overrides:
-        yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
+    for override in explanation.overrides:
+        subject = f"{override.kind} of {override.writer} (epoch {override.epoch})"
+        yield f"    {subject} up to ID {override.id}, by {override.by}: {override.why}"
 
 
-def offsets(span: OffsetRange) -> str:
+def offsets_text(span: OffsetRange) -> str:
     """The offsets that a batch read of one partition, as text."""
     if span.first is None:
         return f"{span.topic}/{span.partition} up to {span.last}"
@@ -322,10 +329,10 @@ def offsets(span: OffsetRange) -> str:
 
 
 def _move_text(move: BatchAdvance) -> str:
-    return f"{move.writer} (epoch {move.epoch}) moved from {move.prev} to {move.id}: {evidence(move.evidence)}"
+    return f"{move.writer} (epoch {move.epoch}) moved from {move.prev} to {move.id}: {evidence_text(move.evidence)}"
 
 
-def evidence(counts: Evidence) -> str:
+def evidence_text(counts: Evidence) -> str:
     """The evidence of an advance as text, in the vocabulary of docs/design.md 1."""
     parts = [
         f"{name} {number} ({EVIDENCE[name]})" for name, number in zip(EVIDENCE, counts.counts, strict=True) if number
@@ -337,7 +344,7 @@ def _read_reader_statuses(reader: str, stream: str) -> list[ReaderStatus]:
     from tidemark.app.verbs import readers  # noqa: PLC0415 - only readers need redis-py, which is slow to import
 
     with readers.open_databases(None) as databases:
-        return databases.existing(reader, stream)
+        return databases.require_statuses(reader, stream)
 
 
 class Moment(click.ParamType[datetime]):
@@ -358,16 +365,16 @@ class Moment(click.ParamType[datetime]):
 
 @click.command("explain", cls=Utf8Command, context_settings={"allow_extra_args": True})
 @click.argument("stream")
-@click.option("--at", type=Moment(), help="Explain this time. Default: now.")
+@click.option("--at", type=Moment(), help="Explain the stream at this time, in the format of --between. Default: now.")
 @click.option(
     "--between",
     type=Moment(),
     nargs=2,
     metavar="A B",
-    help="Explain every wait of ten seconds or longer between the times A and B, such as 10:03 or 2026-11-22T10:03. UTC"
-    " unless the time has an offset.",
+    help=f"Explain the first {MAX_STAYS} waits of ten seconds or longer between the times A and B, such as 10:03"
+    " (today) or 2026-11-22T10:03. UTC unless the time has an offset.",
 )
-@click.option("--reader", help="First show what this reader of STREAM waits for.")
+@click.option("--reader", help="First show the state of this reader of STREAM, and why it lags.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def explain(
@@ -392,30 +399,30 @@ def explain(
     statuses = [] if reader is None else _read_reader_statuses(reader, stream)
     if min(between or [at or now]) > now:
         raise click.UsageError("the time is in the future: give it in UTC, or with its offset")
-    with StreamInspection(settings.postgres) as past:
-        encoded = past.state(stream)
+    with StreamInspection(settings.postgres) as history:
+        encoded = history.state(stream)
         if encoded is None:
-            raise CommandFailed(unknown_stream_text(stream, past.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, history.stream_names()))
         if between is not None:
             since, until = min(between), min(max(between), now)
-            begins = past.history_start(stream)
-            if begins is None or begins > until:
-                raise _too_early(stream, begins)
-            explanations = explain_between(past, stream, encoded, since, until)
+            history_start = history.history_start(stream)
+            if history_start is None or history_start > until:
+                raise _history_error(stream, history_start)
+            explanations = explain_between(history, stream, encoded, since, until)
             if len(explanations) == MAX_STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
                     f"only the first {MAX_STAYS} waits are shown; for more, begin --between at {timestamp(last)}",
                     err=True,
                 )
-            if begins > since:
-                click.echo(f"the stored history of {stream} begins at {timestamp(begins)}", err=True)
+            if history_start > since:
+                click.echo(f"the stored history of {stream} begins at {timestamp(history_start)}", err=True)
         else:
-            explanation = explain_at(past, stream, encoded, at or now)
+            explanation = explain_at(history, stream, encoded, at or now)
             if explanation is None:
-                raise _too_early(stream, past.history_start(stream))
+                raise _history_error(stream, history.history_start(stream))
             explanations = [explanation]
     open_now = _read_open_ranges(settings, stream, encoded, now) if at is None and between is None else []
-    if open_now and explanations[0].idle:  # the history has no record of what is open
+    if open_now and explanations[0].idle:  # the open range is not in the history: its writer has no gap and no advance
         explanations = [replace(explanations[0], idle=False)]
     if as_json:
         click.echo(json_text({"stays": explanations} | ({"readers": statuses} if statuses else {})))
@@ -436,10 +443,11 @@ def _read_open_ranges(settings: "Settings", stream: str, encoded: bytes, now: da
         return open_ranges.read_open_ranges(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
 
 
-def _too_early(stream: str, begins: datetime | None) -> CommandFailed:
-    if begins is None:
+def _history_error(stream: str, history_start: datetime | None) -> CommandFailed:
+    """The error for a time that the stored history does not cover."""
+    if history_start is None:
         return CommandFailed(
             f"the stored history of {stream} has no move of the linear position: either it has never moved, or"
             f" retention has dropped the history. For the current state, run: tidemark gaps {stream}"
         )
-    return CommandFailed(f"the stored history of {stream} begins at {timestamp(begins)}, after the given time")
+    return CommandFailed(f"the stored history of {stream} begins at {timestamp(history_start)}, after the given time")

@@ -72,42 +72,43 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 def _show_progress(settings: "Settings", stream: str, target: str | int, writer: str | None) -> Iterator[None]:
     """Show a progress bar on a terminal while the block runs: how many of the missing IDs are complete.
 
-    A second thread reads the positions. Raises `BadToken` if `target` is not a token.
+    A second thread reads the positions. Raises `BadToken` if `target` is neither a token nor an ID.
     """
     if not shows_progress():
         yield
         return
     from tidemark.sinks.reader import Positions, PositionSnapshot, target_token
 
-    goal, halt = target_token(target, writer), threading.Event()
+    goal, block_ended = target_token(target, writer), threading.Event()
 
     def show() -> None:
-        bar, advance, left = ExitStack(), None, 0
+        bar, advance, missing = ExitStack(), None, 0
         with bar, Positions(settings.redis, settings.postgres()) as positions:
             while True:
-                stopped = halt.wait(POLL_SECONDS)
-                if stopped and advance is None:
+                is_last = block_ended.wait(POLL_SECONDS)
+                if is_last and advance is None:
                     return
-                with suppress(TidemarkError):  # the wait itself reports a server that does not answer
-                    now = positions.get(stream)
-                    if isinstance(now, PositionSnapshot):
-                        before, left = left, _missing_ids(goal, now.token)
+                with suppress(TidemarkError):  # the block reports a server that does not answer
+                    snapshot = positions.get(stream)
+                    if isinstance(snapshot, PositionSnapshot):
+                        before, missing = missing, _missing_ids(goal, snapshot.token)
                         if advance is None:
                             top = goal.farthest()
-                            label = f"{stream} from ID {top - left if top > 0 else top + left} to {top}"
-                            advance = bar.enter_context(progress(label, left, "ID"))
+                            label = f"{stream} from ID {top - missing if top > 0 else top + missing} to {top}"
+                            advance = bar.enter_context(progress(label, missing, "ID"))
                         else:
-                            advance(before - left)
-                if stopped:
+                            advance(before - missing)
+                if is_last:
                     return
 
-    with run_in_thread(show, halt):
+    with run_in_thread(show, block_ended):
         yield
 
 
-def _missing_ids(goal: "Token", at: "Token") -> int:
-    """The largest number of IDs by which a position of `at` is below the same position of `goal`; 0 if none is."""
-    pairs = [(goal.linear, at.linear), *((id, at.at(writer)) for writer, id in goal.positions)]
+def _missing_ids(goal: "Token", current: "Token") -> int:
+    """The largest number of IDs by which a position of `current` is below the same position of `goal`; 0 if all
+    positions have reached `goal`."""
+    pairs = [(goal.linear, current.linear), *((id, current.at(writer)) for writer, id in goal.positions)]
     return max(0, *(abs(wanted) - abs(reached) for wanted, reached in pairs))
 
 
@@ -122,12 +123,14 @@ def _missing_ids(goal: "Token", at: "Token") -> int:
     help="Use TLS, with the system's certificate authorities unless TIDEMARK_SIDECAR_CA_FILE is set.",
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
-    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; default: TIDEMARK_LINES_LISTEN)."""
+    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; default: TIDEMARK_LINES_LISTEN), until
+    Ctrl-C. Connects again after each loss of the connection."""
     settings = load_settings()
+    chosen = address or settings.lines_listen
     try:
-        where = parse_host_port(address or settings.lines_listen)
+        where = parse_host_port(chosen)
     except ValueError as problem:
-        raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
+        raise click.BadParameter(f"{chosen!r} is {problem}", param_hint="ADDRESS") from None
     show = client.to_json if as_json else str if settings.no_color else client.to_colored_text
     trust = partial(client_tls_context, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
     for command in client.LinesClient(where, server, trust).commands():

@@ -1,4 +1,4 @@
-"""`tidemark gaps`: the open IDs that block positions, and the command that settles them."""
+"""`tidemark gaps`: the open IDs that block positions, and what to do about them."""
 
 import shlex
 import time
@@ -21,22 +21,21 @@ def to_json(open_gaps: Sequence[OpenRange]) -> str:
 
 
 def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
-    """Text for people. For each writer: a line for each of the first `MAX_SHOWN` open ranges, the number of further
-    ranges, and the remedy.
-    """
+    """The open ranges as text. For each writer in an epoch: a line for each of the first `MAX_SHOWN` ranges, the number
+    of further ranges, and the remedy."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
     for gap in open_gaps:
         writers.setdefault((gap.stream, gap.writer, gap.epoch), []).append(gap)
     for ranges in writers.values():
-        lines += [_line(gap, now) for gap in ranges[:MAX_SHOWN]]
+        lines += [_range_line(gap, now) for gap in ranges[:MAX_SHOWN]]
         if len(ranges) > MAX_SHOWN:
             lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - MAX_SHOWN, 'more gap')}")
         lines += _remedy_lines(ranges[0])
     return join_escaped(lines)
 
 
-def _line(gap: OpenRange, now: float) -> str:
+def _range_line(gap: OpenRange, now: float) -> str:
     age = "" if gap.since is None else f" for {duration(now - gap.since.timestamp())}"
     writer = gap.writer
     if gap.low is None:
@@ -47,11 +46,11 @@ def _line(gap: OpenRange, now: float) -> str:
         state = f"no record beyond ID {gap.low}{age}"
     else:
         state = f"{ids(gap.low, gap.top)} open{age}"
-    waiting = ""
+    pending = ""
     if gap.waiting:
         facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
-        waiting = f"; {count(gap.waiting, 'complete ID')} {'is' if gap.waiting == 1 else 'are'} pending{facts}"
-    return f"{gap.stream}: {writer}: {state}; {_verdict_text(gap, now)}{waiting}"
+        pending = f"; {count(gap.waiting, 'complete ID')} {'is' if gap.waiting == 1 else 'are'} pending{facts}"
+    return f"{gap.stream}: {writer}: {state}; {_verdict_text(gap, now)}{pending}"
 
 
 def _verdict_text(gap: OpenRange, now: float) -> str:
@@ -76,16 +75,17 @@ def _remedy_lines(gap: OpenRange) -> Iterator[str]:
     yield f"    {gap.advice} {gap.verb}".rstrip()
     if gap.verdict in ("silent", "fenced") and gap.low is not None and gap.top is not None:
         words = shlex.join(shell_arguments(gap.stream, gap.writer, id_range(gap.low, gap.top)))
-        yield f'    If the writer runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
+        command = f'tidemark skip --by "$USER" --why "lost" {words}'
+        yield f"    If the writer runs and will never complete these IDs: {command}"
 
 
 @click.command("gaps", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-@click.option("--check", is_flag=True, help="End with exit code 3 if anything is blocked.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if there is any of these.")
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
-    """Show the gaps and silent writers of all streams, or of STREAM, and the command that settles each of them."""
+    """Show the gaps and silent writers of all streams, or of STREAM, and what to do about each of them."""
     settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()

@@ -1,8 +1,8 @@
 """`tidemark produce` and `tidemark tail`: write and read records in Kafka by hand, as lines of JSON.
 
-`tidemark produce` checks each line as the pipeline will check it, so that a mistake does not end in the dead letters.
-`tidemark tail --json` writes records in the form that `tidemark replay` reads: `key` and `value` are text, or
-`key_base64` and `value_base64` if they are not UTF-8.
+`tidemark produce` checks the form of each record as the pipeline does, so that a malformed record does not end in the
+dead letters. `tidemark tail --json` writes records in the form that `tidemark replay` reads: `key` and `value` are
+text; `key_base64` and `value_base64` replace them if the bytes are not UTF-8.
 """
 
 import time
@@ -30,11 +30,11 @@ from tidemark.sources.topics import Topics
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
 
-DELIVERY_SECONDS = 30.0
+DELIVERY_SECONDS = 30.0  # the longest wait for Kafka's acknowledgements
 
 
 @dataclass(frozen=True, slots=True)
-class Produced:
+class ProduceResult:
     """The result of `produce_lines`.
 
     Attributes:
@@ -55,8 +55,12 @@ class Produced:
 
 
 def produce_lines(
-    connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
-) -> Produced:
+    connection: KafkaConnection,
+    topic: str,
+    role: records.Topic,
+    lines: Iterable[bytes],
+    on_invalid: Callable[[str], None],
+) -> ProduceResult:
     """Send the valid lines to a topic, and wait until Kafka has acknowledged them. Skips blank lines.
 
     Args:
@@ -64,11 +68,12 @@ def produce_lines(
         topic: the topic's name.
         role: `FACTS`, or `CONTROL` for operator overrides.
         lines: one JSON record in each line.
-        refuse: called once for each invalid line, with an error text that contains the line number.
+        on_invalid: called once for each invalid line, with an error text that contains the line number.
 
     Raises:
         TopicMissing: the topic does not exist.
-        Unavailable: Kafka did not accept all records within `DELIVERY_SECONDS`. It is safe to send all lines again:
+        Refused: this user may not describe the topic or write to it.
+        Unavailable: Kafka did not acknowledge all records within `DELIVERY_SECONDS`. Facts can be sent again:
             Tidemark ignores duplicates.
     """
     Topics(connection).describe([topic])
@@ -83,11 +88,11 @@ def produce_lines(
             records.read(value, stream.encode(), role)
         except BadRecord as error:
             refused += 1
-            refuse(f"line {number}: {error}")
+            on_invalid(f"line {number}: {error}")
             continue
         producer.send(stream, value)
     producer.deliver(DELIVERY_SECONDS)
-    return Produced(producer.delivered_count, refused, producer.last_acknowledged)
+    return ProduceResult(producer.delivered_count, refused, producer.last_acknowledged)
 
 
 MAX_SHOWN_CHARS: Final = 200  # of a record's value
@@ -132,12 +137,12 @@ def to_line(message: RecordedMessage) -> str:
     return msgspec.json.encode(fields).decode()
 
 
-def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
+def from_lines(lines: Iterable[bytes], make_error: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
     """Parse lines of `tidemark tail --json`. Skips blank lines.
 
     Args:
         lines: the lines.
-        refuse: makes the exception to raise for an invalid line, from the error text.
+        make_error: makes the exception for the first invalid line from the error text. Then this function raises it.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -146,17 +151,17 @@ def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> It
             parsed = _decoder.decode(line)
             key, value = (
                 None
-                if text is None and coded is None
-                else (text.encode() if text is not None else b64decode(coded or ""))
-                for text, coded in ((parsed.key, parsed.key_base64), (parsed.value, parsed.value_base64))
+                if text is None and base64 is None
+                else (text.encode() if text is not None else b64decode(base64 or ""))
+                for text, base64 in ((parsed.key, parsed.key_base64), (parsed.value, parsed.value_base64))
             )
         except (ValueError, RecursionError) as problem:
-            raise refuse(f"line {number} is not a record of `tidemark tail --json`: {problem}") from None
+            raise make_error(f"line {number} is not a record of `tidemark tail --json`: {problem}") from None
         yield RecordedMessage(parsed.topic, parsed.partition, parsed.offset, parsed.time, key, value)
 
 
 def to_text(message: RecordedMessage) -> str:
-    """A record as one line of text."""
+    """A record as one line of text, with the first `MAX_SHOWN_CHARS` characters of the value."""
     name = "unreadable"
     with suppress(BadRecord):
         record = records.decode(message.value)
@@ -170,10 +175,11 @@ def to_text(message: RecordedMessage) -> str:
 
 @click.command("produce", cls=Utf8Command)
 @click.argument("file", type=click.File("rb"), default="-")
-@click.option("--control", is_flag=True, help="Send override records to the control topic instead.")
+@click.option("--control", is_flag=True, help="Send operator overrides to the control topic, and not facts.")
 @json_option
 def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
-    """Send records from FILE, or standard input, to Kafka: one JSON object in each line. Tidemark adds the key.
+    """Send records from FILE, or standard input, to the facts topic: one JSON object in each line. The command adds the
+    key.
 
     Invalid lines are reported and not sent. The exit code is 1 if any line is invalid.
     """
@@ -205,7 +211,7 @@ def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
 def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_json: bool) -> None:
     """Show the records of all streams, or of STREAM, in the facts topic and the control topic.
 
-    `tidemark tail --all --json > FILE` stores them for `tidemark replay`.
+    `tidemark tail --all --json > FILE` stores the records for `tidemark replay`.
     """
     settings = load_settings()
     show = to_line if as_json else to_text
@@ -230,7 +236,9 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
                         "no record in Kafka" if everything else f"none of the last {last} records of each partition"
                     )
                     hint = (
-                        "`tidemark status` shows all streams" if everything else "use --last or --all for older records"
+                        "`tidemark status` shows all streams"
+                        if everything
+                        else "for older records, raise --last or use --all"
                     )
                     click.echo(f"{searched} is of stream {stream}; {hint}", err=True)
                 return
@@ -254,26 +262,27 @@ def read_offset_ranges(settings: Settings, kafka: RecordReader) -> dict[tuple[st
 def read_file(name: str) -> Iterator[RecordedMessage]:
     """Yield the records of a file that `tidemark tail --json` wrote; `-` is standard input.
 
-    Shows the progress on a terminal. Raises `CommandFailed` for an invalid line.
+    Shows the progress on a terminal. Raises `CommandFailed` for an invalid line, and `OSError` if the file cannot be
+    read.
     """
     size = 0 if name == "-" else Path(name).stat().st_size
     with click.open_file(name, "rb") as lines, progress("reading the file", size, "byte") as advance:
 
-        def counted() -> Iterator[bytes]:
+        def lines_with_progress() -> Iterator[bytes]:
             for line in lines:
                 yield line
                 advance(len(line))
 
-        yield from from_lines(counted(), CommandFailed)
+        yield from from_lines(lines_with_progress(), CommandFailed)
 
 
-def read_topics(settings: Settings, facts: str, max_records: int) -> Iterator[RecordedMessage]:
-    """Yield all records of the topic `facts` and of the control topic, and show the progress on a terminal.
+def read_topics(settings: Settings, facts_topic: str, max_records: int) -> Iterator[RecordedMessage]:
+    """Yield all records of `facts_topic` and of the control topic, and show the progress on a terminal.
 
-    Raises `CommandFailed` if Kafka has more than `max_records` records in these topics.
+    Raises `CommandFailed` if these topics have about more than `max_records` records.
     """
     with RecordReader(settings.kafka) as kafka:
-        changed = settings.model_copy(update={"kafka_facts_topic": facts})
+        changed = settings.model_copy(update={"kafka_facts_topic": facts_topic})
         partitions = read_offset_ranges(changed, kafka)
         number = sum(high - low for low, high in partitions.values())
         if number > max_records:

@@ -34,19 +34,20 @@ def late() -> None:
 
 @late.command("list")
 @click.argument("stream", required=False)
-@click.option("--all", "everything", is_flag=True, help="Also list resolved ones.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
-@click.option("--check", is_flag=True, help="Exit code 3 if any late completion is not resolved.")
+@click.option("--all", "everything", is_flag=True, help="Also list resolved late completions.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if any late completion is not resolved.")
 @_as_json
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
-    """List the newest unresolved late completions of all streams, or of STREAM."""
+    """List the newest unresolved late completions of all streams, or of STREAM, newest first."""
     with _open_late_completions() as stored:
         completions = stored.newest(stream, limit, with_resolved=everything)
         unresolved = stored.newest(stream, 1, with_resolved=False)
     if as_json:
         click.echo(json_text({"late": completions}))
     else:
-        click.echo(_table(completions, time.time()) if completions else "no unresolved late completions")
+        nothing = "no late completions" if everything else "no unresolved late completions"
+        click.echo(_table(completions, time.time()) if completions else nothing)
     if check and unresolved:
         raise SystemExit(CHECK_FAILED)
 
@@ -58,16 +59,19 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Mark the late completions with these NUMBERs of STREAM as resolved.
+    """Mark the late completions of STREAM with these numbers as resolved.
 
-    Use this if readers have processed the facts, or need not process them. The command changes no position and notifies
-    no reader.
+    Use this command if readers have processed the facts, or need not process them. The command changes no position and
+    notifies no reader.
     """
     with _open_late_completions() as stored:
         completions = stored.with_numbers(stream, numbers)
         missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
-            raise CommandFailed(f"stream {stream} has no late completion with number {', '.join(map(str, missing))}")
+            raise CommandFailed(
+                f"stream {stream} has no late completion with number {', '.join(map(str, missing))}:"
+                " `tidemark late list --all` shows the numbers"
+            )
         click.echo(_table(completions, time.time()), err=as_json)
         if not dry_run:
             require_confirmation(stream, "the stream's name", yes=yes)

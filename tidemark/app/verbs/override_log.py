@@ -28,10 +28,11 @@ def overrides() -> None:
 
 @overrides.command("list")
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
 @_as_json
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
-    """List the newest overrides of all streams, or of STREAM, including overrides that other programs sent."""
+    """List the newest overrides of all streams, or of STREAM, newest first. Includes overrides that other programs sent
+    and the pipeline applied."""
     with _open_override_log() as override_log:
         entries = override_log.newest(stream, limit)
         if stream is not None and not entries and not override_log.has_stream(stream):

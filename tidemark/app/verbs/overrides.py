@@ -47,18 +47,18 @@ from tidemark.streaming.wire import records, runs
 from tidemark.streaming.wire.records import ANY_WRITER, Topic
 from tidemark.streaming.wire.runs import PackedRuns
 
-KINDS: Final[dict[str, type[records.OverridableRecord]]] = {
+RECORD_TYPES: Final[dict[str, type[records.OverridableRecord]]] = {
     "SKIP": records.Skip,
     "RETIRE": records.Retire,
     "JOIN": records.Join,
 }
 HINTS: Final = {
-    Reason.BEYOND_ALLOCATED: "the ID is higher than any ID that Tidemark has seen: this is usually a typo."
-    " --beyond allows it, but a position never moves back",
-    Reason.UNKNOWN_WRITER: "the stream has no such writer in that epoch: `tidemark status` shows its writers",
+    Reason.BEYOND_ALLOCATED: "the ID is beyond all IDs that records of the stream have named: this is usually a typo."
+    " --beyond allows the ID, but a position never moves back",
+    Reason.UNKNOWN_WRITER: "the stream has no such writer in that epoch: `tidemark status` shows the writers",
     Reason.ZOMBIE: "that epoch has ended; without --epoch, the current epoch is used",
-    Reason.CONFLICT: "the writer has retired, or has completed IDs beyond that ID: `tidemark status` shows its"
-    " position",
+    Reason.CONFLICT: "the writer has retired, or the JOIN names its current epoch and an ID beyond its position:"
+    " `tidemark status` shows the writer and its position",
     Reason.MIXED_SIGN: "wrong sign: the other IDs of the stream have the opposite sign",
 }
 
@@ -72,7 +72,8 @@ class Trial:
         before: the state of the stream without the override.
         after: the state of the stream with the override.
         effects: the effects of a batch that has only this record.
-        open_ranges: the open ranges of the writer of the override; for `*`, of all writers that never joined.
+        open_ranges: the open ranges of the writer, up to the epoch of the override; for `*`, the open ranges of all
+            writers that never joined.
         now: the time of the trial, in seconds since 1970.
         silent_seconds: a writer is silent after this many seconds without a record.
     """
@@ -92,7 +93,8 @@ class Trial:
         return override
 
     def objections(self) -> Iterator[str]:
-        """The reasons why the override needs --force: the writer is unknown, or a writer may still complete the IDs."""
+        """The reasons why the override needs --force: the stream has no such writer, or a writer may still complete the
+        IDs."""
         if self._is_unknown_writer():
             yield (
                 f"{self.record.stream} has no writer {self.record.writer}: `tidemark status` shows its writers;"
@@ -102,8 +104,8 @@ class Trial:
             if verdict not in ("silent", "no heartbeat"):
                 state = "has an open transaction" if verdict == "open transaction" else "is alive"
                 yield (
-                    f"{name} {state}, {_last_record(seen, self.now)}, and may still complete its IDs: first end its"
-                    " transaction or stop the writer; --force sends the override anyway"
+                    f"{name} {state}, {_last_record_text(seen, self.now)}, and may still complete its IDs: first end"
+                    " its transaction or stop the writer; --force sends the override anyway"
                 )
 
     def _affected_writers(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
@@ -129,15 +131,20 @@ class Trial:
         if not self.ends_epoch or known is None:
             return
         if self.effects.timelines:
-            yield f"{name} has completed IDs beyond that ID: a new timeline would begin for all writers of the stream"
+            yield (
+                f"{name} has completed IDs beyond ID {self.record.id}: a new timeline would begin for all writers of"
+                " the stream; give a higher --id"
+            )
         if known.start_token is not None:
             yield (
-                f"a relay sends the records of {name} in epoch {known.epoch}, and its next records would be rejected"
+                f"a relay sends the records of {name} in epoch {known.epoch}, and all further records of {name} would"
+                " be rejected"
             )
         if any(verdict in ("alive", "blocked") for _, verdict, _ in self._affected_writers()):
             yield (
                 f"{name} is alive, and an ID that it completes now would begin a new timeline for all writers:"
-                " stop the writer, or revoke its right to write to Kafka, and wait a minute"
+                " stop the writer, or revoke its right to write to Kafka, and wait until it has been silent for"
+                f" {self.silent_seconds:g} s"
             )
 
     @property
@@ -156,11 +163,12 @@ class Trial:
         return isinstance(self.record, records.Join) and known is not None and known.epoch == self.override.epoch
 
     def _blockers(self) -> list[OpenRange]:
-        """The lowest of `open_ranges` for each writer and epoch."""
+        """The first of `open_ranges` of each writer and epoch, in the same order."""
         return [*{(blocker.writer, blocker.epoch): blocker for blocker in reversed(self.open_ranges)}.values()][::-1]
 
     def settled(self) -> list[tuple[int, int]]:
-        """The ranges `(low, high]` of the writer's IDs that the override settles, signed."""
+        """The ranges `(low, high]` of the writer's IDs that the override settles, signed. Empty for `*`, and for a
+        writer of which no record was read."""
         incarnation = self.record.writer, self.record.epoch
         was = self.before.writers.get(self.record.writer) or self.before.unjoined.get(incarnation)
         now = self.after.writers.get(self.record.writer)
@@ -173,19 +181,19 @@ class Trial:
     def warnings(self) -> Iterator[str]:
         """The lines to show before the confirmation: the blockers, and the damage if the override is a mistake."""
         for blocker in self._blockers():
-            waits = (
+            pending = (
                 f"; {count(blocker.waiting, 'complete ID')} pending, {blocker.facts} with facts"
                 if blocker.waiting
                 else ""
             )
-            yield f"{blocker.writer}: {blocker.verdict}, {_last_record(blocker.last_seen, self.now)}{waits}"
+            yield f"{blocker.writer}: {blocker.verdict}, {_last_record_text(blocker.last_seen, self.now)}{pending}"
         settled = self.settled()
         if settled:
             ranges = ", ".join(id_range(low, high) for low, high in settled[:MAX_SHOWN])
             more = f" and {count(len(settled) - MAX_SHOWN, 'more range')}" if len(settled) > MAX_SHOWN else ""
             yield f"Tidemark cannot verify that IDs {ranges}{more} of {self.record.writer} are empty."
         if settled and not self.ends_epoch:
-            yield "If such a row is committed later, readers have already passed it: you must repair them by hand."
+            yield "A row of such an ID that is committed later is late (`tidemark late list`): readers have passed it."
         if self.ends_epoch:
             yield f"Records of {self.record.writer} in an epoch below {self.record.epoch} are rejected from now on."
             yield (
@@ -193,7 +201,10 @@ class Trial:
                 " start."
             )
         if isinstance(self.record, records.Retire):
-            yield f"The linear position no longer waits for {self.record.writer}, so it may also pass higher open IDs."
+            yield (
+                f"The linear position no longer waits for {self.record.writer}, so the linear position may also pass"
+                " higher open IDs of the writer."
+            )
 
     def lines(self) -> Iterator[str]:
         """The override and its effects as text: one line for the override, then one line for each effect."""
@@ -213,7 +224,8 @@ class Trial:
 
 
 def effect_lines(effects: StreamEffects) -> Iterator[str]:
-    """The effects of a batch on a stream as text, one line for each effect; empty if the batch has no effect."""
+    """The moves of positions, the late completions and the new timelines of a batch on a stream, one line of text for
+    each. Empty if there are none."""
     for move in effects.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
         evidence = ", ".join(f"{name} {number}" for name, number in counts if number) or "no new evidence"
@@ -226,7 +238,9 @@ def effect_lines(effects: StreamEffects) -> Iterator[str]:
         yield f"the linear position of {effects.stream} moves from {effects.linear_prev} to {effects.linear}"
 
 
-def attempt(stored: bytes, record: records.OverridableRecord, now: float, policies: Policies = NO_POLICIES) -> Trial:
+def try_override(
+    stored: bytes, record: records.OverridableRecord, now: float, policies: Policies = NO_POLICIES
+) -> Trial:
     """Apply an override to a copy of its stream's state.
 
     Args:
@@ -236,7 +250,7 @@ def attempt(stored: bytes, record: records.OverridableRecord, now: float, polici
         policies: the policies of the streams: bounds, and the time after which a writer is silent.
 
     Raises:
-        BadRecord: the pipeline would refuse the override, or a SKIP would settle no ID.
+        BadRecord: the record is invalid, the pipeline would refuse the override, or a SKIP would settle no ID.
     """
     records.read(records.encode(record), record.stream.encode(), Topic.CONTROL)
     milliseconds = int(now * 1000)
@@ -276,28 +290,30 @@ def _retire_conflict(
     """Explain why the pipeline refuses a RETIRE, and what to do instead.
 
     Returns:
-        The explanation; None if `record` is not a RETIRE, or if the writer is unknown.
+        The explanation; None if `record` is not a RETIRE, or if the stream has no such writer.
     """
     known = before.writers.get(record.writer)
     if not isinstance(record, records.Retire):
         return None
     if (unjoined := before.unjoined.get((record.writer, record.epoch))) is not None:
-        reach = before.direction.signed(max(unjoined.chain.highest_settled, 0))
-        problem = f"{record.writer} never joined in epoch {record.epoch} and has completed IDs up to {reach}"
-        return f"{problem}: --id={reach} settles these IDs"
+        highest = before.direction.signed(max(unjoined.chain.highest_settled, 0))
+        problem = f"{record.writer} never joined in epoch {record.epoch} and has completed IDs up to {highest}"
+        return f"{problem}: --id={highest} settles all its IDs up to there"
     if known is None:
         return None
     signed, seen = before.direction.signed, last_seen(known.last_seen)
     if known.retired_at is not None:
         return f"{record.writer} has already retired, at position {signed(known.position)}"
-    settles = f"--id={signed(known.chain.highest_settled)} settles its open IDs"
+    highest = signed(known.chain.highest_settled)
+    settles = f"--id={highest} settles its open IDs"
     if open_ranges.writer_verdict(before, record.writer, known.last_seen, now, silent_seconds) == "silent":
-        return settles
-    return f"{record.writer} is alive, {_last_record(seen, now)}: stop the writer first; then {settles}"
+        return f"{record.writer} has open IDs below ID {highest}: {settles}"
+    return f"{record.writer} is alive, {_last_record_text(seen, now)}: stop the writer first; then {settles}"
 
 
 def bridge_objections(record: records.OverridableRecord, bridged: Collection[str]) -> Iterator[str]:
-    """The objection to a RETIRE in a stream that a bridge sends: another command retires a worker of Synapse.
+    """The objection to a RETIRE in a stream that a bridge sends, because another command retires a worker of Synapse.
+    Empty for other overrides and streams.
 
     Args:
         record: the override.
@@ -313,7 +329,8 @@ def bridge_objections(record: records.OverridableRecord, bridged: Collection[str
 def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` with the epoch and the ID of the JOIN that ends the writer's current epoch.
 
-    The default epoch is the next one. The default ID is the last ID that the writer completed.
+    The default epoch is the current epoch plus 1. The default ID is the highest ID that the writer has completed, or
+    its position if that is higher.
 
     Args:
         stored: the stream's encoded state.
@@ -321,18 +338,21 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
         fields: the options of the command; None for an option that was not given.
 
     Raises:
-        BadRecord: the writer has no open epoch, or the given epoch is not higher.
+        BadRecord: the writer never joined or has retired, or the given epoch is not higher than the current one.
     """
     now = codec.decode(stored)
     known = now.writers.get(writer)
     if known is None or known.retired_at is not None:
-        why = f"writer {writer} has no open epoch: `tidemark status {fields['stream']}` lists the writers of the stream"
+        why = (
+            f"writer {writer} never joined or has retired, so it has no epoch to end:"
+            f" `tidemark status {fields['stream']}` lists the writers of the stream"
+        )
         raise BadRecord(Reason.UNKNOWN_WRITER, why)
     epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
     if epoch <= known.epoch:
-        raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} is open: give a higher epoch")
-    reach = now.direction.signed(max(known.highest_settled_by_writer, known.chain.position))
-    return {**fields, "epoch": epoch, "id": reach if fields["id"] is None else fields["id"]}
+        raise BadRecord(Reason.ZOMBIE, f"{writer} is in epoch {known.epoch}: give a higher --epoch")
+    highest = now.direction.signed(max(known.highest_settled_by_writer, known.chain.position))
+    return {**fields, "epoch": epoch, "id": highest if fields["id"] is None else fields["id"]}
 
 
 def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
@@ -345,7 +365,7 @@ def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> reco
     """
     if kind == "FENCE":
         kind, fields = "JOIN", fence_fields(stored, fields["writer"], fields)
-    return KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
+    return RECORD_TYPES[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
 def positions_line(stored: bytes, writer: str) -> str:
@@ -356,7 +376,7 @@ def positions_line(stored: bytes, writer: str) -> str:
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
 
 
-def _last_record(seen: datetime | None, now: float) -> str:
+def _last_record_text(seen: datetime | None, now: float) -> str:
     return "no record was ever read" if seen is None else f"last record {duration(now - seen.timestamp())} ago"
 
 
@@ -377,21 +397,27 @@ class SentOverride:
         at = f"{self.topic}/{self.partition} at offset {self.offset}"
         return f"sent to {at}; logged as override {self.entry.number} by database user {self.entry.seen_as}"
 
-    def plain(self) -> dict[str, Any]:
+    def json_fields(self) -> dict[str, Any]:
         """The fields of the JSON output."""
         sent = {"topic": self.topic, "partition": self.partition, "offset": self.offset}
         return {"sent": sent, "number": self.entry.number, "seen_as": self.entry.seen_as}
 
 
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
-    """Log the override of a trial in the audit table, and send its record to `topic`. Raises `CommandFailed`."""
+    """Log the override of a trial in the audit table, and send its record to `topic`.
+
+    Raises:
+        CommandFailed: the topic is missing, or Kafka did not acknowledge the record. If the override is logged already,
+            the text has its number.
+    """
     require_topic(connection, topic)
     entry = override_log.log(trial.record.stream, trial.override)
     return send_logged(override_log, entry, connection, topic, Topic.CONTROL, records.encode(trial.record))
 
 
 def require_topic(connection: KafkaConnection, topic: str) -> None:
-    """Raise `CommandFailed` if Kafka does not answer or the topic is missing. Called before an override is logged."""
+    """Raise `CommandFailed` if Kafka does not answer or refuses the request, or if the topic is missing. Called before
+    an override is logged."""
     try:
         Topics(connection).describe([topic])
     except TidemarkError as problem:
@@ -418,19 +444,19 @@ def send_logged(
     return SentOverride(entry, topic, *produced.last)
 
 
-def await_outcome(
+def wait_for_outcome(
     override_log: OverrideLog, sent: SentOverride, seconds: float, find: Callable[[], Outcome]
 ) -> Outcome:
-    """Wait until the pipeline has read the record of the override, and note the outcome in the audit table.
+    """Wait until a batch has read the record of the override, and store the outcome in the audit table.
 
     Args:
         override_log: the audit table.
         sent: the override.
         seconds: the longest wait.
-        find: returns the outcome. It is called once, after a batch has read the record.
+        find: returns the outcome. Called once, after a batch has read the record.
 
     Returns:
-        The outcome; `not seen` if no batch has read the record after `seconds`.
+        The outcome; `not seen` if no batch has read the record after `seconds`: then nothing is stored.
     """
     deadline = time.monotonic() + seconds
     while not override_log.is_read(sent.topic, sent.partition, sent.offset):
@@ -446,8 +472,8 @@ def outcome_text(final: Outcome, postgres: Postgres, trial: Trial, seconds: floa
     """The outcome of an override as a sentence, with the current positions. Reads the positions from `postgres`."""
     if final == "not seen":
         return (
-            f"no batch has read the override after {seconds:g} s. The pipeline applies the override when it reads the"
-            " record: do not send the override again. `tidemark status` shows the pipeline"
+            f"no batch has read the override after {seconds:g} s: do not send the override again. Its record is in"
+            " Kafka, and the pipeline reads the record when it runs. `tidemark status` shows the pipeline"
         )
     now = positions_line(postgres.states([trial.record.stream])[trial.record.stream], trial.record.writer)
     if final == "refused":
@@ -457,8 +483,8 @@ def outcome_text(final: Outcome, postgres: Postgres, trial: Trial, seconds: floa
     return f"applied: {now}"
 
 
-def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, now: str | None) -> str:
-    """The JSON of a trial and its outcome. `sent`, `final` and `now` are None if the override was not sent."""
+def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, result: str | None) -> str:
+    """The JSON of a trial and its outcome. `sent`, `final` and `result` are None if the override was not sent."""
     effects = trial.effects
     fields: dict[str, Any] = {
         "act": msgspec.to_builtins(trial.record),
@@ -470,9 +496,9 @@ def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, now:
         "linear": {"from": effects.linear_prev, "to": effects.linear},
         "warnings": [*trial.warnings()],
         "objections": [*trial.objections()],
-        **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.plain()),
+        **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.json_fields()),
         "outcome": final,
-        "result": now,
+        "result": result,
     }
     return json_text(fields)
 
@@ -483,8 +509,17 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
         type=click.IntRange(0),
         help="Epoch of the writer. Default: the current epoch; for fence, the next epoch.",
     ),
-    click.option("--beyond", is_flag=True, help="Allow IDs that no record has named. A position never moves back."),
-    click.option("--force", is_flag=True, help="Send the override even if the writer is alive or unknown."),
+    click.option(
+        "--beyond",
+        is_flag=True,
+        help="Allow an ID beyond all IDs that records of the stream have named. A position never moves back.",
+    ),
+    click.option(
+        "--force",
+        is_flag=True,
+        help="Send the override even if the writer is alive, the stream has no such writer, or a bridge sends the"
+        " stream.",
+    ),
 ]
 
 
@@ -496,7 +531,7 @@ def _override_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
-    """A range of IDs `A..B`, both included, as `tidemark gaps` shows it. Converted to `(prev, id]`."""
+    """One ID, or a range of IDs `A..B`, both included, as `tidemark gaps` shows it. Converted to `(prev, id]`."""
 
     name = "A..B"
 
@@ -527,7 +562,7 @@ def skip(ids: tuple[int, int], **options: Any) -> None:
 @_override_options
 @click.option("--id", type=int, default=0, help="Settle open IDs up to this ID. Default: no ID may be open.")
 def retire(**options: Any) -> None:
-    """Stop waiting for WRITER on STREAM. `*` means all writers that never joined."""
+    """Retire WRITER: the linear position of STREAM no longer waits for it. `*` means all writers that never joined."""
     _run("RETIRE", **options)
 
 
@@ -546,18 +581,21 @@ def join(**options: Any) -> None:
 @click.argument("writer")
 @_override_options
 @click.option(
-    "--id", type=int, help="All IDs of the writer up to this one are complete. Default: its last completed ID."
+    "--id",
+    type=int,
+    help="Settle the IDs of the writer up to this ID. Default: the highest ID that it has completed, or its position if"
+    " that is higher.",
 )
 def fence(**options: Any) -> None:
-    """End the epoch of WRITER. Use this if its process cannot be stopped.
+    """End the epoch of WRITER on STREAM. Use this command if the process of WRITER cannot be stopped.
 
-    The open IDs of WRITER are settled, and its next records in this epoch are rejected.
+    The open IDs of WRITER up to --id are settled, and its further records in the ended epoch are rejected.
     """
     _run("FENCE", **options)
 
 
 def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wait: float, **fields: Any) -> None:
-    """Try the override, show its effects, ask for confirmation, send it, wait for the outcome, and show the outcome."""
+    """Try the override, show its effects, ask for confirmation, send the override, and wait for its outcome."""
     settings = load_settings()
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,
@@ -568,7 +606,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         if stored is None:
             raise CommandFailed(unknown_stream_text(fields["stream"], postgres.streams()))
         record = override_record(kind, stored, fields)
-        trial = attempt(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
+        trial = try_override(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
         for line in [*trial.lines(), *trial.warnings()]:
             click.echo(line, err=as_json)
         objections = [*bridge_objections(record, postgres.conditions.bridges()), *trial.objections()]
@@ -583,14 +621,15 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:
             echo_result(sent.line(), err=as_json)
-            final = await_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.entry))
+            final = wait_for_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.entry))
         except KeyboardInterrupt:
             echo_result(
-                f"the override was sent and cannot be undone: see `tidemark overrides show {sent.entry.number}`",
+                f"the override was sent, and Ctrl-C does not recall it: see `tidemark overrides show"
+                f" {sent.entry.number}`",
                 err=True,
             )
             raise
-        now = outcome_text(final, postgres, trial, wait)
-    echo_result(to_json(trial, sent, final, now) if as_json else now)
+        result = outcome_text(final, postgres, trial, wait)
+    echo_result(to_json(trial, sent, final, result) if as_json else result)
     if final != "applied":
         raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)

@@ -28,8 +28,8 @@ MAX_NAME_CHARS: Final = 255  # of a stream's name
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
-def _parse_name(_: click.Context, param: click.Parameter, name: str) -> str:
-    """Check the name of a stream or a policy. Raises `BadParameter`."""
+def _require_name(_: click.Context, param: click.Parameter, name: str) -> str:
+    """Return the name unchanged (a callback of click). Raises `BadParameter` if no stream or policy can have it."""
     prefix = name.removesuffix("*")
     if (
         not name
@@ -37,7 +37,11 @@ def _parse_name(_: click.Context, param: click.Parameter, name: str) -> str:
         or not prefix.isprintable()
         or any(letter.isspace() for letter in prefix)
     ):
-        raise click.BadParameter(f"{name!r} is neither the name of a stream nor a prefix followed by *", param=param)
+        raise click.BadParameter(
+            f"{name!r} is neither the name of a stream nor a prefix followed by *: give at most {MAX_NAME_CHARS}"
+            " printable characters without spaces",
+            param=param,
+        )
     return name
 
 
@@ -51,7 +55,7 @@ def _require_setting(setting: str) -> str:
 
 
 def _parse_values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, int]:
-    """Parse the arguments SETTING=VALUE to setting -> value. Raises `BadParameter`."""
+    """Parse the arguments SETTING=VALUE (a callback of click). Returns setting -> value. Raises `BadParameter`."""
     values: dict[str, int] = {}
     for word in words:
         setting, _equals, text = word.partition("=")
@@ -77,20 +81,20 @@ def policy() -> None:
 def policy_list(*, as_json: bool) -> None:
     """List all policies."""
     with _open_database() as (_, postgres):
-        given = postgres.policies.read()
+        stored = postgres.policies.read()
     if as_json:
-        click.echo(json_text({"policies": given}))
+        click.echo(json_text({"policies": stored}))
     else:
-        rows = [(name, setting, str(value)) for name, known in given.items() for setting, value in known.items()]
+        rows = [(name, setting, str(value)) for name, values in stored.items() for setting, value in values.items()]
         lines = table(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
         click.echo("\n".join(lines) if rows else "no policies")
 
 
 @policy.command("show")
-@click.argument("stream", callback=_parse_name)
+@click.argument("stream", callback=_require_name)
 @_as_json
 def policy_show(stream: str, *, as_json: bool) -> None:
-    """Show the settings of STREAM and the policy that each comes from. The stream need not exist yet."""
+    """Show the settings of STREAM, each with the policy from which it comes. The stream need not exist yet."""
     with _open_database() as (settings, postgres):
         policies = Policies(postgres.policies.read(), settings.policy_defaults)
     sources = {setting: policies.policy_name(stream, setting) for setting in POLICY_SETTINGS}
@@ -112,18 +116,18 @@ def policy_show(stream: str, *, as_json: bool) -> None:
 
 
 @policy.command("set")
-@click.argument("name", callback=_parse_name)
+@click.argument("name", callback=_require_name)
 @click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_parse_values)
 @change_options
 def policy_set(
     name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Set values for the streams that NAME fits. `tidemark policy show STREAM` lists the settings."""
+    """Set values of the policy NAME. `tidemark policy show STREAM` lists the settings and their meanings."""
     _change(name, values, by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @policy.command("unset")
-@click.argument("name", callback=_parse_name)
+@click.argument("name", callback=_require_name)
 @click.argument(
     "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_require_setting(word) for word in words[2]]
 )
@@ -131,7 +135,8 @@ def policy_set(
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Remove settings of the policy NAME, or all of them. Then the next policy that fits applies, or the default."""
+    """Remove settings of the policy NAME; without SETTING, all of them. Then the next policy that fits applies, or the
+    default."""
     _change(name, dict.fromkeys(settings), by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -146,17 +151,21 @@ def _open_database() -> "Iterator[tuple[Settings, Postgres]]":
 def _change(
     name: str, changes: Mapping[str, int | None], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Show the effects of a change, ask for confirmation, store the change, and show the result."""
+    """Show the effects of a change, ask for confirmation, store the change, and show the result.
+
+    `changes`: setting -> new value; None removes the setting. If `changes` is empty, all settings of the policy are
+    removed.
+    """
     with _open_database() as (_, postgres):
-        given = postgres.policies.read()
-        changes = changes or dict.fromkeys(given.get(name, ()))
+        stored = postgres.policies.read()
+        changes = changes or dict.fromkeys(stored.get(name, ()))
         missing = [
-            setting for setting, value in changes.items() if value is None and setting not in given.get(name, ())
+            setting for setting, value in changes.items() if value is None and setting not in stored.get(name, ())
         ]
         if missing or not changes:
             raise CommandFailed(f"the policy {name} has no {', '.join(missing) or 'settings'}")
         streams = [stream for stream in postgres.streams() if name in policy_names(stream)]
-        for line in _effect_lines(name, changes, streams, given):
+        for line in _effect_lines(name, changes, streams, stored):
             click.echo(line, err=as_json)
         number, text = None, ""
         if not dry_run:
@@ -167,18 +176,24 @@ def _change(
             json_text({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": number})
         )
     elif not dry_run:
-        echo_result(f"{text}; logged as override {number}. A running pipeline applies it within seconds")
+        echo_result(f"{text}; logged as override {number}. A running pipeline applies the change within seconds")
 
 
 def _effect_lines(
-    name: str, changes: Mapping[str, int | None], streams: Sequence[str], given: Mapping[str, Mapping[str, int]]
+    name: str, changes: Mapping[str, int | None], streams: Sequence[str], stored: Mapping[str, Mapping[str, int]]
 ) -> Iterator[str]:
-    """The streams that a change affects, and the cost of the change, as lines shown before the confirmation."""
+    """The lines to show before the confirmation: the streams that the policy fits, and the cost of the change.
+
+    Args:
+        name: the name of the policy.
+        changes: setting -> new value; None removes the setting.
+        streams: the streams that the policy fits.
+        stored: all policies before the change.
+    """
     named = ", ".join(streams[:MAX_SHOWN]) + (
         f" and {len(streams) - MAX_SHOWN} more" if len(streams) > MAX_SHOWN else ""
     )
     yield f"the policy {name} fits {named}" if streams else f"no stream fits {name} yet"
-    after = {setting: value for setting, value in {**given.get(name, {}), **changes}.items() if value is not None}
-    before = Policies(given).bounds()
-    if Policies({**given, name: after}).bounds() != before:
+    changed = {setting: value for setting, value in {**stored.get(name, {}), **changes}.items() if value is not None}
+    if Policies({**stored, name: changed}).bounds() != Policies(stored).bounds():
         yield "the pipeline restarts its query after the current batch: readers wait a few seconds longer"

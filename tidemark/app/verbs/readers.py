@@ -1,7 +1,7 @@
-"""`tidemark readers`: show the lag of readers; move, reset and delete their places.
+"""`tidemark readers`: show the lag of readers; move, reset and delete their places; retry or drop parked facts.
 
-A place is the stored position of a reader, in the readers' own database. Each change is first noted in the audit table
-of Tidemark's database, like an operator override.
+Places and parked facts are stored in a database of readers. Each change is first noted in the audit table of Tidemark's
+database, like an operator override.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ HEADINGS: Final = (
 )  # fmt: skip
 PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
 _RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
-MAX_TOKEN_CHARS: Final = 24  # of a place in the list: a token names every writer beyond the linear position
+MAX_TOKEN_CHARS: Final = 24  # of a token in the list; of a longer token, the list shows only the linear position
 MAX_LATE: Final = 10_000  # newest late completions of a stream: a reader reads only these again after a seek
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
@@ -52,19 +52,19 @@ _dsn = click.option(
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Access to the stored data about readers: `store` is in the readers' database, the rest in Tidemark's database."""
+    """Access to the stored data about readers: `store` is in a database of readers, the rest in Tidemark's database."""
 
     store: ReaderPlaces
     history: LagHistory
     late: LateCompletions
-    overrides: OverrideLog
+    override_log: OverrideLog
 
     def statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
         """Read the status of each partition of the readers; None selects all readers, or all streams."""
         return ReaderLag(self.history).statuses(self.store.places(reader, stream))
 
-    def existing(self, reader: str, stream: str) -> list[ReaderStatus]:
-        """The status of each partition of a reader. Raises `CommandFailed` if the reader does not exist."""
+    def require_statuses(self, reader: str, stream: str) -> list[ReaderStatus]:
+        """Read the status of each partition of a reader. Raises `CommandFailed` if the reader does not exist."""
         return self.statuses(reader, stream) or self._raise_missing(reader, stream)
 
     def _raise_missing(self, reader: str, stream: str) -> Never:
@@ -74,7 +74,7 @@ class Readers:
         )
 
     def place(self, reader: str, stream: str) -> StoredPlace:
-        """The place of a reader without partitions, or of one partition of a reader.
+        """Read the place of a reader without partitions, or of one partition of a reader.
 
         Raises `CommandFailed` if the reader does not exist, or if `reader` names a reader with several partitions.
         """
@@ -90,19 +90,20 @@ class Readers:
     def apply(self, stored: StoredPlace, action: "Action") -> int:
         """Note a change in the audit table, apply the change, and note the outcome.
 
-        Returns the number of the entry in the audit table. If the change fails, its error is raised.
+        Returns the number of the entry in the audit table. If the change fails, the outcome `refused` is noted, and the
+        error is raised.
         """
         span = (stored.linear, action.goal) if action.goal else (0, 0)
         kind = f"READER {action.kind}"
         override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
-        noted = self.overrides.log(stored.stream, override)
+        entry = self.override_log.log(stored.stream, override)
         try:
             action.run()
         except BaseException:
-            self.overrides.note_outcome(noted, "refused")
+            self.override_log.note_outcome(entry, "refused")
             raise
-        self.overrides.note_outcome(noted, "applied")
-        return noted.number
+        self.override_log.note_outcome(entry, "applied")
+        return entry.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +133,23 @@ def readers() -> None:
 
 @readers.command("list")
 @click.argument("stream", required=False)
-@click.option("--check", is_flag=True, help="Exit code 3 if a reader is stuck, not running or ahead.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if a reader is stuck, not running or ahead.")
 @_dsn
 @_as_json
 def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: bool) -> None:
-    """List the readers of all streams, or of STREAM: place, lag, last commit, copies, parked and late facts."""
+    """List the readers of all streams, or of STREAM: place, lag, last commit, copies, parked facts, and late
+    completions that the reader has not read yet."""
     with open_databases(dsn) as databases:
         statuses = databases.statuses(None, stream)
         where = databases.store.where
-        if stream is not None and not statuses and not databases.overrides.has_stream(stream):
-            raise CommandFailed(unknown_stream_text(stream, databases.overrides.stream_names()))
+        if stream is not None and not statuses and not databases.override_log.has_stream(stream):
+            raise CommandFailed(unknown_stream_text(stream, databases.override_log.stream_names()))
     if as_json:
         click.echo(json_text({"readers": statuses}))
+    elif statuses:
+        click.echo(join_escaped(_table(statuses, datetime.now(UTC))))
     else:
-        click.echo(join_escaped(_table(statuses, datetime.now(UTC))) if statuses else f"no readers in {where}")
+        click.echo(f"no readers in {where}" if stream is None else f"no readers of {stream} in {where}")
     if check and any(status.state in {"stuck", "not running", "ahead"} for status in statuses):
         raise SystemExit(CHECK_FAILED)
 
@@ -156,9 +160,10 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
 @_dsn
 @_as_json
 def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) -> None:
-    """Show what READER of STREAM waits for, and everything that is stored about it, for each of its partitions."""
+    """Show why READER lags behind STREAM, its place, last commit, copies, parked facts and unread late completions. If
+    READER has partitions, show each of them."""
     with open_databases(dsn) as databases:
-        statuses = databases.existing(reader, stream)
+        statuses = databases.require_statuses(reader, stream)
     if as_json:
         click.echo(json_text({"readers": statuses}))
     else:
@@ -178,27 +183,25 @@ def readers_seek(
     """Move the place of READER of STREAM to a token such as m7, to `now` or to the `beginning`.
 
     If the place moves back, the reader receives facts again: their effects come twice unless the service first removes
-    them. If the place moves forward, the reader skips facts. Copies of the reader may run during the change.
+    them. If the place moves forward, the reader skips facts. Parked facts beyond the new place are deleted. Copies of
+    the reader may run during the change.
     """
     with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
         linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
-            raise CommandFailed(unknown_stream_text(stream, databases.overrides.stream_names()))
+            raise CommandFailed(unknown_stream_text(stream, databases.override_log.stream_names()))
         goal = _parse_goal(token, stored, linear)
-        again = [
+        must_read = [
             (late.writer, late.prev, late.id)
             for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
             if late.number <= stored.late and is_beyond(late.id, goal.at(late.writer))
         ]
         databases.store.check_seek(stored, goal)
-        would = (
-            f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance_text(stored.linear, goal.linear)}"
-        )
-        _change(
-            databases, stored, Action("SEEK", by, why, lambda: databases.store.seek(stored, goal, again), goal.linear),
-            would, dry_run=dry_run, yes=yes, as_json=as_json,
-        )  # fmt: skip
+        distance = _distance_text(stored.linear, goal.linear)
+        change_text = f"{reader} of {stream} moves from {stored.token} to {goal}: {distance}"
+        action = Action("SEEK", by, why, lambda: databases.store.seek(stored, goal, must_read), goal.linear)
+        _change(databases, stored, action, change_text, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @readers.command("reset")
@@ -215,11 +218,9 @@ def readers_reset(
     """
     with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
-        would = f"{reader} of {stream} loses its place {stored.token} and {count(stored.parked, 'parked fact')}"
-        _change(
-            databases, stored, Action("RESET", by, why, lambda: databases.store.reset(stored)),
-            would, dry_run=dry_run, yes=yes, as_json=as_json,
-        )  # fmt: skip
+        change_text = f"{reader} of {stream} loses its place {stored.token} and {count(stored.parked, 'parked fact')}"
+        action = Action("RESET", by, why, lambda: databases.store.reset(stored))
+        _change(databases, stored, action, change_text, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @readers.command("delete")
@@ -230,19 +231,17 @@ def readers_reset(
 def readers_delete(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Delete everything that is stored about READER of STREAM, if its service no longer exists. First stop its
-    copies."""
+    """Delete everything that is stored about READER of STREAM. Use this command if the service of READER no longer
+    exists. First stop all copies of READER."""
     with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
         if stored.copies:
             raise CommandFailed(
                 f"{count(stored.copies, 'copy')} of {reader} would create the place again: first stop all copies"
             )
-        would = f"{reader} of {stream} at {stored.token} is deleted, with {count(stored.parked, 'parked fact')}"
-        _change(
-            databases, stored, Action("DELETE", by, why, lambda: databases.store.delete(stored)),
-            would, dry_run=dry_run, yes=yes, as_json=as_json,
-        )  # fmt: skip
+        change_text = f"{reader} of {stream} at {stored.token} is deleted, with {count(stored.parked, 'parked fact')}"
+        action = Action("DELETE", by, why, lambda: databases.store.delete(stored))
+        _change(databases, stored, action, change_text, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @readers.group("parked", cls=CommandGroup)
@@ -253,12 +252,12 @@ def readers_parked() -> None:
 @readers_parked.command("list")
 @click.argument("reader", required=False)
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
 @_dsn
 @_as_json
 def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn: str | None, *, as_json: bool) -> None:
-    """List the newest parked facts of all readers, or of READER of STREAM."""
-    with ReaderPlaces(_address(dsn)) as store:
+    """List the newest parked facts of all readers, of READER, or of READER of STREAM, newest first."""
+    with ReaderPlaces(_readers_dsn(dsn)) as store:
         facts = store.parked(reader, stream, limit)
     if as_json:
         click.echo(json_text({"parked": facts}))
@@ -273,21 +272,21 @@ def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _change_parked(
-    kind: str, outcome: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
+    kind: str, template: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
     stream: str, ids: Sequence[int], dsn: str | None, by: str, why: str, dry_run: bool, yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run a command that changes parked facts: show the change, ask for confirmation, and apply it.
 
     Args:
         kind: the kind of the entry in the audit table, without the prefix `READER`.
-        outcome: the change as text, with `{}` for the number of parked facts.
+        template: the change as text, with `{}` for the number of parked facts.
         change: applies the change to the parked facts.
     """
     with open_databases(dsn) as databases:
         stored, facts = databases.place(reader, stream), _read_parked_facts(databases.store, reader, stream, ids)
-        would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"
+        change_text = f"{reader} of {stream} {template.format(count(len(facts), 'parked fact'))}"
         action = Action(kind, by, why, lambda: change(databases.store, facts))
-        _change(databases, stored, action, would, facts, dry_run=dry_run, yes=yes, as_json=as_json)
+        _change(databases, stored, action, change_text, facts, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @readers_parked.command("retry")
@@ -295,7 +294,7 @@ def _change_parked(
 def readers_parked_retry(**options: Any) -> None:
     """Let READER of STREAM receive parked facts again. First repair the cause of the error.
 
-    A running copy receives them within seconds, in a batch with `is_retry` set. A fact that fails again is parked
+    A running copy receives the facts within seconds, in a batch with `is_retry` set. A fact that fails again is parked
     again.
     """
     _change_parked("RETRY", "gets {} again", ReaderPlaces.retry, **options)
@@ -310,9 +309,9 @@ def readers_parked_drop(**options: Any) -> None:
 
 @contextmanager
 def open_databases(dsn: str | None) -> Iterator[Readers]:
-    """Connect to the readers' database and to Tidemark's database while the block runs.
+    """Open the database of readers and Tidemark's database, and close both at the end of the block.
 
-    `dsn` is the readers' database; None means the database in the settings.
+    `dsn`: the database of readers; None: the database in the settings.
     """
     settings = load_settings(other_database=dsn is not None)
     with (
@@ -322,8 +321,8 @@ def open_databases(dsn: str | None) -> Iterator[Readers]:
         yield Readers(store, LagHistory(session), LateCompletions(session), OverrideLog(session))
 
 
-def _address(dsn: str | None) -> Dsn:
-    """The readers' database: `dsn`, or if it is None the database in the settings."""
+def _readers_dsn(dsn: str | None) -> Dsn:
+    """The database of readers: `dsn`, or the database in the settings if `dsn` is None."""
     settings = load_settings(other_database=dsn is not None)
     return dsn or settings.readers
 
@@ -337,8 +336,8 @@ def _parse_goal(text: str, stored: StoredPlace, linear: int) -> Token:
         linear: the stream's linear position.
 
     Raises:
-        UsageError: the text is not a token.
-        CommandFailed: the place must not move to this token.
+        UsageError: the text is not a token, or its IDs have another sign than the IDs of the stream.
+        CommandFailed: the token is beyond the linear position, or has writers although the reader reads in linear mode.
     """
     try:
         goal = {"now": Token(linear), "beginning": ZERO}.get(text) or Token.parse(text)
@@ -357,10 +356,10 @@ def _parse_goal(text: str, stored: StoredPlace, linear: int) -> Token:
 def _distance_text(before: int, after: int) -> str:
     """The number of IDs between two linear positions as text, and whether they are skipped or read again."""
     if before == after:
-        return "the linear position does not change; facts read beyond it are read again"
+        return "the linear position does not change; facts that were read beyond it are read again"
     number = abs(abs(after) - abs(before))
-    ids = f"{count(number, 'ID')} {'is' if number == 1 else 'are'}"
-    return f"{ids} skipped" if is_beyond(after, before) else f"{ids} read again"
+    subject = f"{count(number, 'ID')} {'is' if number == 1 else 'are'}"
+    return f"{subject} skipped" if is_beyond(after, before) else f"{subject} read again"
 
 
 def _read_parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
@@ -368,7 +367,10 @@ def _read_parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Seque
     facts = store.parked_with_ids(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
     if missing:
-        raise CommandFailed(f"{reader} of {stream} has no parked fact with ID {', '.join(map(str, missing))}")
+        raise CommandFailed(
+            f"{reader} of {stream} has no parked fact with ID {', '.join(map(str, missing))}:"
+            " `tidemark readers parked list` shows the parked facts"
+        )
     return facts
 
 
@@ -376,23 +378,24 @@ def _change(
     databases: Readers,
     stored: StoredPlace,
     action: Action,
-    would: str,
+    change_text: str,
     facts: Sequence[ParkedFact] = (),
     *,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Show the change, ask for confirmation, apply the change, and show the result. With `dry_run`, only show it.
+    """Show the change, ask for confirmation, apply the change, and show the result. With `dry_run`, only show the
+    change.
 
     Args:
         databases: the databases.
         stored: the place to change.
         action: the change.
-        would: the change as text.
+        change_text: the change as text.
         facts: the parked facts to change, for the JSON output.
     """
-    click.echo(join_escaped([would]), err=as_json)
+    click.echo(join_escaped([change_text]), err=as_json)
     number = None
     if not dry_run:
         require_confirmation(stored.reader, "the reader's name", yes=yes)
@@ -403,7 +406,7 @@ def _change(
                 {
                     "reader": stored.reader,
                     "stream": stored.stream,
-                    "would": would,
+                    "would": change_text,
                     "ids": [fact.id for fact in facts],
                     "dry_run": dry_run,
                     "number": number,
@@ -421,26 +424,26 @@ def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:
             status.reader if status.partition is None else status.reader.rpartition("[")[0],
             "" if status.partition is None else f"{status.partition}/{status.partitions}",
             status.state,
-            _short(status.token),
-            _number(status.lag_ids),
+            _short_token(status.token),
+            _number_text(status.lag_ids),
             "" if status.lag_seconds is None else duration(status.lag_seconds),
             "" if status.last_commit is None else f"{duration((now - status.last_commit).total_seconds())} ago",
-            _number(status.copies),
+            _number_text(status.copies),
             str(status.parked),
-            _number(status.late),
+            _number_text(status.late),
         )
         for status in statuses
     ]
     return table(HEADINGS, rows, _RIGHT)
 
 
-def _short(token: str | None) -> str:
+def _short_token(token: str | None) -> str:
     if token is None:
         return ""
     return token if len(token) <= MAX_TOKEN_CHARS else f"{token.partition('~')[0]}~…"
 
 
-def _number(value: int | None) -> str:
+def _number_text(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 

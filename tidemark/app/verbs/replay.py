@@ -17,7 +17,7 @@ import msgspec
 from tidemark.app.commands import CommandFailed, Utf8Command, load_settings, unknown_stream_text
 from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, ReplayStart, find_start, group_messages_by_stream
 from tidemark.app.output import count, echo, field_values, join_escaped, json_text, progress
-from tidemark.app.verbs.explain import evidence
+from tidemark.app.verbs.explain import evidence_text
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
@@ -29,7 +29,7 @@ from tidemark.streaming.values.limits import Bounds, Evidence, Policies
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
 
-MAX_CHUNK: Final = 4096  # records that are applied together
+MAX_CHUNK: Final = 4096  # the largest number of records that are applied together
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class ComparedPart:
     """The part of a stream that was compared.
 
     Attributes:
-        after: the last batch before the comparison starts; None if it starts at the beginning of the history.
+        after: the last batch that was not compared at the beginning; None if all of the beginning was compared.
         offset: the first recorded offset of the stream's partition; 0 if no record is missing.
         line_from: linear positions are compared beyond this ID, signed. None: if `after` is None, all linear
             positions are compared, otherwise none.
         upto: the last compared batch, if the records end before the history; otherwise None.
-        behind: number of batches after `upto`, which were not compared.
+        behind: the number of batches after `upto`. They were not compared.
     """
 
     after: StoredBatch | None = None
@@ -105,10 +105,10 @@ class _Comparison:
     """The result for one stream.
 
     Attributes:
-        batches: number of batches without a difference.
+        batches: the number of batches without a difference.
         last: the last batch without a difference; None if there is none.
-        divergence: the first difference; None if all batches are equal, or if the records end.
-        has_linear: whether the linear positions were compared.
+        divergence: the first difference; None if there is none up to the last batch, or up to the end of the records.
+        has_linear: whether the linear position was compared at the end.
     """
 
     batches: int
@@ -118,12 +118,12 @@ class _Comparison:
 
 
 @dataclass(slots=True)
-class _StreamProgress:
+class _StreamProgressBar:
     """The progress bar of one stream. Records that a second comparison applies again do not move the bar.
 
     Attributes:
         advance: moves the progress bar by a number of records.
-        left: number of records by which the bar has not moved yet.
+        left: the number of records by which the bar can still move.
     """
 
     advance: Callable[[int], None]
@@ -142,7 +142,7 @@ class _StreamProgress:
 
 
 def compare_history(
-    past: BatchHistory,
+    history: BatchHistory,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
@@ -151,68 +151,95 @@ def compare_history(
     """Replay the records that batches have read, and compare each stream with its history. Shows the progress.
 
     Args:
-        past: the stored history.
+        history: the stored history.
         messages: the recorded records, sorted by topic, partition and offset.
         roles: topic name -> role of the topic.
         bounds: the bounds with which the pipeline ran.
         only: the stream of `messages`, if `messages` has only one; None: `messages` has the records of all streams.
     """
-    upto = past.next_offsets()
+    next_offsets = history.next_offsets()
     read = [
         message
         for message in messages
-        if message.offset < upto.get((message.topic, message.partition), message.offset + 1)
+        if message.offset < next_offsets.get((message.topic, message.partition), message.offset + 1)
     ]
-    firsts: dict[tuple[str, int], int] = {}
-    lasts = {(message.topic, message.partition): message for message in read}
+    first_offsets: dict[tuple[str, int], int] = {}
+    last_messages = {(message.topic, message.partition): message for message in read}
     for message in read:
-        firsts.setdefault((message.topic, message.partition), message.offset)
+        first_offsets.setdefault((message.topic, message.partition), message.offset)
     result, streams = ReplayReport(records=len(read)), group_messages_by_stream(read)
-    result.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
+    result.absent = [name for name in history.streams() if name not in streams and only in (None, name)]
     with progress("applying", sum(map(len, streams.values())), "record") as advance:
         for stream, of_stream in sorted(streams.items()):
-            show = _StreamProgress(advance, len(of_stream))
-            history = past.stream(stream)
-            if history is not None:  # otherwise all its records are dead letters
-                keys = {(line.topic, line.partition) for line in of_stream if roles[line.topic] is Topic.FACTS}
-                begins = max((firsts[key] for key in keys), default=0)
-                # A batch that is older than the last record has read no later record, so the replay must reach its
-                # positions.
-                ends = min((lasts[key].time for key in keys if lasts[key].offset + 1 < upto.get(key, 0)), default=None)
-                _compare(result, history, stream, of_stream, roles, bounds, begins, ends, show)
-            show.finish()
+            progress_bar = _StreamProgressBar(advance, len(of_stream))
+            stream_history = history.stream(stream)
+            if stream_history is not None:  # None: all records of the stream are dead letters
+                partitions = {
+                    (message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS
+                }
+                first_offset = max((first_offsets[partition] for partition in partitions), default=0)
+                # A batch that is older than the last record has read no later record, so the replay must reach the
+                # positions of the batch.
+                complete_until_ms = min(
+                    (
+                        last_messages[partition].time
+                        for partition in partitions
+                        if last_messages[partition].offset + 1 < next_offsets.get(partition, 0)
+                    ),
+                    default=None,
+                )
+                _compare(
+                    result,
+                    stream_history,
+                    stream,
+                    of_stream,
+                    roles,
+                    bounds,
+                    first_offset,
+                    complete_until_ms,
+                    progress_bar,
+                )
+            progress_bar.finish()
     return result
 
 
 def _compare(
     result: ReplayReport,
-    past: StreamBatches,
+    history: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
-    begins: int,
-    ends: int | None,
-    show: _StreamProgress,
+    first_offset: int,
+    complete_until_ms: int | None,
+    progress_bar: _StreamProgressBar,
 ) -> None:
-    """Compare one stream with its history, and add the outcome to `result`."""
+    """Compare one stream with its history, and add the outcome to `result`.
+
+    `first_offset`: the first recorded offset of the stream's partition. The other arguments are those of
+    `compare_stream`.
+    """
     start, comparison = None, None
-    if past.is_complete:
-        comparison = compare_stream(past, stream, messages, roles, bounds, ends, None, show)
-    if not past.is_complete or (begins and comparison is not None and comparison.divergence is not None):
+    if history.is_complete:
+        comparison = compare_stream(history, stream, messages, roles, bounds, complete_until_ms, None, progress_bar)
+    if not history.is_complete or (first_offset and comparison is not None and comparison.divergence is not None):
         facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
-        start = find_start(past, stream, facts, bounds, is_truncated=begins > 0)
-        missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
-        if start is None or start.uncompared_batches == len(past.batches):
+        start = find_start(history, stream, facts, bounds, is_truncated=first_offset > 0)
+        missing = (
+            f"the recording begins at offset {first_offset}"
+            if first_offset
+            else "the first days of the history were dropped"
+        )
+        if start is None or start.uncompared_batches == len(history.batches):
             result.unknown[stream] = f"{missing}, and some ID was open after every later batch"
             return
-        comparison = compare_stream(past, stream, messages, roles, bounds, ends, start, show)
+        comparison = compare_stream(history, stream, messages, roles, bounds, complete_until_ms, start, progress_bar)
         if comparison.divergence is not None and comparison.divergence.record is None:
             last = batch_name(comparison.last or start.last_skipped_batch)
             result.unknown[stream] = f"{missing}, and the records do not continue from {last}"
             return
     assert comparison is not None
-    batches = len(past.batches) - (start.uncompared_batches if start else 0)
+    batches = len(history.batches) - (start.uncompared_batches if start else 0)
     if comparison.divergence is not None:
         result.batches += batches
         result.parted.append(comparison.divergence)
@@ -223,7 +250,7 @@ def _compare(
     if start is not None or left:
         result.parts[stream] = ComparedPart(
             start.last_skipped_batch if start else None,
-            begins,
+            first_offset,
             start.highest if start is not None and comparison.has_linear else None,
             comparison.last if left else None,
             left,
@@ -235,75 +262,80 @@ def batch_name(batch: StoredBatch) -> str:
 
 
 def compare_stream(
-    past: StreamBatches,
+    history: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
-    ends: int | None,
+    complete_until_ms: int | None,
     start: ReplayStart | None,
-    show: _StreamProgress,
+    progress_bar: _StreamProgressBar,
 ) -> _Comparison:
     """Replay a stream, and compare it with its history up to the first difference.
 
     Args:
-        past: the stored history of the stream.
+        history: the stored history of the stream.
         stream: the name of the stream.
         messages: the records of the stream that batches have read.
         roles: topic name -> role of the topic.
         bounds: the bounds with which the pipeline ran.
-        ends: records after this time (milliseconds since 1970) may be missing; None if no later record is missing.
+        complete_until_ms: records after this time (milliseconds since 1970) may be missing; None if none is missing.
         start: the state and the batch at which the comparison starts; None: the beginning of the history.
-        show: the progress bar of the stream.
+        progress_bar: the progress bar of the stream.
     """
     facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
     overrides = _applied_overrides(
-        [message for message in messages if roles[message.topic] is Topic.CONTROL], past.overrides
+        [message for message in messages if roles[message.topic] is Topic.CONTROL], history.overrides
     )
-    now, stored = Replayed(stream, bounds), dict[str, Evidence]()
-    batches, last, at = past.batches, None, 0
+    state, stored = Replayed(stream, bounds), dict[str, Evidence]()
+    batches, last, at = history.batches, None, 0
     if start is not None:
-        now, batches = start.replayed, batches[start.uncompared_batches :]
+        state, batches = start.replayed, batches[start.uncompared_batches :]
         overrides = [override for override in overrides if override[1] > start.last_skipped_batch.time]
     for number, batch in enumerate(batches):
         for move in batch.advances:
             stored[move.writer] = stored.get(move.writer, NO_EVIDENCE) + move.evidence
         due = [overrides.pop(0)[0] for _ in [*overrides] if overrides[0][1] <= batch.time]
-        time = int(batch.time.timestamp() * 1000)
-        goal = batch if start is None or start.is_linear_comparable(now) else replace(batch, linear=None)
-        applied, now = _advance_to(goal, now, facts[at:], due, roles, time, show)
+        time_ms = int(batch.time.timestamp() * 1000)
+        goal = batch if start is None or start.is_linear_comparable(state) else replace(batch, linear=None)
+        applied, state = _advance_to(goal, state, facts[at:], due, roles, time_ms, progress_bar)
         at += applied
-        if ends is not None and time >= ends and not now.has_reached(goal) and not _is_beyond_history(now, past):
+        if (
+            complete_until_ms is not None
+            and time_ms >= complete_until_ms
+            and not state.has_reached(goal)
+            and not _is_beyond_history(state, history)
+        ):
             return _Comparison(number, last, has_linear=goal is batch)
-        divergence = _find_divergence(stream, now, goal, stored)
+        divergence = _find_divergence(stream, state, goal, stored)
         if divergence is not None:
-            record = facts[at - 1] if at and now.has_reached(goal) else None
+            record = facts[at - 1] if at and state.has_reached(goal) else None
             return _Comparison(number, last, replace(divergence, record=record))
         last = batch
-    has_linear = start is None or start.is_linear_comparable(now)
-    divergence = _check_rest(past, stream, now, facts[at:], [override for override, _ in overrides], roles)
-    if divergence is not None and (divergence.writer is not None or (has_linear and ends is None)):
+    has_linear = start is None or start.is_linear_comparable(state)
+    divergence = _check_rest(history, stream, state, facts[at:], [override for override, _ in overrides], roles)
+    if divergence is not None and (divergence.writer is not None or (has_linear and complete_until_ms is None)):
         return _Comparison(len(batches), last, divergence)
     return _Comparison(len(batches), last, has_linear=has_linear)
 
 
-def _is_beyond_history(now: Replayed, past: StreamBatches) -> bool:
+def _is_beyond_history(state: Replayed, history: StreamBatches) -> bool:
     """Whether the replay has moved any writer beyond its newest position in the history."""
-    return any(is_beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
+    return any(is_beyond(at, history.positions.get(writer, 0)) for writer, at in state.positions.items())
 
 
 def _advance_to(
     batch: StoredBatch,
-    now: Replayed,
+    state: Replayed,
     facts: Sequence[RecordedMessage],
     overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
-    time: int,
-    show: _StreamProgress,
+    time_ms: int,
+    progress_bar: _StreamProgressBar,
 ) -> tuple[int, Replayed]:
     """Apply records until the replay reaches a batch: the fewest of `facts`, and then all `overrides`.
 
-    If the replay does not reach the batch, all `facts` are applied. `time` is the time of the batch in milliseconds
+    If the replay does not reach the batch, all `facts` are applied. `time_ms`: the time of the batch, in milliseconds
     since 1970.
 
     Returns:
@@ -311,72 +343,73 @@ def _advance_to(
     """
 
     def try_records(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
-        return base.apply(more, roles, time).apply(overrides, roles, time)
+        return base.apply(more, roles, time_ms).apply(overrides, roles, time_ms)
 
-    low, step = 0, 1  # `now` contains the first `low` records, which are too few
-    attempt = try_records(now, [])
+    low, step = 0, 1  # `state` contains the first `low` records, which do not reach the batch
+    attempt = try_records(state, [])
     if attempt.has_reached(batch):
         return 0, attempt
     while low < len(facts):
         chunk = facts[low : low + step]
-        reached = try_records(now, chunk)
+        reached = try_records(state, chunk)
         if not reached.has_reached(batch):
-            now, low, step = now.apply(chunk, roles, time), low + len(chunk), min(2 * step, MAX_CHUNK)
-            show.move_by(len(chunk))
+            state, low, step = state.apply(chunk, roles, time_ms), low + len(chunk), min(2 * step, MAX_CHUNK)
+            progress_bar.move_by(len(chunk))
             continue
         too_few, enough = 0, len(chunk)  # binary search: `too_few` records do not reach the batch, `enough` do
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            attempt = try_records(now, chunk[:middle])
+            attempt = try_records(state, chunk[:middle])
             if attempt.has_reached(batch):
                 enough, reached = middle, attempt
             else:
                 too_few = middle
-        show.move_by(enough)
+        progress_bar.move_by(enough)
         return low + enough, reached
-    return low, try_records(now, [])
+    return low, try_records(state, [])
 
 
 def _find_divergence(
-    stream: str, now: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]
+    stream: str, state: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]
 ) -> Divergence | None:
     """Compare the replay with the positions and the evidence after a batch. Returns None if they are equal.
 
-    `stored` is the evidence of each writer in the history up to the batch, by writer.
+    `stored`: writer -> sum of the evidence in the history up to the batch.
     """
     for move in batch.advances:
-        replayed = now.positions.get(move.writer, 0)
-        counts = stored[move.writer], now.counts.get(move.writer, NO_EVIDENCE)
+        replayed = state.positions.get(move.writer, 0)
+        counts = stored[move.writer], state.counts.get(move.writer, NO_EVIDENCE)
         if replayed != move.id or counts[0] != counts[1]:
             evidence = counts if replayed == move.id else None
             return Divergence(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)
-    if batch.linear is not None and now.linear != batch.linear:
-        return Divergence(stream, None, None, batch.linear, now.linear, batch.batch, batch.time)
+    if batch.linear is not None and state.linear != batch.linear:
+        return Divergence(stream, None, None, batch.linear, state.linear, batch.batch, batch.time)
     return None
 
 
 def _check_rest(
-    past: StreamBatches,
+    history: StreamBatches,
     stream: str,
-    now: Replayed,
+    state: Replayed,
     facts: Sequence[RecordedMessage],
     overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
 ) -> Divergence | None:
-    """Apply the remaining records, and compare the positions with the end of the history. None if they are equal."""
-    time = max([message.time for message in (*facts, *overrides)], default=0)
-    end = now.apply(facts, roles, time).apply(overrides, roles, time)
-    moved = next((writer for writer in end.positions if end.positions[writer] != past.positions.get(writer)), None)
+    """Apply the remaining records, and compare the positions with the end of the history. Returns None if the positions
+    are equal."""
+    time_ms = max([message.time for message in (*facts, *overrides)], default=0)
+    end = state.apply(facts, roles, time_ms).apply(overrides, roles, time_ms)
+    moved = next((writer for writer in end.positions if end.positions[writer] != history.positions.get(writer)), None)
     if moved is None:
-        if end.linear == past.linear:
+        if end.linear == history.linear:
             return None
-        return Divergence(stream, None, None, past.linear, end.linear, None, None)
+        return Divergence(stream, None, None, history.linear, end.linear, None, None)
     for number in range(1, len(facts) + 1):
-        if now.apply(facts[:number], roles, time).positions.get(moved) != now.positions.get(moved):
+        if state.apply(facts[:number], roles, time_ms).positions.get(moved) != state.positions.get(moved):
             return Divergence(
-                stream, facts[number - 1], moved, past.positions.get(moved), end.positions[moved], None, None
+                stream, facts[number - 1], moved, history.positions.get(moved), end.positions[moved], None, None
             )
-    return Divergence(stream, None, moved, past.positions.get(moved), end.positions[moved], None, None)
+    return Divergence(stream, None, moved, history.positions.get(moved), end.positions[moved], None, None)
 
 
 def _applied_overrides(
@@ -437,11 +470,11 @@ def _part_text(part: ComparedPart) -> str:
     clauses = []
     if part.after is not None:
         missing = f"the recording begins at offset {part.offset}" if part.offset else "older history was dropped"
-        line = "no linear position" if part.line_from is None else f"linear positions beyond {part.line_from}"
-        clauses.append(f"after {batch_name(part.after)}, because {missing}; {line}")
+        linear = "no linear positions" if part.line_from is None else f"linear positions only beyond {part.line_from}"
+        clauses.append(f"after {batch_name(part.after)}, because {missing}; {linear}")
     if part.behind:
         upto = "no batch" if part.upto is None else batch_name(part.upto)
-        clauses.append(f"up to {upto}, where the recording ends ({part.behind} later)")
+        clauses.append(f"up to {upto}, where the recording ends ({count(part.behind, 'later batch')})")
     return ", and ".join(clauses)
 
 
@@ -453,8 +486,8 @@ def _divergence_lines(divergence: Divergence) -> Iterator[str]:
     subject = "the linear position" if divergence.writer is None else divergence.writer
     stored, replayed = str(divergence.history), str(divergence.replayed)
     if divergence.evidence is not None:
-        before, now = map(evidence, divergence.evidence)
-        stored, replayed = f"{divergence.history} by {before}", f"by {now}"
+        stored_evidence, replayed_evidence = map(evidence_text, divergence.evidence)
+        stored, replayed = f"{divergence.history} by {stored_evidence}", f"by {replayed_evidence}"
     yield (
         f"{divergence.stream}: differs {where}: {when} {subject} is {stored} in the history"
         f" and {replayed} in the replay"
@@ -471,7 +504,7 @@ def _divergence_lines(divergence: Divergence) -> Iterator[str]:
     type=click.IntRange(1),
     default=1_000_000,
     show_default=True,
-    help="Maximum number of Kafka records to read.",
+    help="Maximum number of records to read from Kafka. With more records, the command fails.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
@@ -479,7 +512,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     """Apply recorded records again, without Spark, and compare the positions with the history in Postgres.
 
     The records come from a FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC,
-    by default the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared.
+    by default the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared, or if no
+    stream was compared.
     """
     settings = load_settings()
     is_file = source is not None and (source == "-" or Path(source).is_file())
@@ -493,22 +527,22 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
         raise click.UsageError(
             f"{facts} is the control topic: give the facts topic; the control topic is always read too"
         )
-    with BatchHistory.open(settings.postgres) as past:
-        if stream is not None and stream not in (names := past.streams()):
+    with BatchHistory.open(settings.postgres) as history:
+        if stream is not None and stream not in (names := history.streams()):
             raise CommandFailed(unknown_stream_text(stream, names))
         read = read_file(source or "-") if is_file else read_topics(settings, facts, records)
         messages = {}
         for message in read:
             if message.topic not in roles:
                 raise CommandFailed(
-                    f"topic {message.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
+                    f"the file has a record of topic {message.topic}, which is neither TIDEMARK_KAFKA_FACTS_TOPIC nor"
+                    " TIDEMARK_KAFKA_CONTROL_TOPIC: set them to the topics of the recording"
                 )
             if stream is None or message.key == stream.encode():
-                messages[message.topic, message.partition, message.offset] = (
-                    message  # a file may contain two recordings
-                )
-        bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        result = compare_history(past, [messages[offset] for offset in sorted(messages)], roles, bounds, stream)
+                # A file may contain a record twice, from two recordings.
+                messages[message.topic, message.partition, message.offset] = message
+        bounds = Policies(history.policies(), settings.policy_defaults).bounds()
+        result = compare_history(history, [messages[offset] for offset in sorted(messages)], roles, bounds, stream)
     if as_json:
         click.echo(to_json(result))
     else:

@@ -18,7 +18,7 @@ from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import OperatorOverride
 
-LEASE_TIMEOUT_SECONDS = 5.0  # for the lease of a killed pipeline to expire
+LEASE_TIMEOUT_SECONDS = 5.0  # long enough for the lease of a killed pipeline to expire
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,11 @@ class Reseed:
 
 
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
-    """Store the number of shards of `settings` in Postgres, so that the next start of the pipeline uses it.
+    """Store the number of shards of `settings` in Postgres, so that the next start of the pipeline accepts the number.
 
-    First acquires the pipeline's lease, and notes the change in the audit table. If no pipeline has run yet, no number
-    is stored. If the connection to Postgres is lost, the number may be stored already: call this function again.
+    First waits for the pipeline's lease, up to `LEASE_TIMEOUT_SECONDS`, and notes the change in the audit table. If no
+    pipeline has run yet, no number is stored. If the connection to Postgres is lost, the number may be stored already:
+    call this function again.
 
     Args:
         settings: the settings of the pipeline.
@@ -60,7 +61,8 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
 
     Raises:
         PrerequisitePending: another process has the lease.
-        VersionSkew: the pipeline's version does not fit this version.
+        SchemaMismatch: this Tidemark cannot write in the schema.
+        VersionSkew: the pipeline's version differs by more than one minor version from this version.
         Unavailable: Postgres does not answer.
         Refused: Postgres refuses a statement.
     """
@@ -72,11 +74,11 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         with _exclusive_lease(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
             reseed = _preview(settings, postgres)
             override_log = OverrideLog(session)
-            noted = override_log.log(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
+            entry = override_log.log(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
             if reseed.before is not None:
                 postgres.remember_setup(RememberedSetup(settings.shards, {}))
-            override_log.note_outcome(noted, "applied")
-            return replace(reseed, act=noted.number)
+            override_log.note_outcome(entry, "applied")
+            return replace(reseed, act=entry.number)
 
 
 @contextmanager
@@ -95,14 +97,12 @@ def _exclusive_lease(settings: Settings, postgres: Postgres, why: str) -> Iterat
             stack.enter_context(Lease.acquire(settings.postgres, config, timed_out))
         except Stopping:
             owner = postgres.conditions.current().owner or "another process"
-            raise PrerequisitePending(
-                "a reseed", postgres.where, f"{owner} holds the lease: stop the pipeline"
-            ) from None
+            raise PrerequisitePending("a reseed", postgres.where, f"{owner} has the lease: stop the pipeline") from None
         yield
 
 
 def _preview(settings: Settings, postgres: Postgres) -> Reseed:
-    """Read the result that a reseed would have now, without the entry in the audit table."""
+    """Read the result that a reseed would have now, without the number of an entry in the audit table."""
     return Reseed(len(postgres.states()), postgres.remembered_setup().shards, settings.shards)
 
 
@@ -112,12 +112,16 @@ def _preview(settings: Settings, postgres: Postgres) -> Reseed:
     default=current_user_name,
     show_default="the current user",
     callback=require_printable_text,
-    help="Your name; it is stored.",
+    help="Your name; stored with the change.",
 )
 @click.option(
-    "--why", default="by hand", show_default=True, callback=require_printable_text, help="The reason; it is stored."
+    "--why",
+    default="by hand",
+    show_default=True,
+    callback=require_printable_text,
+    help="The reason; stored with the change.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS.
@@ -125,5 +129,5 @@ def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     The next start of the pipeline loads all states from Postgres into the new shards.
     """
     settings = load_settings()
-    done = run(settings, by, why, dry_run=dry_run)
-    click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.to_text())
+    result = run(settings, by, why, dry_run=dry_run)
+    click.echo(json.dumps({**asdict(result), "dry_run": dry_run}) if as_json else result.to_text())

@@ -1,4 +1,5 @@
-"""The commands that prepare servers and run processes: config, migrate, topics, pipeline, sidecar and simulate."""
+"""The commands that show the settings, prepare servers and run processes: config, migrate, topics, pipeline, sidecar
+and simulate."""
 
 import math
 import threading
@@ -15,7 +16,7 @@ from tidemark.app.output import applied_migrations, count, json_text, progress
 @click.command("config", cls=Utf8Command)
 @json_option
 def config(*, as_json: bool) -> None:
-    """Print the effective settings, with secrets masked, and the source of each."""
+    """Print the effective settings with masked secrets, and the source of each setting."""
     from tidemark.app.settings import effective_settings, settings_lines, unknown_settings
 
     settings = load_settings()
@@ -46,16 +47,17 @@ def migrate(*, wait: float, as_json: bool) -> None:
 @server_wait_option
 @json_option
 def topics(*, wait: float, as_json: bool) -> None:
-    """Create the Kafka topics that are missing, and check the others."""
+    """Create the Kafka topics that are missing, and check the cleanup policy of all topics."""
     settings = load_settings().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.pipeline.preflight import check_topics
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 
-    created = wait_out(lambda: check_topics(settings, Topics(settings.kafka)), threading.Event(), wait)
-    partitions = {name: len(topic.partitions) for name, topic in created.items()}
+    checked = wait_out(lambda: check_topics(settings, Topics(settings.kafka)), threading.Event(), wait)
+    partitions = {name: len(topic.partitions) for name, topic in checked.items()}
     if as_json:
-        click.echo(json_text({"topics": [{"topic": name, "partitions": n} for name, n in partitions.items()]}))
+        rows = [{"topic": name, "partitions": number} for name, number in partitions.items()]
+        click.echo(json_text({"topics": rows}))
         return
     for name, number in partitions.items():
         click.echo(f"{name}: {count(number, 'partition')}")
@@ -66,7 +68,8 @@ def topics(*, wait: float, as_json: bool) -> None:
     "--accept",
     multiple=True,
     type=click.Choice(["partitions", "loss", "shards"]),
-    help="Override one failed start-up check: partitions, loss or shards. May be repeated.",
+    help="Start despite one failed check: partitions (a topic has another number of partitions), loss (records were"
+    " lost) or shards (TIDEMARK_SHARDS has changed). May be repeated.",
 )
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read records from Kafka and publish positions, until SIGTERM or Ctrl-C."""
@@ -78,7 +81,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 
 @click.command("sidecar", cls=Utf8Command)
 def sidecar() -> None:
-    """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
+    """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number of sidecars may run."""
     settings = load_settings()
     from tidemark.app.serving import serve
 
@@ -106,12 +109,14 @@ def sidecar() -> None:
 @click.option("--prefix", default="", help="Prefix of the names of streams and writers.")
 @click.option("--seed", type=int, help="Seed of the fault schedule and of random choices; timing still differs.")
 @click.option(
-    "--faults", "named", help="Names separated by commas, or all, or none. Default: all except faults of servers."
+    "--faults",
+    "fault_names",
+    help="Faults to inject: names separated by commas, or all, or none. Default: all except faults of servers.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="At the end, compare what was read with what was written; exit code 1 if they differ.",
+    help="At the end, compare the facts that were read with the facts that were written; exit code 1 if they differ.",
 )
 def simulate(
     *,
@@ -122,7 +127,7 @@ def simulate(
     workload: str,
     prefix: str,
     seed: int | None,
-    named: str | None,
+    fault_names: str | None,
     verify: bool,
 ) -> None:
     """Run writing and reading processes on real servers, and inject faults into the processes and the servers.
@@ -140,5 +145,5 @@ def simulate(
     seed = time.time_ns() % 2**32 if seed is None else seed
     click.echo(f"running with --seed {seed}")
     writer_plan = WriterPlan(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
-    plan = SimulationPlan(writer_plan, parse_faults(named), seed, seconds)
+    plan = SimulationPlan(writer_plan, parse_faults(fault_names), seed, seconds)
     simulate.run(settings, plan, workload, verify=verify)

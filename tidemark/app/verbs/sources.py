@@ -12,7 +12,7 @@ from tidemark.app.output import applied_migrations, field_values, json_text
 if TYPE_CHECKING:
     from tidemark.sources.transactions import OpenTransaction
 
-_dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEMARK_POSTGRES_DSN.")
+_dsn = click.option("--dsn", help="DSN of the database of the service or readers. Default: TIDEMARK_POSTGRES_DSN.")
 
 
 @click.group("relay", cls=CommandGroup, invoke_without_command=True)
@@ -23,7 +23,7 @@ _dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEM
 def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
     """Send to Kafka the facts that services wrote with `tidemark.append`. Runs until SIGTERM or Ctrl-C.
 
-    Run one relay for each database. A second relay waits as a standby. A relay stores no state of its own.
+    Run one relay for each database. A second relay waits as a standby. A relay stores its state only in the database.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -55,14 +55,14 @@ def relay_migrate(
     wait: float,
     as_json: bool,
 ) -> None:
-    """Create or update the tables and functions of `tidemark.append` in a service's database."""
+    """Create or update the tables and functions of `tidemark.append` in a service's database, and create streams."""
     settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
     from tidemark.common.backoff import wait_out
 
-    where = dsn or group_dsn or settings.postgres
+    database = dsn or group_dsn or settings.postgres
     say = partial(click.echo, err=as_json)
-    migration = wait_out(lambda: relay.migrate(where, streams, direction, say), threading.Event(), wait)
+    migration = wait_out(lambda: relay.migrate(database, streams, direction, say), threading.Event(), wait)
     if as_json:
         click.echo(json_text(migration))
 
@@ -77,7 +77,7 @@ def relay_migrate(
 def relay_retire(
     group_dsn: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float, as_json: bool
 ) -> None:
-    """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all its streams.
+    """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all streams of WRITER.
 
     The relay first sends all facts of WRITER and waits until WRITER has no open transaction. Then readers and positions
     no longer wait for WRITER. If WRITER appends again, it joins again.
@@ -103,7 +103,7 @@ def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> 
 
     transactions = relay.blockers(dsn or group_dsn or settings.postgres())
     if as_json:
-        click.echo(json_text({"blockers": [_transaction(transaction) for transaction in transactions]}))
+        click.echo(json_text({"blockers": [_transaction_fields(transaction) for transaction in transactions]}))
         return
     for transaction in transactions:
         click.echo(str(transaction))
@@ -111,7 +111,7 @@ def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> 
         click.echo("no open transaction blocks a stream")
 
 
-def _transaction(transaction: "OpenTransaction") -> dict[str, Any]:
+def _transaction_fields(transaction: "OpenTransaction") -> dict[str, Any]:
     """The fields of a transaction, and the statement that ends it."""
     return field_values(transaction) | {"ending_statement": transaction.ending_statement}
 
@@ -124,8 +124,9 @@ def _transaction(transaction: "OpenTransaction") -> dict[str, Any]:
 def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metrics: str | None) -> None:
     """Copy the published positions into a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
 
-    A database whose relay has TIDEMARK_REDIS_URL does not need this: the relay copies the positions. Positions come
-    from TIDEMARK_REDIS_URL. Late facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if --dsn is given.
+    A database whose relay has TIDEMARK_REDIS_URL does not need this command: the relay copies the positions. Positions
+    come from TIDEMARK_REDIS_URL. Late facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if this setting
+    and --dsn are given.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -162,7 +163,7 @@ def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float, as_js
     "--writers",
     multiple=True,
     help="stream=worker,worker: all writers of a stream, as in Synapse's stream_writers. The stream starts when each"
-    " of them has sent a record.",
+    " writer has sent a record.",
 )
 @click.option("--prefix", default="", help="Prefix of the streams' names in Kafka.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
@@ -211,7 +212,7 @@ def synapse_migrate(*, wait: float, as_json: bool) -> None:
 @retirement_wait_option
 @json_option
 def synapse_retire(writer: str, stream: str | None, *, wait: float, as_json: bool) -> None:
-    """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
+    """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all streams of WRITER.
 
     The bridge first sends all facts of WRITER in Synapse's tables. Then readers and positions no longer wait for
     WRITER. If WRITER sends again, it joins again.
@@ -228,16 +229,16 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float, as_json: boo
 @synapse.command("blockers")
 @json_option
 def synapse_blockers(*, as_json: bool) -> None:
-    """Show the open transactions of Synapse that block a stream, oldest first, and how to end each."""
+    """Show the long open transactions of Synapse that block a stream, oldest first, and how to end each of them."""
     settings = load_settings()
     from tidemark.app import synapse
 
     writers = synapse.blockers(settings)
     if as_json:
-        found = [{"streams": sorted(writer.streams)} | _transaction(writer.transaction) for writer in writers]
-        without = {"stream", "writer"}  # a transaction of Synapse has many streams, and its writer is not known
-        rows = [{name: value for name, value in row.items() if name not in without} for row in found]
-        click.echo(json_text({"blockers": rows}))
+        rows = [{"streams": sorted(writer.streams)} | _transaction_fields(writer.transaction) for writer in writers]
+        omitted = {"stream", "writer"}  # a transaction of Synapse has many streams, and its writer is not known
+        blockers = [{name: value for name, value in row.items() if name not in omitted} for row in rows]
+        click.echo(json_text({"blockers": blockers}))
         return
     for writer in writers:
         transaction = writer.transaction
@@ -245,4 +246,4 @@ def synapse_blockers(*, as_json: bool) -> None:
         click.echo(f"{', '.join(sorted(writer.streams))}: {transaction.process}{query}")
         click.echo(f"    to end it, run in Synapse's database: {transaction.ending_statement}")
     if not writers:
-        click.echo("no transaction of Synapse has been open for long")
+        click.echo("no transaction of Synapse has been open long enough to be reported")

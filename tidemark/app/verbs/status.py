@@ -1,4 +1,5 @@
-"""`tidemark status` and `tidemark top`: the positions of all streams and what blocks them, from Postgres."""
+"""`tidemark status` and `tidemark top`: the positions of all streams, what blocks them, and the state of the pipeline.
+Positions and blockers are read from Postgres."""
 
 import itertools
 import math
@@ -27,11 +28,11 @@ from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, Source, Summary, is_brief, summarize
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
-NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
+NUMBER_HEADINGS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
 
 
 NO_STREAMS: Final = (
-    "no streams yet: a stream appears within seconds after a writer sends its first record; then run this again"
+    "no streams yet: a stream appears within seconds after a writer sends its first record, if the pipeline runs"
 )
 
 
@@ -40,13 +41,13 @@ class WriterStatus:
     """The status of one writer. IDs are signed.
 
     Attributes:
-        writer: its name.
-        epoch: its epoch.
-        position: its position.
-        retired: whether it has retired.
-        pending: number of its pending edges.
-        gaps: its open ranges `(low, top]`, lowest first.
-        last_seen: when the pipeline read its newest record; None if it never read one.
+        writer: the name of the writer.
+        epoch: the current epoch.
+        position: the position.
+        retired: whether the writer has retired.
+        pending: the number of pending edges.
+        gaps: the gaps `(low, top]`, nearest to 0 first.
+        last_seen: the time at which the pipeline read the writer's newest record; None if not known.
     """
 
     writer: str
@@ -63,15 +64,15 @@ class StreamStatus:
     """The status of one stream. IDs are signed.
 
     Attributes:
-        stream: its name.
-        linear: its linear position.
-        writers: its writers that have joined.
+        stream: the name of the stream.
+        linear: the linear position.
+        writers: the writers that have joined.
         summary: counts and blockers.
-        faults: sinks that cannot show the stream.
-        requeues: deferred records that are being requeued.
-        bridge: the bridge that sends the stream; None if `tidemark synapse` does not send it.
-        home: its Kafka partition; None if unknown.
-        reading: the partitions that the pipeline reads with lag; None if no pipeline is active, or if it waits.
+        faults: the sinks that cannot publish the stream.
+        requeues: deferred records that are being requeued, or that are lost.
+        bridge: the status of the bridge that sends the stream; None if `tidemark synapse` does not send the stream.
+        home: the Kafka partition of the stream; None if unknown.
+        reading: the partitions that the pipeline reads with lag; None if not known (`ConditionReader.reading_status`).
     """
 
     stream: str
@@ -85,7 +86,7 @@ class StreamStatus:
     reading: ReadStatus | None = None
 
 
-def read(
+def stream_statuses(
     stored: Mapping[str, bytes],
     only: str | None = None,
     faults: Sequence[SinkFault] = (),
@@ -93,7 +94,7 @@ def read(
     bridges: Mapping[str, BridgeStatus] = {},
     reading: ReadStatus | None = None,
 ) -> list[StreamStatus]:
-    """The status of all streams, or of `only` one, sorted by name. `stored`: the encoded states, by stream."""
+    """Compute the status of all streams, or of the stream `only`, sorted by name. `stored`: stream -> encoded state."""
     return [
         _status(
             name,
@@ -134,24 +135,24 @@ def _status(
     return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, reading)
 
 
-def read_from_postgres(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
-    """The status of all streams, or of `only` one, as `read` returns it. Reads the other arguments from `postgres`."""
-    conditions = postgres.conditions
-    return read(
-        stored, only, conditions.faults(), conditions.requeues(), conditions.bridges(), conditions.reading_status()
-    )
+def read_stream_statuses(
+    postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None
+) -> list[StreamStatus]:
+    """Call `stream_statuses` with faults, requeues, bridges and reading status from `postgres`."""
+    reader = postgres.conditions
+    return stream_statuses(stored, only, reader.faults(), reader.requeues(), reader.bridges(), reader.reading_status())
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
-    """The JSON of `tidemark status`. `now` in seconds since 1970, to compute ages."""
-    return json_text(plain(streams, now, health))
+    """The JSON of `tidemark status`. `now`: seconds since 1970, to compute ages."""
+    return json_text(json_fields(streams, now, health))
 
 
-def plain(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
-    return {"pipeline": health.to_json(), "streams": [_plain(stream, now) for stream in streams]}
+def json_fields(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
+    return {"pipeline": health.to_json(), "streams": [_stream_fields(stream, now) for stream in streams]}
 
 
-def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
+def _stream_fields(stream: StreamStatus, now: float) -> dict[str, Any]:
     oldest = stream.summary.oldest
     return {
         "stream": stream.stream,
@@ -169,7 +170,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.is_unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
-        "linear_lag": None if stream.summary.linear_lag is None else _lag_object(stream.summary.linear_lag, now),
+        "linear_lag": None if stream.summary.linear_lag is None else _lag_fields(stream.summary.linear_lag, now),
         "open_transactions": stream.summary.transactions,
         "deferred": stream.summary.deferred,
         "requeued": [
@@ -191,19 +192,19 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
     }
 
 
-def _lag_object(lag: LinearLag, now: float) -> dict[str, Any]:
-    """The linear lag as the sidecar returns it, with ages."""
-    plain: dict[str, Any] = msgspec.to_builtins(lag_answer(lag))
-    sinces = [lag.since, *(blocker.since for blocker in lag.blockers)]
-    for part, since in zip([plain, *plain["blockers"]], sinces, strict=True):
-        part["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
-    return plain
+def _lag_fields(lag: LinearLag, now: float) -> dict[str, Any]:
+    """The fields of the linear lag in the sidecar's answers, and `age_seconds` of the lag and of each blocker."""
+    answer: dict[str, Any] = msgspec.to_builtins(lag_answer(lag))
+    starts_ms = [lag.since, *(blocker.since for blocker in lag.blockers)]
+    for fields, start_ms in zip([answer, *answer["blockers"]], starts_ms, strict=True):
+        fields["age_seconds"] = None if start_ms is None else round(max(0.0, now - start_ms / 1000), 1)
+    return answer
 
 
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     """Text for people: a table with a line for each writer, then lines about blockers and problems of streams."""
-    lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBERS)
-    for kind in (
+    lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBER_HEADINGS)
+    for lines_of in (
         _bridge_lines,
         _source_lines,
         _lag_lines,
@@ -212,14 +213,15 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
         _requeue_lines,
         _fault_lines,
     ):
-        lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
+        lines += [f"{stream.stream}: {line}" for stream in streams for line in lines_of(stream, now)]
     return join_escaped(lines)
 
 
 def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
-    """A row for each writer. Only the first row has the figures of the stream."""
+    """A row for each writer. Only the first row has the name, the linear position and the oldest open IDs of the
+    stream."""
     head = [stream.stream, str(stream.linear)]
-    oldest = "" if stream.summary.oldest is None else open_ids(stream.summary.oldest, now)
+    oldest = "" if stream.summary.oldest is None else open_ids_text(stream.summary.oldest, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
         seen = "" if writer.last_seen is None else f"{duration(now - writer.last_seen.timestamp())} ago"
@@ -231,8 +233,9 @@ def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
         head, oldest = ["", ""], ""
 
 
-def open_ids(blocker: Blocker, now: float) -> str:
-    """The oldest open IDs of a stream as text, such as `359 (tidemark, 4 s)`, or the writer that has not joined."""
+def open_ids_text(blocker: Blocker, now: float) -> str:
+    """The oldest blocker of a stream as text: its open IDs, such as `359 (tidemark, 4 s)`, or the writer that has not
+    joined."""
     age = duration(now - blocker.since / 1000)
     if blocker.is_unknown:
         return f"{blocker.writer} has not joined ({age})"
@@ -259,24 +262,24 @@ def _source_problem(stream: StreamStatus, source: Source, now: float) -> str:
 
 
 def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
-    """A line for each relay or bridge that sends nothing new, with the reason. Its open IDs are unknown."""
+    """A line for each relay or bridge that is silent or blocked, with the reason."""
     yield from (text for source in stream.summary.sources if (text := _source_problem(stream, source, now)))
 
 
 def _lag_lines(stream: StreamStatus, now: float) -> Iterator[str]:
-    """Why the linear position is below the allocated ID. Nothing if this has lasted for less than `BRIEF_WAIT`."""
+    """The linear lag and its blockers as lines. Empty if there is none, or if the lag is younger than `BRIEF_WAIT`."""
     lag = stream.summary.linear_lag
     if lag is None or is_brief(lag.since, now):
         return
     age = "" if lag.since is None else f" for {duration(now - lag.since / 1000)}"
     yield f"blocked{age}, lag {count(lag.ids, 'ID')}"
     for cause in lag.blockers:
-        yield waiting_for(cause, now)
+        yield blocker_text(cause, now)
     if (more := lag.count - len(lag.blockers)) > 0:
         yield f"and for {count(more, 'more writer')}"
 
 
-def waiting_for(cause: LinearBlocker, now: float) -> str:
+def blocker_text(cause: LinearBlocker, now: float) -> str:
     """The writer that blocks a stream, and the reason, as text."""
     age = duration(now - cause.last_seen / 1000)
     seen = f"last record {age} ago" if cause.last_seen else "no record was ever read"
@@ -300,16 +303,19 @@ def _transaction_lines(stream: StreamStatus, _: float) -> Iterator[str]:
 def _deferred_lines(stream: StreamStatus, _: float) -> Iterator[str]:
     for name in stream.summary.deferred:
         writer = name.rpartition("/")[0]
-        yield f"records of {writer} are deferred, because too many of its IDs are pending; they will be requeued"
+        yield (
+            f"records of {writer} are deferred, because the writer has too many pending ranges; the pipeline requeues"
+            " the records later"
+        )
 
 
 def _requeue_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     for requeue in stream.requeues:
         if requeue.gone:
-            why = requeue.problem or "retention, or its size limit"
+            why = requeue.problem or "retention, or the size limit of the topic"
             yield (
                 f"up to {requeue.gone} deferred records of {requeue.writer} are lost from partition"
-                f" {requeue.partition} ({why}); its open IDs wait for its next JOIN"
+                f" {requeue.partition} ({why}); the open IDs of the writer wait for its next JOIN"
             )
         else:
             problem = f": {requeue.problem}" if requeue.problem else ""
@@ -325,7 +331,7 @@ def _fault_lines(stream: StreamStatus, now: float) -> Iterator[str]:
 @click.command("status", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-@click.option("--check", is_flag=True, help="Exit code 3 if the pipeline that computes the positions has problems.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if the pipeline has problems, but not for gaps.")
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show the positions of all streams, or of STREAM, their writers and blockers, and the state of the pipeline."""
@@ -335,7 +341,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         stored = postgres.states()
         if stream is not None and stream not in stored:
             raise CommandFailed(unknown_stream_text(stream, stored))
-        statuses = read_from_postgres(postgres, stored, stream)
+        statuses = read_stream_statuses(postgres, stored, stream)
         pipeline = health.read_configured_condition(settings, postgres)
     if as_json:
         click.echo(to_json(statuses, time.time(), pipeline))
@@ -354,7 +360,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 @click.option("--times", type=click.IntRange(1), help="Stop after this many queries. Default: run until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in a line for each query.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
-    """Show `tidemark status` and `tidemark gaps` repeatedly. If a server does not answer, try again."""
+    """Show the output of `tidemark status` and `tidemark gaps` repeatedly. If Postgres does not answer, try again."""
     settings = load_settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
@@ -363,7 +369,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 stored = postgres.states(None if stream is None else [stream])
                 pipeline = health.read_configured_condition(settings, postgres)
                 now = time.time()
-                statuses = read_from_postgres(postgres, stored)
+                statuses = read_stream_statuses(postgres, stored)
                 open_now = open_ranges.read_open_ranges(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
@@ -371,7 +377,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 if stream is not None and not stored:
                     raise CommandFailed(unknown_stream_text(stream, postgres.streams()))
                 if as_json:
-                    click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
+                    click.echo(msgspec.json.encode({**json_fields(statuses, now, pipeline), "gaps": open_now}))
                 else:
                     problems = [f"problem: {problem}" for problem in pipeline.problems()]
                     blocked = gaps.to_text(open_now, now) if open_now else gaps.NO_GAPS
@@ -383,7 +389,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
 
 
 def _show(parts: Sequence[str]) -> None:
-    """Print the parts. On a terminal, they replace the last output and are cut to the height of the terminal."""
+    """Print the parts. On a terminal, the parts replace the last output, and are cut to the height of the terminal."""
     lines = "\n".join(parts).splitlines()
     if sys.stdout.isatty():
         click.echo(_clear_sequence(), nl=False)
@@ -392,7 +398,7 @@ def _show(parts: Sequence[str]) -> None:
 
 
 def _clear_sequence() -> str:
-    """The escape sequence that clears this terminal; empty if terminfo has none for it."""
+    """The escape sequence that clears this terminal; empty if the terminal has none."""
     import curses  # noqa: PLC0415 - only `tidemark top` on a terminal needs it
 
     try:

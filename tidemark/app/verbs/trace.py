@@ -17,9 +17,9 @@ from tidemark.app.commands import MAX_ID, CommandFailed, Utf8Command, load_setti
 from tidemark.app.diagnosis.open_ranges import moment
 from tidemark.app.output import count, duration, echo, field_values, id_range, ids, join_escaped, json_text, progress
 from tidemark.app.settings import Settings
-from tidemark.app.verbs import dead_letters as letters
-from tidemark.app.verbs.dead_letters import MAX_FILTERED
-from tidemark.app.verbs.explain import CLOSED, evidence, offsets
+from tidemark.app.verbs.dead_letters import MAX_SEARCHED
+from tidemark.app.verbs.dead_letters import json_fields as dead_letter_fields
+from tidemark.app.verbs.explain import CLOSED, evidence_text, offsets_text
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
@@ -40,8 +40,8 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import Direction, is_beyond
 from tidemark.streaming.wire import records
 
-MAX_RECORDS: Final = 100  # in the result
-MAX_RECORD_CHARS: Final = 16_384
+MAX_RECORDS: Final = 100  # records, and dead letters, in the result
+MAX_RECORD_CHARS: Final = 16_384  # of the value of a record in the result
 
 RecordMeaning = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
 IdState = Literal["complete", "open", "silent", "unknown"]
@@ -52,11 +52,9 @@ class TracedRecord:
     """A record that is about the ID.
 
     Attributes:
-        time: when Kafka stored the record.
-        kind: the kind of the record; None if the record is unreadable.
-        writer: the writer of the record; None if the record is unreadable.
-        epoch: the epoch of the record; None if the record is unreadable.
-        says: what the record states about the ID.
+        time: the timestamp of the record in Kafka.
+        kind, writer, epoch: None if the record is unreadable.
+        says: what the record means for the ID: see `meaning_of`, or `mentions` if an unreadable record contains the ID.
         text: the value of the record, at most 16,384 characters.
         cut: whether `text` has only the beginning of the value.
     """
@@ -75,17 +73,15 @@ class TracedRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriterAtId:
-    """A writer whose position is below the ID, and the state of the ID for the writer. IDs are signed.
+    """A writer that has not passed the ID, and the state of the ID for the writer. IDs are signed.
 
     Attributes:
-        writer: the name of the writer.
-        epoch: the epoch of the writer.
         state: `complete` (the ID is above the open gap), `open` (the ID is in the gap), `silent` (the writer sent
             nothing beyond `low`), or `unknown` (the writer has not joined).
         low: lower end of the gap `(low, top]`; if `silent`, the highest ID that the writer has settled; if `unknown`,
             None.
         top: upper end of the gap; None if `silent` or `unknown`.
-        since: when the gap opened; if `unknown`, when the first buffered record came; if `silent`, None.
+        since: when the gap opened; if `unknown`, when the first buffered record was read; if `silent`, None.
     """
 
     writer: str
@@ -138,8 +134,9 @@ class IdTrace:
         late: late completions that contain the ID.
         acts: operator overrides that contain the ID.
         dead_letters: rejected records that are about the ID, at most `MAX_RECORDS`.
-        published: when the writer's position in Redis passed the ID, by Redis's clock; None if unknown.
-        unknown: a line of text for each server that did not answer.
+        published: when the position in Redis passed the ID, by Redis's clock; None if unknown. The position is that of
+            the ID's writer, or of another writer if the ID's writer is unknown.
+        unknown: a line of text for each query that failed.
     """
 
     stream: str
@@ -164,39 +161,40 @@ class IdTrace:
     unknown: list[str] = field(default_factory=list)
 
 
-def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
-    """Make a trace from the data in Postgres. `encoded` is the current encoded state of the stream."""
-    now = codec.decode(encoded)
-    signed = now.direction.signed
-    known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
-    passed = known and abs(id) <= now.linear.position
-    trace = IdTrace(stream, id, signed(now.linear.position), signed(now.allocated), known, passed)
-    if not known:
+def read_from_postgres(history: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
+    """Make a trace from the data in Postgres. `encoded`: the current state of the stream."""
+    current = codec.decode(encoded)
+    signed = current.direction.signed
+    is_allocated = not current.direction.opposes(Direction.of(id)) and abs(id) <= current.allocated
+    has_passed = is_allocated and abs(id) <= current.linear.position
+    linear, allocated = signed(current.linear.position), signed(current.allocated)
+    trace = IdTrace(stream, id, linear, allocated, is_allocated, has_passed)
+    if not is_allocated:
         return trace
-    trace.settled = past.advances_containing(stream, id)
+    trace.settled = history.advances_containing(stream, id)
     if trace.settled:
-        trace.line = past.first_batch_reaching(stream, id, trace.settled[0].time)
-    trace.writers = [*_writers_below(now, id)]
-    trace.late, trace.acts = past.late_containing(stream, id), past.overrides_containing(stream, id)
+        trace.line = history.first_batch_reaching(stream, id, trace.settled[0].time)
+    trace.writers = [*_writers_below(current, id)]
+    trace.late, trace.acts = history.late_containing(stream, id), history.overrides_containing(stream, id)
     return trace
 
 
-def _writers_below(now: StreamState, id: int) -> Iterator[WriterAtId]:
-    signed, at = now.direction.signed, abs(id)
-    for (name, epoch), buffered in sorted(now.unjoined.items()):
+def _writers_below(current: StreamState, id: int) -> Iterator[WriterAtId]:
+    """The writers that never joined, then the active writers whose position is below the ID; each part by name."""
+    signed, magnitude = current.direction.signed, abs(id)
+    for (name, epoch), buffered in sorted(current.unjoined.items()):
         yield WriterAtId(name, epoch, "unknown", since=moment(buffered.since))
-    for name, known in sorted(now.writers.items()):
-        if known.retired_at is not None or known.position >= at:
+    for name, known in sorted(current.writers.items()):
+        if known.retired_at is not None or known.position >= magnitude:
             continue
         chain = known.chain
-        gap = next(((low, top, since) for low, top, since in reversed([*chain.gaps()]) if low < at), None)
-        if gap is None or chain.highest_settled < at:
+        gap = next(((low, top, since) for low, top, since in reversed([*chain.gaps()]) if low < magnitude), None)
+        if gap is None or chain.highest_settled < magnitude:
             yield WriterAtId(name, known.epoch, "silent", signed(max(chain.highest_settled, 0)))
             continue
         low, top, since = gap
-        yield WriterAtId(
-            name, known.epoch, "open" if at <= top else "complete", signed(low), signed(top), moment(since)
-        )
+        state: IdState = "open" if magnitude <= top else "complete"
+        yield WriterAtId(name, known.epoch, state, signed(low), signed(top), moment(since))
 
 
 def home_partition(encoded: bytes) -> int | None:
@@ -205,16 +203,17 @@ def home_partition(encoded: bytes) -> int | None:
 
 
 def add_records(
-    trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, max_records: int
+    trace: IdTrace, history: IdInspection, kafka: RecordReader, topic: str, partition: int, max_records: int
 ) -> None:
-    """Read at most `max_records` records of the partition, and add the records about the ID to the trace.
+    """Read the offsets of the partition that may contain the record of the ID, and add the records about the ID.
 
-    If a record names the writer of the ID, the trace loses the advances and states of other writers that have joined.
-    Also adds the gaps and the offsets of the batch, from Postgres.
+    Of more than `max_records` offsets, only the last ones are read. If a record names the writer of the ID, the
+    advances and states of other joined writers are removed from the trace. Also adds the gaps, and the offsets of the
+    batch, from Postgres. Shows the progress.
     """
     retained, end = kafka.offset_range(topic, partition)
-    trace.unread = past.next_offset(topic, partition) or 0
-    first, last = _record_range(trace, past, topic, partition)
+    trace.unread = history.next_offset(topic, partition) or 0
+    first, last = _record_range(trace, history, topic, partition)
     end = min(end, end if last is None else last)
     wanted = first or 0
     begin = max(wanted, retained, end - max_records)
@@ -236,9 +235,9 @@ def add_records(
         trace.writers = [
             writer for writer in trace.writers if writer.writer == trace.writer or writer.state == "unknown"
         ]
-    trace.gaps = _gaps(trace, past, min((record.time for record in completing), default=None))
+    trace.gaps = _read_gaps(trace, history, min((record.time for record in completing), default=None))
     if trace.settled:
-        trace.offsets = past.offsets(trace.settled[0].batch, trace.settled[0].time)
+        trace.offsets = history.offsets(trace.settled[0].batch, trace.settled[0].time)
 
 
 def _with_progress(messages: Iterable[RecordedMessage], number: int) -> Iterator[RecordedMessage]:
@@ -249,36 +248,36 @@ def _with_progress(messages: Iterable[RecordedMessage], number: int) -> Iterator
             advance(1)
 
 
-def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
-    """The offsets from `first` to before `end` that contain the record of the ID, from the stored batches.
+def _record_range(trace: IdTrace, history: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
+    """The offsets from `first` to before `end` that contain the record of the ID, according to the stored batches.
 
-    `first` is None if unknown. `end` is None if the record may still be sent.
+    `first` is None if unknown. `end` is None if the record may be at any later offset, or may still be sent.
     """
     if not trace.known:
         return trace.unread, None
-    times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
-    first = past.offset_before(topic, partition, min(times)) if times else None
+    times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _read_gaps(trace, history, None))]
+    first = history.offset_before(topic, partition, min(times)) if times else None
     if trace.writers or not trace.settled:
         return first, None
     ends = {
         read.last + 1
         for move in {move.batch: move for move in trace.settled}.values()
-        for read in past.offsets(move.batch, move.time)
+        for read in history.offsets(move.batch, move.time)
         if (read.topic, read.partition) == (topic, partition)
     }
     return first, max(ends, default=trace.unread)
 
 
-def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
-    """The gaps that contain the ID, and the gaps below the ID that were open when the ID completed.
+def _read_gaps(trace: IdTrace, history: IdInspection, arrived: datetime | None) -> list[StoredGap]:
+    """Read the gaps that contain the ID, and the gaps below the ID that were open when the ID completed.
 
-    `arrived` is the time of the record with the ID; None if unknown.
+    `arrived`: the time of the record with the ID; None if unknown.
     """
     settled = min((move.time for move in trace.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
     writers = known if trace.writer is None else {trace.writer}
-    gaps = past.gaps_below(trace.stream, trace.id, writers, since)
+    gaps = history.gaps_below(trace.stream, trace.id, writers, since)
     return [gap for gap in gaps if gap.closed is None or settled is None or gap.opened <= settled]
 
 
@@ -289,16 +288,17 @@ def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
     try:
         record = records.decode(message.value)
     except BadRecord:
-        says: RecordMeaning | None = "mentions" if _has_number(value, id) else None
+        meaning: RecordMeaning | None = "mentions" if _has_number(value, id) else None
     else:
-        says = statement_of(record, id)
+        meaning = meaning_of(record, id)
         kind, writer = records.kind_of(record).name, record.writer
         epoch = max(record.epoch, 0)
-    if says is None:
+    if meaning is None:
         return None
     text = value.decode(errors="replace")
     origin = message.topic, message.partition, message.offset, moment(max(message.time, 0))
-    return TracedRecord(*origin, kind, writer, epoch, says, text[:MAX_RECORD_CHARS], cut=len(text) > MAX_RECORD_CHARS)
+    is_cut = len(text) > MAX_RECORD_CHARS
+    return TracedRecord(*origin, kind, writer, epoch, meaning, text[:MAX_RECORD_CHARS], is_cut)
 
 
 def _has_number(value: bytes, id: int) -> bool:
@@ -313,17 +313,19 @@ def _has_number(value: bytes, id: int) -> bool:
     return False
 
 
-def statement_of(record: records.Record, id: int) -> RecordMeaning | None:
-    """What a record states about the ID; None if the record is not about it."""
+def meaning_of(record: records.Record, id: int) -> RecordMeaning | None:
+    """What a record means for the ID: `fact` or `void` if the ID is an edge's `id`, `passed` if the ID is between an
+    edge's `prev` and `id`, `announced` by a POSITION, `settled` by a SKIP, JOIN or RETIRE. None if the record is not
+    about the ID."""
     match record:
         case records.Rdata(id=int(top)):
-            return _edge_statement(records.effective_prev(record), top, id, "fact")
+            return _edge_meaning(records.effective_prev(record), top, id, "fact")
         case records.Void():
-            return _edge_statement(record.prev, record.id, id, "void")
+            return _edge_meaning(record.prev, record.id, id, "void")
         case records.FactRun():
             for prev, top, rows in zip([record.prev, *record.ids], record.ids, record.rows, strict=False):
-                if (statement := _edge_statement(prev, top, id, "fact" if rows else "void")) is not None:
-                    return statement
+                if (meaning := _edge_meaning(prev, top, id, "fact" if rows else "void")) is not None:
+                    return meaning
         case records.Position():
             return "announced" if _is_within(record.prev, record.id, id) else None
         case records.Skip():
@@ -333,8 +335,9 @@ def statement_of(record: records.Record, id: int) -> RecordMeaning | None:
     return None
 
 
-def _edge_statement(prev: int, top: int, id: int, completed: RecordMeaning) -> RecordMeaning | None:
-    """What the edge `(prev, top]` states about the ID: `completed` if the ID is `top`, `passed` if it is below."""
+def _edge_meaning(prev: int, top: int, id: int, completed: RecordMeaning) -> RecordMeaning | None:
+    """What the edge `(prev, top]` means for the ID: `completed` if the ID is `top`, `passed` if the ID is between the
+    two, otherwise None."""
     if top == id:
         return completed
     return "passed" if _is_within(prev, top, id) else None
@@ -345,21 +348,22 @@ def _is_within(prev: int, top: int, id: int) -> bool:
     return (id > 0) == (top > 0) and abs(prev) < abs(id) <= abs(top)
 
 
-def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
-    """Add the dead letters of the stream that are about the ID, at most `MAX_RECORDS`."""
-    for letter in letters:
-        if letter.stream != trace.stream or len(trace.dead_letters) == MAX_RECORDS:
+def add_dead_letters(trace: IdTrace, dead_letters: Sequence[DeadLetter]) -> None:
+    """Add the dead letters of the stream that complete, announce or mention the ID, at most `MAX_RECORDS`."""
+    for dead_letter in dead_letters:
+        if dead_letter.stream != trace.stream or len(trace.dead_letters) == MAX_RECORDS:
             continue
-        message = RecordedMessage("", letter.partition, letter.offset, letter.time, letter.key, letter.value)
-        record = record_about(message, trace.id)
+        origin = dead_letter.partition, dead_letter.offset, dead_letter.time
+        record = record_about(RecordedMessage("", *origin, dead_letter.key, dead_letter.value), trace.id)
         if record is not None and record.says not in ("passed", "settled"):
-            trace.dead_letters.append(letter)
+            trace.dead_letters.append(dead_letter)
 
 
 def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
     """Add the time at which the position of the ID's writer in Redis passed the ID.
 
-    If the writer of the ID is unknown, the last writer that passed the ID is used.
+    If the writer of the ID is unknown, but the linear position has passed the ID, the last writer that passed the ID is
+    used.
 
     Args:
         trace: the trace.
@@ -381,16 +385,16 @@ def try_to_add(trace: IdTrace, server: str, add: Callable[[], None]) -> None:
 MAX_SHOWN: Final = 10  # lines of each kind in the text; the JSON has all
 MAX_SHOWN_CHARS: Final = 300  # of a record in the text
 
-_STATEMENTS: Final[dict[RecordMeaning, str]] = {
+_MEANINGS: Final[dict[RecordMeaning, str]] = {
     "fact": "has the fact of this ID",
     "void": "the ID was rolled back",
     "announced": "this writer has no fact with this ID",
-    "settled": "settles all IDs of this writer up to a higher ID",
+    "settled": "settles the open IDs of this writer in a range with this ID",
     "passed": "the ID does not belong to this writer",
     "mentions": "unreadable, but contains the number",
 }
 _STATES: Final[dict[IdState, str]] = {
-    "complete": "has completed the ID and waits for {range} since {since}",
+    "complete": "has completed the ID; below the ID, {range} is open since {since}",
     "open": "the ID is in {range}, open since {since}",
     "silent": "no record beyond ID {low}",
     "unknown": "has not joined; its records are buffered since {since}",
@@ -398,19 +402,14 @@ _STATES: Final[dict[IdState, str]] = {
 
 
 def to_json(trace: IdTrace) -> str:
-    return json_text(field_values(trace) | {"dead_letters": [letters.plain(row, {}) for row in trace.dead_letters]})
+    dead_letters = [dead_letter_fields(dead_letter, {}) for dead_letter in trace.dead_letters]
+    return json_text(field_values(trace) | {"dead_letters": dead_letters})
 
 
 def to_text(trace: IdTrace) -> str:
     lines = [f"{trace.stream} {trace.id}: {_headline(trace)}"]
-    parts = (
-        _record_lines(trace),
-        _settled_lines(trace),
-        _writer_lines(trace),
-        _linear_lines(trace),
-        _related_lines(trace),
-    )
-    lines += [f"  {line}" for part in parts for line in part]
+    parts = (_record_lines, _settled_lines, _writer_lines, _linear_lines, _related_lines)
+    lines += [f"  {line}" for lines_of in parts for line in lines_of(trace)]
     return join_escaped([*lines, *(f"  unknown: {problem}" for problem in trace.unknown)])
 
 
@@ -444,32 +443,32 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
         return
     partition = f"{searched.topic}/{searched.partition}"
     span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
-    yield f"no record of {partition} has the ID: read {span}"
+    yield f"no record of {partition} has the ID ({span} read)"
     if searched.wanted < searched.retained:
         yield f"retention removed offsets below {searched.retained}, which may have contained the record"
     if max(searched.wanted, searched.retained) < searched.first:
         unread = f"{max(searched.wanted, searched.retained)}..{searched.first - 1}"
-        yield f"offsets {unread} may contain the record: raise --records"
+        yield f"offsets {unread} were not read, and may contain the record: raise --records"
 
 
 def _record_line(traced: TracedRecord) -> str:
     record = "record" if traced.kind is None else f"{traced.kind} of {traced.writer or ''} (epoch {traced.epoch})"
     origin = f"{traced.topic}/{traced.partition} {traced.offset}"
-    return f"{timestamp(traced.time)} {record} at {origin}: {_STATEMENTS[traced.says]}"
+    return f"{timestamp(traced.time)} {record} at {origin}: {_MEANINGS[traced.says]}"
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
     verb = "settled" if trace.writer is not None or trace.passed else "passed"
     moves = (
         f"{timestamp(move.time)} {verb} in batch {move.batch}: {move.writer} (epoch {move.epoch}) moved from"
-        f" {move.prev} to {move.id}: {evidence(move.evidence)}"
+        f" {move.prev} to {move.id}: {evidence_text(move.evidence)}"
         for move in trace.settled
     )
     yield from _first_lines(moves, len(trace.settled), "writer")
     if trace.offsets:
-        yield f"  the batch read {', '.join(map(offsets, trace.offsets))}"
+        yield f"  the batch read {', '.join(map(offsets_text, trace.offsets))}"
     if trace.passed and not trace.settled:
-        yield "the stored history does not say when the ID was settled"
+        yield "the stored history does not show when the ID was settled"
     yield from _first_lines((_gap_line(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
 
 
@@ -494,9 +493,8 @@ def _writer_lines(trace: IdTrace) -> Iterator[str]:
 def _writer_line(writer: WriterAtId) -> str:
     since = "" if writer.since is None else timestamp(writer.since)
     span = "" if writer.low is None or writer.top is None else id_range(writer.low, writer.top)
-    return f"{writer.writer} (epoch {writer.epoch}) " + _STATES[writer.state].format(
-        range=span, low=writer.low, since=since
-    )
+    state = _STATES[writer.state].format(range=span, low=writer.low, since=since)
+    return f"{writer.writer} (epoch {writer.epoch}) {state}"
 
 
 def _linear_lines(trace: IdTrace) -> Iterator[str]:
@@ -508,7 +506,7 @@ def _linear_lines(trace: IdTrace) -> Iterator[str]:
             at = timestamp(trace.settled[0].time).replace(" ", "T")
             yield f"  to see what blocked the stream until then: tidemark explain {stream} --at {at}"
     elif trace.passed:
-        yield "the stored history does not say when the linear position passed the ID"
+        yield "the stored history does not show when the linear position passed the ID"
     if trace.published is not None:
         yield f"{timestamp(trace.published)} published in Redis (by its clock)"
     elif trace.settled and not trace.unknown and (trace.passed or trace.writer is not None):
@@ -523,23 +521,25 @@ def _related_lines(trace: IdTrace) -> Iterator[str]:
         for fact in trace.late
     )
     yield from _first_lines(late, len(trace.late), "late completion")
-    acts = (
+    overrides = (
         f"{timestamp(override.time)} {override.kind} of {override.writer} (epoch {override.epoch}),"
         f" {id_range(override.prev, override.id)}, by {override.by}: {override.why}"
         + ("" if override.number is None else f" (override {override.number} of {override.seen_as})")
         for override in trace.acts
     )
-    yield from _first_lines(acts, len(trace.acts), "override")
-    refused = (
+    yield from _first_lines(overrides, len(trace.acts), "override")
+    rejected = (
         "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(
-            letter.reason, *letter.origin, letter.display_offset
+            dead_letter.reason, *dead_letter.origin, dead_letter.display_offset
         )
-        for letter in trace.dead_letters
+        for dead_letter in trace.dead_letters
     )
-    yield from _first_lines(refused, len(trace.dead_letters), "dead letter")
+    yield from _first_lines(rejected, len(trace.dead_letters), "dead letter")
 
 
 class StreamIdType(click.ParamType[int]):
+    """A signed stream ID, other than 0."""
+
     name = "ID"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -560,28 +560,28 @@ class StreamIdType(click.ParamType[int]):
     type=click.IntRange(1),
     default=1_000_000,
     show_default=True,
-    help="Maximum number of Kafka records to read.",
+    help="Maximum number of records to read from Kafka. Of more records, the newest are read.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def trace(context: click.Context, stream: str, id: int, records: int, *, as_json: bool) -> None:
-    """Show the history of one ID of STREAM: its Kafka record, its batch, what blocked it, when it was published.
+    """Show the history of one ID of STREAM: the record in Kafka, the batch, what blocked the ID, and its publication.
 
     Exit code 1 if the ID is not allocated.
     """
     settings = load_settings()
-    with IdInspection(settings.postgres, "tidemark trace") as past:
-        encoded = past.state(stream)
+    with IdInspection(settings.postgres, "tidemark trace") as history:
+        encoded = history.state(stream)
         if encoded is None:
-            raise CommandFailed(unknown_stream_text(stream, past.stream_names()))
-        trace = from_postgres(past, stream, encoded, id)
+            raise CommandFailed(unknown_stream_text(stream, history.stream_names()))
+        trace = read_from_postgres(history, stream, encoded, id)
         home = home_partition(encoded)
         with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
             if home is not None:
                 topic = settings.kafka_facts_topic
-                try_to_add(trace, "records", lambda: add_records(trace, past, kafka, topic, home, records))
+                try_to_add(trace, "records", lambda: add_records(trace, history, kafka, topic, home, records))
             try_to_add(
-                trace, "dead letters", lambda: add_dead_letters(trace, _newest_dead_letters(settings, MAX_FILTERED))
+                trace, "dead letters", lambda: add_dead_letters(trace, _newest_dead_letters(settings, MAX_SEARCHED))
             )
             try_to_add(trace, "Redis", lambda: add_published(trace, redis.publish_time))
     if as_json:
@@ -596,5 +596,5 @@ def _newest_dead_letters(settings: Settings, max_per_partition: int) -> list[Dea
     """Read the newest dead letters of each partition from Kafka."""
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
     partitions = Topics(kafka).describe([topic])[topic].partitions
-    with DeadLetterReader(DeadLettersConfig(topic, kafka.client_settings(), kafka.producer_settings())) as letters:
-        return letters.newest(range(len(partitions)), max_per_partition)
+    with DeadLetterReader(DeadLettersConfig(topic, kafka.client_settings(), kafka.producer_settings())) as reader:
+        return reader.newest(range(len(partitions)), max_per_partition)

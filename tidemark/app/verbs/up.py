@@ -45,7 +45,9 @@ FIRST_POSITION_SECONDS = 30.0
 
 
 def run(settings: Settings, *, demo: bool) -> None:
-    """Start the stack, supervise it until Ctrl-C, SIGTERM or SIGHUP, and return when all its processes have ended.
+    """Start the stack, supervise its processes until Ctrl-C, SIGTERM or SIGHUP, and return when all have ended.
+
+    First ends processes that an earlier stack left running, and downloads missing jars.
 
     Raises:
         Stop: the stack cannot start. No process was started.
@@ -55,7 +57,7 @@ def run(settings: Settings, *, demo: bool) -> None:
     ignored = remove_foreign_variables(tuple(VariableGroup))
     home = Home(settings.home)
     _require_writable(home)
-    with home.locked(), suppress(KeyboardInterrupt), _signals_interrupt():
+    with home.locked(), suppress(KeyboardInterrupt), _interrupt_at_signals():
         began = time.monotonic()
         if ignored:
             _say(f"ignored these variables, because the stack uses only its own servers: {', '.join(ignored)}")
@@ -66,10 +68,10 @@ def run(settings: Settings, *, demo: bool) -> None:
         # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
             fetch_jars(home.jars, java, lambda text: _say(f"downloading {text}"), jars, inherited)
-        with _running(stack, demo=demo) as running:
+        with _run_processes(stack, demo=demo) as running:
             if demo:
-                _await_first_position(stack)
-            elif notice := _earlier_demo(stack):
+                _wait_for_first_position(stack)
+            elif notice := _earlier_demo_notice(stack):
                 _say(notice)
             _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
@@ -80,7 +82,7 @@ def run(settings: Settings, *, demo: bool) -> None:
 
 
 def _require_writable(home: Home) -> None:
-    """Create the folder of the stack. Raises `BadSetting` if it is not writable, or if another user owns it."""
+    """Create the folder of the stack. Raises `BadSetting` if the folder is not writable, or belongs to another user."""
     try:
         home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
         if not is_trusted(home.root):
@@ -93,10 +95,11 @@ def _require_writable(home: Home) -> None:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def _interrupt_at_signals() -> Iterator[None]:
     """While the block runs, raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
 
-    A later signal must not interrupt the end of the stack.
+    A later signal must not interrupt the end of the stack. A SIGHUP that is ignored already, as with nohup, stays
+    ignored: the stack outlives its terminal.
     """
 
     def interrupt(*_: object) -> None:
@@ -104,10 +107,10 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # With nohup, SIGHUP is ignored already and stays ignored: the stack outlives its terminal.
     numbers = [
-        number for number in ending if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
@@ -126,10 +129,10 @@ def _end_leftovers(stack: LocalStack) -> None:
 
 
 @contextmanager
-def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
+def _run_processes(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
     """Start all processes in order, run the block, and end the processes in reverse order, also after an error.
 
-    Also migrates the database, and writes the file `stack_env`. The file exists while the block runs.
+    Also migrates the database, and writes the file `stack.env`. The file exists while the block runs.
     """
     running: list[ServerProcess] = [*stack.servers]
     try:
@@ -160,7 +163,7 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
             server.stop()
 
 
-def _await_first_position(stack: LocalStack) -> None:
+def _wait_for_first_position(stack: LocalStack) -> None:
     """Wait until a position is stored, so that `tidemark status` shows the demo's streams.
 
     Returns after `FIRST_POSITION_SECONDS` without an error: the pipeline may be slow on a busy machine.
@@ -185,7 +188,7 @@ def _chat_streams(stack: LocalStack) -> list[str]:
     return [stream for stream in _stored_streams(stack) if stream.startswith(CHAT_PREFIX)]
 
 
-def _earlier_demo(stack: LocalStack) -> str | None:
+def _earlier_demo_notice(stack: LocalStack) -> str | None:
     """A notice if the database has streams of an earlier demo; otherwise None."""
     streams = _chat_streams(stack)
     if not streams:
@@ -213,8 +216,8 @@ def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T
 def _create_class_archive(java: str) -> Iterator[None]:
     """Create the Java class archive, if it is missing, in a child process while the block runs.
 
-    The child process is killed at the end of the block. Its failure is ignored. The archive makes later starts of the
-    pipeline faster.
+    The archive makes later starts of the pipeline faster. If the block ends before the archive is complete, the child
+    process is ended, and a later start creates the archive. A failure of the child process is ignored.
     """
     if class_archive.is_complete(class_archive.spark_archive(java)):
         yield
@@ -229,11 +232,11 @@ def _create_class_archive(java: str) -> Iterator[None]:
     try:
         yield
     finally:
-        maker.terminate()  # it removes incomplete files before it ends
+        maker.terminate()  # the process removes incomplete files before it ends
         with suppress(subprocess.TimeoutExpired):
             maker.wait(5)
         with suppress(ProcessLookupError):
-            os.killpg(maker.pid, signal.SIGKILL)  # its JVM would go on writing
+            os.killpg(maker.pid, signal.SIGKILL)  # also ends the JVM of the process, which would continue to write
         maker.wait()
 
 
@@ -253,7 +256,7 @@ def _print_instructions(stack: LocalStack, seconds: float) -> None:
     tidemark = _command_name("tidemark", Path(sys.executable).parent / "tidemark")
     _say(
         f"""
-ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
+ready after {seconds:.0f} s. Ctrl-C ends all processes; the data stays for the next start.
 
   In a browser: {stack.sidecar().url}/
 
@@ -264,30 +267,31 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
     curl {stack.sidecar().url}/v1/streams
     redis-cli -p {stack.redis.port} get 'tidemark:{{sales}}:token'
 
-  The first line sets the variables that your own programs need. It also finds tidemark, psql and redis-cli.
+  The first line sets the variables that your own programs need, and adds tidemark, psql and redis-cli to PATH.
   Logs: {stack.home.root / "log"}
 """
     )
 
 
 def _command_name(name: str, path: Path) -> str:
-    """The text that runs a command in this directory: `name` if it is on PATH, otherwise `path`, if possible relative.
-
-    A path is quoted for the shell.
-    """
+    """The word to type for a command: `name` if the command is on PATH, otherwise `path`. The path is quoted for the
+    shell, and relative if the program is below the current directory."""
     if shutil.which(name):
         return name
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be closed; the stack goes on
+    with suppress(OSError):  # the terminal may be closed, and the stack continues
         click.echo(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text)
 
 
 @click.command("up", cls=Utf8Command)
 @click.option("--demo", is_flag=True, help="Also run several demo writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
-    """Run the whole local stack: Kafka, Postgres, Redis, the pipeline, the relay and the sidecar."""
+    """Run the whole local stack until Ctrl-C: Kafka, Postgres, Redis, the pipeline, the relay and the sidecar.
+
+    The first start downloads Kafka.
+    """
     settings = load_settings()
     run(settings, demo=demo)

@@ -1,6 +1,6 @@
 """`tidemark verify`: compare every replica of the positions with Postgres, and the tables of Postgres with each other.
 
-A replica is Redis or a sidecar. Streams move during the comparison, so Postgres is read before and after each replica.
+A replica is Redis or a sidecar. Streams move during the comparison, so Postgres is read before and after the replica.
 Within `patience` seconds, the replica must reach the positions that Postgres had before. The replica must never be
 beyond the positions that Postgres has afterwards (docs/design.md, rule 4).
 """
@@ -44,7 +44,7 @@ class ReplicaPositions:
         late: the number of the newest late completion.
         has_all_writers: whether `positions` has all writers. If False, a writer that is not in `positions` is at or
             below the linear position.
-        listed: whether the stream is in the replica's list of all streams.
+        is_listed: whether the stream is in the replica's list of all streams.
         problem: why the replica's data of the stream cannot be read.
     """
 
@@ -53,12 +53,13 @@ class ReplicaPositions:
     allocated: int | None = None
     late: int | None = None
     has_all_writers: bool = True
-    listed: bool = True
+    is_listed: bool = True
     problem: str | None = None
 
 
 class Replica(Protocol):
-    """A replica of the positions. All methods query it, and raise `TidemarkError` if it does not answer."""
+    """A replica of the positions. All methods query the replica, and raise `TidemarkError` if the replica does not
+    answer or refuses the request."""
 
     @property
     def name(self) -> str:
@@ -84,10 +85,10 @@ class RedisKeys:
         return self._redis.names()
 
     def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
-        return _read(
+        return _read_redis(
             self._redis,
             streams,
-            lambda row: ReplicaPositions(row.linear, row.positions, row.allocated, row.late, listed=row.is_listed),
+            lambda row: ReplicaPositions(row.linear, row.positions, row.allocated, row.late, is_listed=row.is_listed),
         )
 
 
@@ -103,10 +104,10 @@ class RedisTokens:
         return set()
 
     def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
-        return _read(self._redis, streams, lambda row: _parse_token(row.token))
+        return _read_redis(self._redis, streams, lambda row: _parse_token(row.token))
 
 
-def _read(
+def _read_redis(
     redis: Redis, streams: Sequence[str], convert: Callable[[RedisPositions], ReplicaPositions]
 ) -> dict[str, ReplicaPositions]:
     positions = {stream: convert(row) for stream, row in redis.snapshots(streams).items()}
@@ -130,21 +131,21 @@ class Sidecar:
 
     Args:
         url: the URL of the sidecar, such as `http://host:9480`.
-        tokens: a file whose first non-empty line is the bearer token; None: send no token.
-        trust: checks the certificate of the sidecar.
+        token_file: a file whose first non-empty line is the bearer token; None: send no token.
+        tls_context: checks the certificate of the sidecar; None: the default context of `urlopen`.
 
     Raises:
-        BadSetting: `url` is not such a URL, or the file cannot be read.
+        BadSetting: `url` is not such a URL, or `token_file` cannot be read.
     """
 
-    def __init__(self, url: str, tokens: Path | None, trust: ssl.SSLContext | None) -> None:
+    def __init__(self, url: str, token_file: Path | None, tls_context: ssl.SSLContext | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadSetting("--sidecar", f"{url!r} is not a URL such as http://host:9480")
         self.name = f"sidecar {url}"
         self._url = url.rstrip("/")
-        self._headers = {} if tokens is None else {"Authorization": f"Bearer {_first_line(tokens)}"}
-        self._trust = trust
+        self._headers = {} if token_file is None else {"Authorization": f"Bearer {_first_line(token_file)}"}
+        self._tls_context = tls_context
 
     def names(self) -> set[str]:
         return {row["stream"] for row in self._pages("", None)}
@@ -161,28 +162,29 @@ class Sidecar:
         """Read the streams with names beyond `after` page by page; with `last`, at least up to this name."""
         rows: list[dict[str, Any]] = []
         while after is not None and (last is None or after < last):
-            page = self._get(f"/v1/streams?limit={PAGE_SIZE}&after={quote(after, safe='')}")
+            page = self._get_json(f"/v1/streams?limit={PAGE_SIZE}&after={quote(after, safe='')}")
             rows += page["streams"]
             after = page["next"]
         return rows
 
-    def _get(self, path: str) -> Any:
+    def _get_json(self, path: str) -> Any:
         request = Request(self._url + path, headers=self._headers)
         try:
-            with urlopen(request, timeout=SIDECAR_TIMEOUT_SECONDS, context=self._trust) as answer:
+            with urlopen(request, timeout=SIDECAR_TIMEOUT_SECONDS, context=self._tls_context) as answer:
                 return json.load(answer)
         except HTTPError as problem:
-            hint = "; the sidecar needs a token: set TIDEMARK_SIDECAR_TOKENS_FILE" if problem.code == 401 else ""
-            raise Unavailable("the sidecar", self._url, f"{problem.code} {problem.reason}{hint}") from None
+            hint = "; set TIDEMARK_SIDECAR_TOKENS_FILE to a file with a token of the sidecar"
+            text = f"{problem.code} {problem.reason}{hint if problem.code == 401 else ''}"
+            raise Unavailable("the sidecar", self._url, text) from None
         except (OSError, HTTPException, ValueError) as problem:
             raise Unavailable("the sidecar", self._url, str(problem)) from None
 
 
-def _first_line(tokens: Path) -> str:
+def _first_line(file: Path) -> str:
     try:
-        return next((line.strip() for line in tokens.read_text().splitlines() if line.strip()), "")
+        return next((line.strip() for line in file.read_text().splitlines() if line.strip()), "")
     except OSError as problem:
-        raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {tokens}: {problem.strerror}") from None
+        raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {file}: {problem.strerror}") from None
 
 
 CHUNK_SIZE = 500  # streams that are compared together
@@ -190,7 +192,7 @@ MAX_HISTORY_FAULTS = 1000  # in the result
 ADVANCES_PER_PART = 500_000  # of the history: 2 million advances take 5 s in one part, and 7 s in four or ten
 MAX_HISTORY_PARTS = 10
 MAX_SHOWN = 20  # differences of one kind in the text; the JSON has all
-POLL_SECONDS = 0.2  # until a replica that is behind is read again
+POLL_SECONDS = 0.2  # between two reads of a replica that is behind
 
 Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away"]
 
@@ -206,8 +208,9 @@ class Difference:
         what: the name of the compared value, such as `linear` or `position`; empty if no value was compared.
         found: the value in the replica, or the error text; None if the replica has no value.
         postgres: the value in Postgres; None if Postgres has no value.
-        verdict: `behind`: for longer than `patience`; `fault`: the data cannot be read; `away`: the replica does not
-            answer; `differs`: rows and encoded state differ.
+        verdict: `behind`: the replica is below Postgres for longer than `patience`; `ahead`: the replica is beyond
+            Postgres; `unknown stream`: only the replica has the stream; `fault`: the data cannot be read; `away`: the
+            query of the replica failed; `differs`: rows and encoded state differ.
     """
 
     copy: str
@@ -224,9 +227,9 @@ class VerifyReport:
     """The result of a comparison.
 
     Attributes:
-        streams: number of streams.
+        streams: the number of streams in Postgres.
         copies: the names of the replicas.
-        advances: number of advances that were checked; None if the history was not checked.
+        advances: the number of stored advances; None if the history was not checked.
         differences: the differences of the replicas and of the encoded states.
         history: the faults of the history, at most `MAX_HISTORY_FAULTS`; empty if the history was not checked.
     """
@@ -248,13 +251,13 @@ def compare_replicas(
 ) -> VerifyReport:
     """Compare all streams of all replicas, and the encoded states, with the tables of Postgres. Shows the progress.
 
-    A replica that does not answer is reported as a difference, and not queried again.
+    A replica whose query fails is reported as a difference, and not queried again.
 
     Args:
         audit: reads Postgres. Errors of Postgres are raised.
         replicas: the replicas.
-        patience: seconds in which a replica must reach the positions in Postgres.
-        clock: monotonic time in seconds.
+        patience: seconds in which a replica must reach the positions in Postgres, for each `CHUNK_SIZE` streams.
+        clock: returns a monotonic time in seconds.
     """
     report = VerifyReport(copies=[replica.name for replica in replicas])
     names = audit.names()
@@ -275,11 +278,11 @@ def compare_replicas(
             advance(len(part))
     for replica in reachable:
         try:
-            shown = replica.names()
+            replica_names = replica.names()
         except TidemarkError as problem:
             report.differences.append(_no_answer_difference(replica, problem))
             continue
-        if unknown := shown.difference(names):
+        if unknown := replica_names.difference(names):
             unknown = unknown.difference(audit.names())
         report.differences += [
             Difference(replica.name, stream, None, "", None, None, "unknown stream") for stream in sorted(unknown)
@@ -294,16 +297,19 @@ def _no_answer_difference(replica: Replica, problem: TidemarkError) -> Differenc
 def _replica_differences(
     audit: Audit, replica: Replica, before: Mapping[str, AuditedStream], deadline: float, clock: Callable[[], float]
 ) -> list[Difference]:
-    """Compare the streams `before` with the replica. Streams that are behind are read again until the deadline."""
+    """Compare the streams `before` with the replica. Streams that are behind are read again until `deadline`, a time of
+    `clock`."""
     pending, differences = sorted(before), []
     while pending:
-        shown = replica.read(pending)
+        in_replica = replica.read(pending)
         ahead = [
-            stream for stream in pending if any(_values_ahead(replica.name, stream, before[stream], shown[stream]))
+            stream for stream in pending if any(_values_ahead(replica.name, stream, before[stream], in_replica[stream]))
         ]
         after = audit.streams(ahead) if ahead else {}
-        wrong = {stream: [*_values_ahead(replica.name, stream, after[stream], shown[stream])] for stream in after}
-        behind = {stream: [*_values_behind(replica.name, stream, before[stream], shown[stream])] for stream in pending}
+        wrong = {stream: [*_values_ahead(replica.name, stream, after[stream], in_replica[stream])] for stream in after}
+        behind = {
+            stream: [*_values_behind(replica.name, stream, before[stream], in_replica[stream])] for stream in pending
+        }
         timed_out = clock() >= deadline
         differences += [
             difference
@@ -317,12 +323,12 @@ def _replica_differences(
     return differences
 
 
-def _values_ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
-    """The values in the replica that are beyond those in Postgres."""
-    for name, copied, stored in _compared_values(rows, shown):
+def _values_ahead(copy: str, stream: str, rows: AuditedStream, in_replica: ReplicaPositions) -> Iterator[Difference]:
+    """The values in the replica that are beyond those in Postgres, and the writers that Postgres does not have."""
+    for name, copied, stored in _compared_values(rows, in_replica):
         if copied is not None and is_beyond(copied, stored):
             yield Difference(copy, stream, None, name, copied, stored, "ahead")
-    for writer, copied in shown.positions.items():
+    for writer, copied in in_replica.positions.items():
         known = rows.writers.get(writer)
         if known is None or is_beyond(copied, known.position):
             yield Difference(
@@ -330,40 +336,41 @@ def _values_ahead(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPos
             )
 
 
-def _values_behind(copy: str, stream: str, rows: AuditedStream, shown: ReplicaPositions) -> Iterator[Difference]:
-    """The values that the replica lacks, and the values that are below those in Postgres; or the stream's problem."""
-    if shown.problem is not None:
-        yield Difference(copy, stream, None, "", shown.problem, None, "fault")
+def _values_behind(copy: str, stream: str, rows: AuditedStream, in_replica: ReplicaPositions) -> Iterator[Difference]:
+    """The values in the replica that are below those in Postgres, and the positions that the replica lacks. If the
+    replica's data cannot be read, only this problem."""
+    if in_replica.problem is not None:
+        yield Difference(copy, stream, None, "", in_replica.problem, None, "fault")
         return
-    if not shown.listed:
+    if not in_replica.is_listed:
         yield Difference(copy, stream, None, "name", None, stream, "behind")
-    for name, copied, stored in _compared_values(rows, shown):
+    for name, copied, stored in _compared_values(rows, in_replica):
         if (copied is None and name == "linear") or (copied is not None and is_beyond(stored, copied)):
             yield Difference(copy, stream, None, name, copied, stored, "behind")
     for writer, stored in rows.positions.items():
-        at = shown.positions.get(writer, None if shown.has_all_writers else shown.linear)
+        at = in_replica.positions.get(writer, None if in_replica.has_all_writers else in_replica.linear)
         if at is None or is_beyond(stored, at):
             yield Difference(copy, stream, writer, "position", at, stored, "behind")
 
 
-def _compared_values(rows: AuditedStream, shown: ReplicaPositions) -> list[tuple[str, int | None, int]]:
+def _compared_values(rows: AuditedStream, in_replica: ReplicaPositions) -> list[tuple[str, int | None, int]]:
     """The compared values of a stream itself, each as (name, value in the replica, value in Postgres)."""
     return [
-        ("linear", shown.linear, rows.linear),
-        ("allocated", shown.allocated, rows.allocated),
-        ("late completions", shown.late, rows.late),
+        ("linear", in_replica.linear, rows.linear),
+        ("allocated", in_replica.allocated, rows.allocated),
+        ("late completions", in_replica.late, rows.late),
     ]
 
 
-STATE = "the query's state"  # in the output, the name of the encoded states
-GAP = "open gap"
+STATE = "the query's state"  # `Difference.copy` for the encoded states
+GAP = "open gap"  # `Difference.what` for a gap
 
 
 def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
     """Compare a stream's rows in Postgres with its encoded state in Postgres. One transaction writes rows and state.
 
-    Two values of the rows may be beyond the state: the position of a writer that returns after its state was removed,
-    and the allocated ID after a restore. All other values must be equal.
+    Three values of the rows may be beyond the state: position and epoch of a writer that returns after its state was
+    removed, and the allocated ID after a restore. The other values must be equal.
     """
 
     def differs(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
@@ -405,14 +412,14 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
 def add_history(audit: Audit, report: VerifyReport) -> None:
     """Check the whole history, and set `advances` and `history` of the report.
 
-    On a terminal, the history is checked in parts, so that a progress bar can move. The check then takes longer,
-    because Postgres reads the history once for each part.
+    If a progress bar is shown, a long history is checked in parts, so that the bar can move. The check then takes
+    longer, because Postgres reads the history once for each part.
     """
     report.advances = audit.count_advances()
     parts = min(MAX_HISTORY_PARTS, report.advances // ADVANCES_PER_PART + 1) if shows_progress() else 1
     with progress("checking the history", report.advances, "advance") as advance:
-        in_part = [report.advances * (part + 1) // parts - report.advances * part // parts for part in range(parts)]
-        report.history = audit.history_faults(None, MAX_HISTORY_FAULTS, parts, lambda: advance(in_part.pop()))
+        sizes = [report.advances * (part + 1) // parts - report.advances * part // parts for part in range(parts)]
+        report.history = audit.history_faults(None, MAX_HISTORY_FAULTS, parts, lambda: advance(sizes.pop()))
 
 
 _REMEDIES: dict[tuple[str, str], str] = {
@@ -453,7 +460,7 @@ _HISTORY_REMEDY = (
 
 
 def _remedy(copy: str, verdict: str) -> str:
-    """What to do about differences with this verdict, as text."""
+    """The text that says what to do about differences of `copy` with this verdict."""
     kind = "state" if copy == STATE else copy.split(maxsplit=1)[0].removesuffix("'s")
     return _REMEDIES[kind, verdict]
 
@@ -471,8 +478,8 @@ def to_json(report: VerifyReport) -> str:
 
 
 def to_text(report: VerifyReport) -> str:
-    """Text for people. For each kind of difference: a line for each of the first `MAX_SHOWN`, and the remedy. Then the
-    same for the faults of the history, and a summary.
+    """Text for people. For each replica and verdict: a line for each of the first `MAX_SHOWN` differences, and the
+    remedy. Then the same for the faults of the history, and a summary.
     """
     lines: list[str] = []
     kinds: dict[tuple[str, str], list[Difference]] = {}
@@ -481,14 +488,12 @@ def to_text(report: VerifyReport) -> str:
     for (copy, verdict), differences in kinds.items():
         lines += [_difference_line(difference) for difference in differences[:MAX_SHOWN]]
         if len(differences) > MAX_SHOWN:
-            lines.append(
-                f"{copy}: {len(differences) - MAX_SHOWN} more {verdict}; {_count_streams(differences)} in total"
-            )
+            lines.append(f"{copy}: {len(differences) - MAX_SHOWN} more {verdict}; {_count_text(differences)} in total")
         lines.append(f"    {_remedy(copy, verdict)}")
     lines += [_history_fault_line(fault) for fault in report.history[:MAX_SHOWN]]
     if len(report.history) > MAX_SHOWN:
         more = " or more" if len(report.history) == MAX_HISTORY_FAULTS else ""
-        lines.append(f"history: {len(report.history)}{more} places are broken")
+        lines.append(f"history: {len(report.history)}{more} faults in total")
     if report.history:
         lines.append(f"    {_HISTORY_REMEDY}")
     return "\n".join([*lines, _summary_line(report)])
@@ -504,7 +509,7 @@ def _difference_line(difference: Difference) -> str:
     if difference.what == GAP:
         where, other = (difference.copy, "Postgres") if difference.postgres is None else ("Postgres", difference.copy)
         top = difference.found if difference.postgres is None else difference.postgres
-        gap = f"the gap of {difference.writer} below {top}"
+        gap = f"the gap of {difference.writer} up to {top}"
         return f"{difference.stream}: {gap} is open in {where}, not in {other}: {difference.verdict}"
     value = difference.what if difference.writer is None else f"{difference.what} of {difference.writer}"
     copied, stored = ("nothing" if at is None else str(at) for at in (difference.found, difference.postgres))
@@ -518,15 +523,15 @@ def _history_fault_line(fault: HistoryFault) -> str:
         case "hole":
             problem = f"a hole: no advance from {fault.expected} to {fault.found}"
         case "overlap":
-            problem = f"an overlap: after {fault.expected} it continues from {fault.found}"
+            problem = f"an overlap: after {fault.expected}, the next advance begins at {fault.found}"
         case "regress":
-            problem = f"a step back: first {fault.expected}, then {fault.found}"
+            problem = f"a step back: from {fault.expected} to {fault.found}"
         case "no writer":
-            problem = f"an advance to {fault.found} of an unknown writer"
+            problem = f"an advance to {fault.found}, but Postgres has no position of the writer"
     return f"{fault.stream}: the history of {fault.writer} has {problem}"
 
 
-def _count_streams(differences: Sequence[Difference]) -> str:
+def _count_text(differences: Sequence[Difference]) -> str:
     streams = len({difference.stream for difference in differences})
     return f"{len(differences)} in {count(streams, 'stream')}"
 
@@ -535,30 +540,33 @@ def _summary_line(report: VerifyReport) -> str:
     where = ", ".join(["Postgres", STATE, *report.copies])
     history = "" if report.advances is None else f"; {count(report.advances, 'advance')} without a hole"
     if report.advances is not None and report.history:
-        history = f"; {count(report.advances, 'advance')} with {count(len(report.history), 'broken place')}"
+        history = f"; {count(report.advances, 'advance')} with {count(len(report.history), 'fault')}"
     return f"{count(len(report.differences), 'difference')} in {count(report.streams, 'stream')} of {where}{history}"
 
 
 @click.command("verify", cls=Utf8Command)
-@click.option("--history", is_flag=True, help="Also check that the whole history has no hole and no overlap.")
+@click.option(
+    "--history", is_flag=True, help="Also check that the whole history has no hole, no overlap and no step back."
+)
 @click.option("--sidecar", "sidecars", multiple=True, metavar="URL", help="Also compare this sidecar; may be repeated.")
 @click.option(
     "--patience",
     type=Amount(min=0),
     default=5.0,
     show_default=True,
-    help="Seconds in which a replica must reach what Postgres has.",
+    help="Seconds in which a replica must reach the positions in Postgres.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
-    """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ."""
+    """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ, or if a server does not
+    answer."""
     settings = load_settings()
-    trust = client_tls_context(settings.sidecar_ca_file)
-    asked_sidecars = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
+    tls_context = client_tls_context(settings.sidecar_ca_file)
+    sidecar_replicas = [Sidecar(url, settings.sidecar_tokens_file, tls_context) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
         audit.check_readable()
-        report = compare_replicas(audit, [RedisKeys(redis), RedisTokens(redis), *asked_sidecars], patience)
+        report = compare_replicas(audit, [RedisKeys(redis), RedisTokens(redis), *sidecar_replicas], patience)
         if history:
             add_history(audit, report)
     if as_json:
