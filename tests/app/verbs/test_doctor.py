@@ -262,7 +262,7 @@ def test_a_user_without_a_name_is_named(
     present = tmp_path / "libnss_wrapper.so"
     present.touch()
     monkeypatch.setattr(home, "_succeeds", lambda _: namespaces)
-    monkeypatch.setattr(home, "_LIBRARIES", [str(present.relative_to("/"))] if library else [])
+    monkeypatch.setattr(home, "_NSS_WRAPPER_PATTERNS", [str(present.relative_to("/"))] if library else [])
     found = doctor._check_user()
     assert (found.status, found.detail) == (status, detail)
     assert ("apt-get install libnss-wrapper" in found.remedy) == (status == "failed")

@@ -28,7 +28,7 @@ class Server:
         self.lives -= 1
         return self.lives > 0
 
-    def failure(self) -> str:
+    def failure_cause(self) -> str:
         return "PANIC: disk full; its log: postgres.log"
 
 
