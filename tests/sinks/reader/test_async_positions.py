@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import redis.asyncio
 
 from tests.sinks.given import advance, stream
@@ -42,6 +43,34 @@ def test_a_cancellation_that_a_client_swallows_ends_the_task_all_the_same() -> N
         return task.cancelled()
 
     assert asyncio.run(main())
+
+
+def test_a_swallowed_cancellation_is_not_forgotten_at_the_next_value() -> None:
+    """`AsyncFollow` takes values that it does not hand over, one after the other. The value itself is not lost."""
+
+    def program() -> Generator[Request | str, Answer, None]:
+        for number in range(10_000):
+            yield Pause(0.01)
+            yield f"caught up {number}"
+
+    async def swallow(request: Request) -> Answer:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+        return None
+
+    async def main() -> tuple[list[str], str | None]:
+        driver, values = Driver[str](program()), list[str]()
+
+        async def take() -> None:
+            while (value := await run_to_next_value(driver, swallow, lambda: False)) is not None:
+                values.append(value)
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(take(), 0.05)
+        return values, await run_to_next_value(driver, swallow, lambda: False)
+
+    values, following = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [*values, following] == [f"caught up {number}" for number in range(len(values) + 1)]
 
 
 def test_five_hundred_waits_share_connections(pipeline: Pipeline, redis_url: str, keys: Any) -> None:

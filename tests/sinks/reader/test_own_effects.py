@@ -176,7 +176,7 @@ def test_what_is_no_database_is_refused(three: ReadingService) -> None:
             Reader(positions, "s", **three.arguments(effects=3))
         engine = create_engine("sqlite://")
         with (
-            pytest.raises(BadSetting, match="must be of psycopg 3"),
+            pytest.raises(BadSetting, match="its connections are of sqlite3: give an object that uses psycopg 3"),
             Reader(positions, "s", **three.arguments(effects=engine)) as reader,
         ):
             next(reader)

@@ -459,4 +459,4 @@ def test_mistyped_stream_is_logged_again_and_again(three: ReadingService, monkey
     monkeypatch.setattr("tidemark.sinks.reader.follow.WARNING_SECONDS", 0.3)
     with capture_logs() as logs, three.running("tiped"):
         eventually(lambda: len([line for line in logs if "not known yet" in line["event"]]) >= 2)
-    assert logs[-1]["why"] == "no record of it was published: check its name"
+    assert logs[-1]["why"] == "no record of the stream was published: check the name"

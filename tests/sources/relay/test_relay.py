@@ -390,7 +390,7 @@ def test_what_nobody_expected_ends_the_relay(
     relay = run()
     eventually(lambda: relay.metric("tidemark_relay_active") == 1)
     with monkeypatch.context() as patched:
-        patched.setattr(Decider, "round", lambda *_: 1 / 0)
+        patched.setattr(Decider, "run_round", lambda *_: 1 / 0)
         assert isinstance(relay.ended(), ZeroDivisionError)
     assert relay.metric("tidemark_relay_active") == 0
     relay = run()

@@ -300,11 +300,11 @@ async def run_to_next_value(
     cancelled = task.cancelling() if task is not None else 0  # async only
     while not is_stopped():
         step = driver.step()
+        if task is not None and task.cancelling() > cancelled:  # async only
+            raise asyncio.CancelledError  # redis-py swallows a cancellation while closing a connection
         if not isinstance(step, Request):
             driver.mark_handed_over()
             return step
-        if task is not None and task.cancelling() > cancelled:  # async only
-            raise asyncio.CancelledError  # redis-py swallows a cancellation while closing a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:
