@@ -297,5 +297,5 @@ def test_ctrl_c_while_the_effect_is_awaited_takes_nothing_back(operator: Operato
     """Whoever is in a hurry is told so, and where to look; it is sent once."""
     code, said = operator.interrupted("skip", STREAM, "a", "3..4", "--yes", at=b"logged as override")
     assert (code, len(operator.sent())) == (130, 1)
-    sent = "the override was sent, and Ctrl-C does not recall it: see `tidemark overrides show 1`"
+    sent = "the override was sent, Ctrl-C does not recall it: see `tidemark overrides show 1`"
     assert said.splitlines()[-1] == sent

@@ -74,7 +74,7 @@ def test_what_the_pipeline_would_defer_is_not_contained(stored: bytes) -> None:
     bounds = Bounds(pending=1)
     tried = dead_letters.try_replay(above, "facts", stored, 9.0, bounds)
     assert (tried.is_contained(), tried.is_deferred()) == (False, True)
-    assert dead_letters.replayed_outcome(lambda: tried) == "not seen"
+    assert dead_letters.find_replay_outcome(lambda: tried) == "not seen"
     assert not dead_letters.try_replay(above, "facts", stored, 9.0).is_deferred()
 
 

@@ -81,7 +81,7 @@ def test_a_demo_is_ready_when_status_shows_its_first_stream(
     monkeypatch.setattr(up, "_stored_streams", lambda _: ["payments"])
     _wait_for_first_position(stack(tmp_path))
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(up, "FIRST_POSITION_SECONDS", 0.1)
+    monkeypatch.setattr(up, "FIRST_POSITION_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(up, "_stored_streams", lambda _: [])
     _wait_for_first_position(stack(tmp_path))
 

@@ -127,8 +127,8 @@ def try_replay(
     if isinstance(record, records.Join | records.Retire | records.Skip | records.Open):
         raise BadRecord(
             "not_replayed",
-            f"a {records.kind_of(record).name} is valid only at its offset and cannot be sent again: a writer sends a"
-            " new JOIN at its next start",
+            f"{records.kind_of(record).name} records are valid only at their offset and cannot be sent again: a writer"
+            " sends a new JOIN at its next start",
         )
     if isinstance(record, records.Rdata) and record.id == "batch":
         raise BadRecord(
@@ -181,7 +181,7 @@ def _to_run(record: records.Rdata | records.Void | records.Position | FactRun, t
     )
 
 
-def replayed_outcome(retry_trial: Callable[[], ReplayTrial]) -> Outcome:
+def find_replay_outcome(retry_trial: Callable[[], ReplayTrial]) -> Outcome:
     """Find the outcome of a replay after the pipeline has read the record.
 
     Args:
@@ -293,7 +293,9 @@ def dead_letters() -> None:
 @dead_letters.command("list")
 @click.argument("stream", required=False)
 @click.option("--reason", help="Only dead letters with this reason, such as wrong_type: see the column REASON.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of dead letters to show."
+)
 @_as_json
 def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest dead letters of all streams, or of STREAM, newest first.
@@ -375,20 +377,20 @@ def dead_letters_replay(
         require_confirmation(dead_letter.display_offset, "the offset", yes=yes)
         sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
-        final = wait_for_outcome(override_log, sent, wait, lambda: replayed_outcome(retry_trial))
+        outcome = wait_for_outcome(override_log, sent, wait, lambda: find_replay_outcome(retry_trial))
         stored = postgres.states([dead_letter.stream]).get(dead_letter.stream)
     result = {
         "not seen": f"no batch has applied the record after {wait:g} s: do not send it again. It takes effect when the"
         " pipeline has read it and its writer is below the bound of pending ranges",
         "refused": "the pipeline rejected the record again: see `tidemark dead-letters list`",
         "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
-    }[final]
+    }[outcome]
     if as_json:
-        click.echo(json_text({"would": [*trial.lines()], **sent.json_fields(), "outcome": final, "result": result}))
+        click.echo(json_text({"would": [*trial.lines()], **sent.json_fields(), "outcome": outcome, "result": result}))
     else:
         click.echo(result)
-    if final != "applied":
-        raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)
+    if outcome != "applied":
+        raise SystemExit(EFFECT_NOT_CONFIRMED if outcome == "not seen" else 1)
 
 
 @contextmanager

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warning", "failed", "skipped"]
 
 TIMEOUT_SECONDS: Final = 5.0  # for each answer of Kafka and of Redis
-TESTED_JAVA: Final = (17, 21)
-TESTED_PYTHON: Final = ((3, 11), (3, 13))  # the oldest and the newest version
+TESTED_JAVA_VERSIONS: Final = (17, 21)
+TESTED_PYTHON_RANGE: Final = ((3, 11), (3, 13))  # the oldest and the newest version
 WARN_FREE_BYTES: Final = 1 << 30
 MIN_FREE_BYTES: Final = 200 << 20  # the size of the jars of the local stack
 CLOCK_WARNING_SECONDS: Final = 2.0  # difference of a server's clock from this machine's
 CLOCK_FAILURE_SECONDS: Final = 60.0
 WARN_RETENTION_MS: Final = 24 * 3600 * 1000
-MIN_POSTGRES: Final = 13  # the oldest major version
+MIN_POSTGRES_VERSION: Final = 13  # the oldest major version
 MAX_SHOWN: Final = 10  # problems of relays and bridges; `tidemark gaps` shows all
 _ADDRESS_SETTINGS: Final = {
     "Postgres": "TIDEMARK_POSTGRES_DSN",
@@ -161,9 +161,9 @@ def _sentence(text: str) -> str:
 def _check_python() -> Check:
     running = sys.version_info[:2]
     text = sys.version.split()[0]
-    if running < TESTED_PYTHON[0]:
+    if running < TESTED_PYTHON_RANGE[0]:
         return Check("Python", "failed", text, "Install Python 3.11 or newer.")
-    if running > TESTED_PYTHON[1]:
+    if running > TESTED_PYTHON_RANGE[1]:
         return Check("Python", "warning", f"{text} is newer than the versions that Tidemark is tested with", "")
     return Check("Python", "ok", text)
 
@@ -249,8 +249,8 @@ def _check_java(settings: "Settings") -> Check:
     )
     match = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
     number = int(match[1]) if match else 0
-    if number not in TESTED_JAVA:
-        tested = " and ".join(map(str, TESTED_JAVA))
+    if number not in TESTED_JAVA_VERSIONS:
+        tested = " and ".join(map(str, TESTED_JAVA_VERSIONS))
         return Check("Java", "warning", f"{program} is Java {number}; Tidemark is tested with Java {tested}", "")
     return Check("Java", "ok", f"{program} is Java {number}")
 
@@ -364,8 +364,8 @@ def _check_postgres(settings: "Settings") -> Iterator[Check]:
         assert row is not None
         server_version, version_number, user, is_replica, fsync, server_time = row
         text = f"version {server_version} at {session.where}"
-        if version_number < MIN_POSTGRES * 10_000:
-            yield Check("Postgres", "failed", text, f"Use Postgres {MIN_POSTGRES} or newer.")
+        if version_number < MIN_POSTGRES_VERSION * 10_000:
+            yield Check("Postgres", "failed", text, f"Use Postgres {MIN_POSTGRES_VERSION} or newer.")
         else:
             yield Check("Postgres", "ok", text)
         if is_replica:
@@ -457,7 +457,10 @@ def _check_topic(bootstrap: str, name: str, topic: "TopicDetails", operation: st
         return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs {policy}", remedy)
     if topic.operations and operation not in topic.operations:
         return Check(
-            title, "failed", f"this user may not {operation.lower()} the topic", f"Grant {operation} on topic {name}."
+            title,
+            "failed",
+            f"this user may not {operation.lower()} the topic",
+            f"Grant this user {operation} on topic {name}.",
         )
     retention_ms = -1 if policy == "compact" else int(topic.settings.get("retention.ms", "-1"))
     if 0 <= retention_ms < WARN_RETENTION_MS:

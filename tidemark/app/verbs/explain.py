@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 MAX_STAYS = 20  # the largest number of stays that `explain_between` explains
 MAX_SHOWN = 10  # writers and advances of one explanation in the text; the JSON has all
 
-EVIDENCE = {
+EVIDENCE_TEXTS = {
     "facts": "committed",
     "empty": "rolled back, or not used by this writer",
     "unseen": "settled by a JOIN; may contain facts that were never announced",
     "skipped": "settled by an operator",
 }
-CLOSED = {
+CLOSED_TEXTS = {
     "completed": "its IDs completed",
     "joined": "its writer joined again",
     "retired": "its writer retired",
@@ -209,8 +209,8 @@ def _explain_stay(
 
 
 def _was_blocker(writer: EarlierWriter, current: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
-    """Whether a writer at or below the linear position blocked the stream at the time `moment`: it had not retired, and
-    either it had a gap or its next advance was not its first advance."""
+    """Whether a writer at or below the linear position blocked the stream at the time `moment`. False for a writer that
+    had retired, and for a writer without a gap that made its first advance later, because it had not joined yet."""
     known = current.writers.get(writer.writer)
     if (
         known is not None
@@ -290,7 +290,7 @@ def _outcome_text(gap: StoredGap, explanation: Explanation) -> str:
         if not any(others) and not (facts and empty):
             return "its IDs were committed" if facts else "its IDs were rolled back, or not used by this writer"
         return f"its IDs completed (tidemark trace {explanation.stream} {gap.top} shows how)"
-    return CLOSED.get(gap.closed_by or "", str(gap.closed_by))
+    return CLOSED_TEXTS.get(gap.closed_by or "", str(gap.closed_by))
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -332,10 +332,12 @@ def _move_text(move: BatchAdvance) -> str:
     return f"{move.writer} (epoch {move.epoch}) moved from {move.prev} to {move.id}: {evidence_text(move.evidence)}"
 
 
-def evidence_text(counts: Evidence) -> str:
+def evidence_text(evidence: Evidence) -> str:
     """The evidence of an advance as text, in the vocabulary of docs/design.md 1."""
     parts = [
-        f"{name} {number} ({EVIDENCE[name]})" for name, number in zip(EVIDENCE, counts.counts, strict=True) if number
+        f"{name} {number} ({EVIDENCE_TEXTS[name]})"
+        for name, number in zip(EVIDENCE_TEXTS, evidence.counts, strict=True)
+        if number
     ]
     return ", ".join(parts) or "no new evidence"
 

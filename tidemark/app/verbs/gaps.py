@@ -82,7 +82,7 @@ def _remedy_lines(gap: OpenRange) -> Iterator[str]:
 @click.command("gaps", cls=Utf8Command)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-@click.option("--check", is_flag=True, help="End with exit code 3 if there is any of these.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if there is a gap or a silent writer.")
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show the gaps and silent writers of all streams, or of STREAM, and what to do about each of them."""

@@ -203,12 +203,12 @@ def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
     type=click.IntRange(0),
     default=10,
     show_default=True,
-    help="First show this many of the newest records of each partition.",
+    help="First show the newest records, this many of each partition. With STREAM, those of STREAM among them.",
 )
-@click.option("--all", "everything", is_flag=True, help="First show all records that Kafka still has.")
+@click.option("--all", "all_records", is_flag=True, help="First show all records that Kafka still has.")
 @click.option("--follow", is_flag=True, help="Then show new records until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object in each line, as `tidemark replay` reads them.")
-def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_json: bool) -> None:
+def tail(stream: str | None, last: int, *, all_records: bool, follow: bool, as_json: bool) -> None:
     """Show the records of all streams, or of STREAM, in the facts topic and the control topic.
 
     `tidemark tail --all --json > FILE` stores the records for `tidemark replay`.
@@ -219,7 +219,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     with RecordReader(settings.kafka) as kafka:
         partitions = read_offset_ranges(settings, kafka)
         next_offsets = {
-            partition: low if everything else max(low, high - last) for partition, (low, high) in partitions.items()
+            partition: low if all_records else max(low, high - last) for partition, (low, high) in partitions.items()
         }
         shown = 0
         while True:
@@ -233,11 +233,11 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
             if not follow:
                 if stream is not None and not shown:
                     searched = (
-                        "no record in Kafka" if everything else f"none of the last {last} records of each partition"
+                        "no record in Kafka" if all_records else f"none of the last {last} records of each partition"
                     )
                     hint = (
                         "`tidemark status` shows all streams"
-                        if everything
+                        if all_records
                         else "for older records, raise --last or use --all"
                     )
                     click.echo(f"{searched} is of stream {stream}; {hint}", err=True)

@@ -34,19 +34,19 @@ def late() -> None:
 
 @late.command("list")
 @click.argument("stream", required=False)
-@click.option("--all", "everything", is_flag=True, help="Also list resolved late completions.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
+@click.option("--all", "with_resolved", is_flag=True, help="Also list resolved late completions.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number to show.")
 @click.option("--check", is_flag=True, help="End with exit code 3 if any late completion is not resolved.")
 @_as_json
-def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
+def late_list(stream: str | None, limit: int, *, with_resolved: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM, newest first."""
     with _open_late_completions() as stored:
-        completions = stored.newest(stream, limit, with_resolved=everything)
+        completions = stored.newest(stream, limit, with_resolved=with_resolved)
         unresolved = stored.newest(stream, 1, with_resolved=False)
     if as_json:
         click.echo(json_text({"late": completions}))
     else:
-        nothing = "no late completions" if everything else "no unresolved late completions"
+        nothing = "no late completions" if with_resolved else "no unresolved late completions"
         click.echo(_table(completions, time.time()) if completions else nothing)
     if check and unresolved:
         raise SystemExit(CHECK_FAILED)

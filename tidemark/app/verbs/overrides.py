@@ -69,8 +69,8 @@ class Trial:
 
     Attributes:
         record: the override, with its epoch.
-        before: the state of the stream without the override.
-        after: the state of the stream with the override.
+        state_before: the state of the stream without the override.
+        state_after: the state of the stream with the override.
         effects: the effects of a batch that has only this record.
         open_ranges: the open ranges of the writer, up to the epoch of the override; for `*`, the open ranges of all
             writers that never joined.
@@ -79,8 +79,8 @@ class Trial:
     """
 
     record: records.OverridableRecord
-    before: StreamState
-    after: StreamState
+    state_before: StreamState
+    state_after: StreamState
     effects: StreamEffects
     open_ranges: list[OpenRange]
     now: float
@@ -93,8 +93,7 @@ class Trial:
         return override
 
     def objections(self) -> Iterator[str]:
-        """The reasons why the override needs --force: the stream has no such writer, or a writer may still complete the
-        IDs."""
+        """The reasons why the override needs --force: no such writer, or a writer may still complete the IDs."""
         if self._is_unknown_writer():
             yield (
                 f"{self.record.stream} has no writer {self.record.writer}: `tidemark status` shows its writers;"
@@ -118,28 +117,22 @@ class Trial:
             if verdict == "unknown":
                 verdict = open_ranges.verdict_from_records(blocker.last_seen, [], self.now, self.silent_seconds)
             yield blocker.writer, verdict, blocker.last_seen
-        known = self.before.writers.get(self.record.writer)
+        known = self.state_before.writers.get(self.record.writer)
         if not self.open_ranges and known is not None and known.retired_at is None:
             verdict = open_ranges.writer_verdict(
-                self.before, self.record.writer, known.last_seen, self.now, self.silent_seconds
+                self.state_before, self.record.writer, known.last_seen, self.now, self.silent_seconds
             )
             yield self.record.writer, verdict, last_seen(known.last_seen)
 
     def dangers(self) -> Iterator[str]:
         """The reasons why an override that ends an epoch is not sent, even with --force. Empty for other overrides."""
-        name, known = self.record.writer, self.before.writers.get(self.record.writer)
+        name, known = self.record.writer, self.state_before.writers.get(self.record.writer)
         if not self.ends_epoch or known is None:
             return
         if self.effects.timelines:
-            yield (
-                f"{name} has completed IDs beyond ID {self.record.id}: a new timeline would begin for all writers of"
-                " the stream; give a higher --id"
-            )
+            yield f"{name} has completed IDs beyond ID {self.record.id}: a new timeline would begin; give a higher --id"
         if known.start_token is not None:
-            yield (
-                f"a relay sends the records of {name} in epoch {known.epoch}, and all further records of {name} would"
-                " be rejected"
-            )
+            yield f"a relay sends the records of {name} in epoch {known.epoch}, and would continue in this epoch"
         if any(verdict in ("alive", "blocked") for _, verdict, _ in self._affected_writers()):
             yield (
                 f"{name} is alive, and an ID that it completes now would begin a new timeline for all writers:"
@@ -150,65 +143,57 @@ class Trial:
     @property
     def ends_epoch(self) -> bool:
         """Whether the override ends the current epoch of a writer that has joined."""
-        known = self.before.writers.get(self.record.writer)
+        known = self.state_before.writers.get(self.record.writer)
         return isinstance(self.record, records.Join) and known is not None and known.epoch < self.record.epoch
 
     def _is_unknown_writer(self) -> bool:
-        writer, before = self.record.writer, self.before
+        writer, before = self.record.writer, self.state_before
         return writer not in {ANY_WRITER, *before.writers, *(name for name, _ in before.unjoined)}
 
     def _reopens(self) -> bool:
         """Whether the override only reopens IDs that were skipped."""
-        known = self.before.writers.get(self.record.writer)
+        known = self.state_before.writers.get(self.record.writer)
         return isinstance(self.record, records.Join) and known is not None and known.epoch == self.override.epoch
 
     def _blockers(self) -> list[OpenRange]:
         """The first of `open_ranges` of each writer and epoch, in the same order."""
         return [*{(blocker.writer, blocker.epoch): blocker for blocker in reversed(self.open_ranges)}.values()][::-1]
 
-    def settled(self) -> list[tuple[int, int]]:
+    def settled_ranges(self) -> list[tuple[int, int]]:
         """The ranges `(low, high]` of the writer's IDs that the override settles, signed. Empty for `*`, and for a
         writer of which no record was read."""
         incarnation = self.record.writer, self.record.epoch
-        was = self.before.writers.get(self.record.writer) or self.before.unjoined.get(incarnation)
-        now = self.after.writers.get(self.record.writer)
+        was = self.state_before.writers.get(self.record.writer) or self.state_before.unjoined.get(incarnation)
+        now = self.state_after.writers.get(self.record.writer)
         if was is None or now is None:
             return []
-        signed = self.after.direction.signed
+        signed = self.state_after.direction.signed
         ranges = now.chain.settled_intervals().difference(was.chain.settled_intervals())
         return [(signed(max(low, 0)), signed(high)) for low, high in ranges if high > 0]
 
     def warnings(self) -> Iterator[str]:
         """The lines to show before the confirmation: the blockers, and the damage if the override is a mistake."""
+        writer, epoch = self.record.writer, self.record.epoch
         for blocker in self._blockers():
-            pending = (
-                f"; {count(blocker.waiting, 'complete ID')} pending, {blocker.facts} with facts"
-                if blocker.waiting
-                else ""
-            )
-            yield f"{blocker.writer}: {blocker.verdict}, {_last_record_text(blocker.last_seen, self.now)}{pending}"
-        settled = self.settled()
+            text = f"{blocker.writer}: {blocker.verdict}, {_last_record_text(blocker.last_seen, self.now)}"
+            pending = f"; {count(blocker.waiting, 'complete ID')} pending, {blocker.facts} with facts"
+            yield text + (pending if blocker.waiting else "")
+        settled = self.settled_ranges()
         if settled:
             ranges = ", ".join(id_range(low, high) for low, high in settled[:MAX_SHOWN])
             more = f" and {count(len(settled) - MAX_SHOWN, 'more range')}" if len(settled) > MAX_SHOWN else ""
-            yield f"Tidemark cannot verify that IDs {ranges}{more} of {self.record.writer} are empty."
+            yield f"Tidemark cannot verify that IDs {ranges}{more} of {writer} are empty."
         if settled and not self.ends_epoch:
             yield "A row of such an ID that is committed later is late (`tidemark late list`): readers have passed it."
         if self.ends_epoch:
-            yield f"Records of {self.record.writer} in an epoch below {self.record.epoch} are rejected from now on."
-            yield (
-                f"The writer's next start needs an epoch above {self.record.epoch}; the linear position waits for that"
-                " start."
-            )
+            yield f"Records of {writer} in an epoch below {epoch} are rejected from now on."
+            yield f"The writer's next start needs an epoch above {epoch}; the linear position waits for that start."
         if isinstance(self.record, records.Retire):
-            yield (
-                f"The linear position no longer waits for {self.record.writer}, so the linear position may also pass"
-                " higher open IDs of the writer."
-            )
+            yield f"The linear position no longer waits for {writer}, and may also pass its higher open IDs."
 
     def lines(self) -> Iterator[str]:
         """The override and its effects as text: one line for the override, then one line for each effect."""
-        before, after, effects = self.before, self.after, self.effects
+        before, after, effects = self.state_before, self.state_after, self.effects
         override, reopened = self.override, False
         yield f"{override.kind} of {override.writer} (epoch {override.epoch}), by {override.by}: {override.why}"
         was, now = (state.writers.get(override.writer) for state in (before, after))
@@ -217,8 +202,7 @@ class Trial:
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
             then = f"; completions up to {position} are late" if position != low else ""
             yield f"IDs of {override.writer} beyond {low} are open again{then}"
-        lines = [*effect_lines(effects)]
-        yield from lines
+        yield from (lines := [*effect_lines(effects)])
         if not (reopened or lines):
             yield f"no position moves; the linear position of {effects.stream} stays at {effects.linear}"
 
@@ -279,7 +263,7 @@ def try_override(
     ]
     before, after = codec.decode(stored), codec.decode(states[record.stream])
     trial = Trial(record, before, after, stream_effects, ranges, now, silent_after_seconds(policies, record.stream))
-    if isinstance(record, records.Skip) and not trial.settled():
+    if isinstance(record, records.Skip) and not trial.settled_ranges():
         raise BadRecord("not_a_gap", "no ID of the writer is open in that range: `tidemark gaps` shows the open IDs")
     return trial
 
@@ -343,10 +327,7 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     now = codec.decode(stored)
     known = now.writers.get(writer)
     if known is None or known.retired_at is not None:
-        why = (
-            f"writer {writer} never joined or has retired, so it has no epoch to end:"
-            f" `tidemark status {fields['stream']}` lists the writers of the stream"
-        )
+        why = f"writer {writer} never joined or has retired: `tidemark status {fields['stream']}` lists the writers"
         raise BadRecord(Reason.UNKNOWN_WRITER, why)
     epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
     if epoch <= known.epoch:
@@ -355,7 +336,7 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     return {**fields, "epoch": epoch, "id": highest if fields["id"] is None else fields["id"]}
 
 
-def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
+def make_override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
     """Make the record of an override. Raises `BadRecord` if a FENCE does not fit the stored state.
 
     Args:
@@ -404,20 +385,15 @@ class SentOverride:
 
 
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
-    """Log the override of a trial in the audit table, and send its record to `topic`.
-
-    Raises:
-        CommandFailed: the topic is missing, or Kafka did not acknowledge the record. If the override is logged already,
-            the text has its number.
-    """
+    """Log the override of a trial in the audit table, and send its record to `topic`. Raises the errors of
+    `require_topic`, `OverrideLog.log` and `send_logged`."""
     require_topic(connection, topic)
     entry = override_log.log(trial.record.stream, trial.override)
     return send_logged(override_log, entry, connection, topic, Topic.CONTROL, records.encode(trial.record))
 
 
 def require_topic(connection: KafkaConnection, topic: str) -> None:
-    """Raise `CommandFailed` if Kafka does not answer or refuses the request, or if the topic is missing. Called before
-    an override is logged."""
+    """Raise `CommandFailed` if the topic is missing, or Kafka does not describe it. For use before logging."""
     try:
         Topics(connection).describe([topic])
     except TidemarkError as problem:
@@ -445,15 +421,13 @@ def send_logged(
 
 
 def wait_for_outcome(
-    override_log: OverrideLog, sent: SentOverride, seconds: float, find: Callable[[], Outcome]
+    override_log: OverrideLog, sent: SentOverride, seconds: float, find_outcome: Callable[[], Outcome]
 ) -> Outcome:
     """Wait until a batch has read the record of the override, and store the outcome in the audit table.
 
     Args:
-        override_log: the audit table.
-        sent: the override.
         seconds: the longest wait.
-        find: returns the outcome. Called once, after a batch has read the record.
+        find_outcome: returns the outcome. Called once, after a batch has read the record.
 
     Returns:
         The outcome; `not seen` if no batch has read the record after `seconds`: then nothing is stored.
@@ -463,28 +437,28 @@ def wait_for_outcome(
         if time.monotonic() >= deadline:
             return "not seen"
         time.sleep(POLL_SECONDS)
-    final = find()
-    override_log.note_outcome(sent.entry, final)
-    return final
+    outcome = find_outcome()
+    override_log.note_outcome(sent.entry, outcome)
+    return outcome
 
 
-def outcome_text(final: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
+def outcome_text(outcome: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
     """The outcome of an override as a sentence, with the current positions. Reads the positions from `postgres`."""
-    if final == "not seen":
+    if outcome == "not seen":
         return (
             f"no batch has read the override after {seconds:g} s: do not send the override again. Its record is in"
             " Kafka, and the pipeline reads the record when it runs. `tidemark status` shows the pipeline"
         )
     now = positions_line(postgres.states([trial.record.stream])[trial.record.stream], trial.record.writer)
-    if final == "refused":
+    if outcome == "refused":
         return f"the pipeline refused the override, because the state had changed; {now}"
-    if final == "settled before":
+    if outcome == "settled before":
         return f"another override had settled the IDs, so this one did nothing (see `tidemark overrides list`); {now}"
     return f"applied: {now}"
 
 
-def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, result: str | None) -> str:
-    """The JSON of a trial and its outcome. `sent`, `final` and `result` are None if the override was not sent."""
+def to_json(trial: Trial, sent: SentOverride | None, outcome: Outcome | None, result: str | None) -> str:
+    """The JSON of a trial and its outcome. `sent`, `outcome` and `result` are None if the override was not sent."""
     effects = trial.effects
     fields: dict[str, Any] = {
         "act": msgspec.to_builtins(trial.record),
@@ -497,7 +471,7 @@ def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, resu
         "warnings": [*trial.warnings()],
         "objections": [*trial.objections()],
         **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.json_fields()),
-        "outcome": final,
+        "outcome": outcome,
         "result": result,
     }
     return json_text(fields)
@@ -505,20 +479,13 @@ def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, resu
 
 _OPTIONS: Final[list[Callable[[Any], Any]]] = [
     click.option(
-        "--epoch",
-        type=click.IntRange(0),
-        help="Epoch of the writer. Default: the current epoch; for fence, the next epoch.",
+        "--epoch", type=click.IntRange(0), help="Epoch of the writer. Default: the current; for fence, the next."
     ),
     click.option(
-        "--beyond",
-        is_flag=True,
-        help="Allow an ID beyond all IDs that records of the stream have named. A position never moves back.",
+        "--beyond", is_flag=True, help="Allow IDs beyond all IDs that records named. Positions never move back."
     ),
     click.option(
-        "--force",
-        is_flag=True,
-        help="Send the override even if the writer is alive, the stream has no such writer, or a bridge sends the"
-        " stream.",
+        "--force", is_flag=True, help="Send despite a live or unknown writer, or although a bridge sends STREAM."
     ),
 ]
 
@@ -583,8 +550,7 @@ def join(**options: Any) -> None:
 @click.option(
     "--id",
     type=int,
-    help="Settle the IDs of the writer up to this ID. Default: the highest ID that it has completed, or its position if"
-    " that is higher.",
+    help="Settle IDs up to this ID. Default: the writer's highest completed ID, or its higher position.",
 )
 def fence(**options: Any) -> None:
     """End the epoch of WRITER on STREAM. Use this command if the process of WRITER cannot be stopped.
@@ -605,7 +571,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
             raise CommandFailed(unknown_stream_text(fields["stream"], postgres.streams()))
-        record = override_record(kind, stored, fields)
+        record = make_override_record(kind, stored, fields)
         trial = try_override(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
         for line in [*trial.lines(), *trial.warnings()]:
             click.echo(line, err=as_json)
@@ -621,15 +587,14 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:
             echo_result(sent.line(), err=as_json)
-            final = wait_for_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.entry))
+            outcome = wait_for_outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.entry))
         except KeyboardInterrupt:
-            echo_result(
-                f"the override was sent, and Ctrl-C does not recall it: see `tidemark overrides show"
-                f" {sent.entry.number}`",
-                err=True,
+            text = (
+                f"the override was sent, Ctrl-C does not recall it: see `tidemark overrides show {sent.entry.number}`"
             )
+            echo_result(text, err=True)
             raise
-        result = outcome_text(final, postgres, trial, wait)
-    echo_result(to_json(trial, sent, final, result) if as_json else result)
-    if final != "applied":
-        raise SystemExit(EFFECT_NOT_CONFIRMED if final == "not seen" else 1)
+        result = outcome_text(outcome, postgres, trial, wait)
+    echo_result(to_json(trial, sent, outcome, result) if as_json else result)
+    if outcome != "applied":
+        raise SystemExit(EFFECT_NOT_CONFIRMED if outcome == "not seen" else 1)

@@ -40,9 +40,11 @@ HEADINGS: Final = (
     "STREAM", "READER", "PARTITION", "STATE", "PLACE", "LAG (IDS)", "LAG", "LAST COMMIT", "COPIES", "PARKED", "LATE",
 )  # fmt: skip
 PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
-_RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
+_RIGHT_ALIGNED: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
 MAX_TOKEN_CHARS: Final = 24  # of a token in the list; of a longer token, the list shows only the linear position
-MAX_LATE: Final = 10_000  # newest late completions of a stream: a reader reads only these again after a seek
+MAX_LATE_COMPLETIONS: Final = (
+    10_000  # newest late completions of a stream: a reader reads only these again after a seek
+)
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 _dsn = click.option(
@@ -59,13 +61,13 @@ class Readers:
     late: LateCompletions
     override_log: OverrideLog
 
-    def statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
+    def read_statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
         """Read the status of each partition of the readers; None selects all readers, or all streams."""
         return ReaderLag(self.history).statuses(self.store.places(reader, stream))
 
     def require_statuses(self, reader: str, stream: str) -> list[ReaderStatus]:
         """Read the status of each partition of a reader. Raises `CommandFailed` if the reader does not exist."""
-        return self.statuses(reader, stream) or self._raise_missing(reader, stream)
+        return self.read_statuses(reader, stream) or self._raise_missing(reader, stream)
 
     def _raise_missing(self, reader: str, stream: str) -> Never:
         """Raise `CommandFailed`: the reader does not exist."""
@@ -73,7 +75,7 @@ class Readers:
             f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
         )
 
-    def place(self, reader: str, stream: str) -> StoredPlace:
+    def read_place(self, reader: str, stream: str) -> StoredPlace:
         """Read the place of a reader without partitions, or of one partition of a reader.
 
         Raises `CommandFailed` if the reader does not exist, or if `reader` names a reader with several partitions.
@@ -140,7 +142,7 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
     """List the readers of all streams, or of STREAM: place, lag, last commit, copies, parked facts, and late
     completions that the reader has not read yet."""
     with open_databases(dsn) as databases:
-        statuses = databases.statuses(None, stream)
+        statuses = databases.read_statuses(None, stream)
         where = databases.store.where
         if stream is not None and not statuses and not databases.override_log.has_stream(stream):
             raise CommandFailed(unknown_stream_text(stream, databases.override_log.stream_names()))
@@ -187,14 +189,14 @@ def readers_seek(
     the reader may run during the change.
     """
     with open_databases(dsn) as databases:
-        stored = databases.place(reader, stream)
+        stored = databases.read_place(reader, stream)
         linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
             raise CommandFailed(unknown_stream_text(stream, databases.override_log.stream_names()))
         goal = _parse_goal(token, stored, linear)
         must_read = [
             (late.writer, late.prev, late.id)
-            for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
+            for late in databases.late.newest(stream, MAX_LATE_COMPLETIONS, with_resolved=True)
             if late.number <= stored.late and is_beyond(late.id, goal.at(late.writer))
         ]
         databases.store.check_seek(stored, goal)
@@ -217,7 +219,7 @@ def readers_reset(
     Parked facts are deleted too. Copies of the reader may run during the change.
     """
     with open_databases(dsn) as databases:
-        stored = databases.place(reader, stream)
+        stored = databases.read_place(reader, stream)
         change_text = f"{reader} of {stream} loses its place {stored.token} and {count(stored.parked, 'parked fact')}"
         action = Action("RESET", by, why, lambda: databases.store.reset(stored))
         _change(databases, stored, action, change_text, dry_run=dry_run, yes=yes, as_json=as_json)
@@ -234,7 +236,7 @@ def readers_delete(
     """Delete everything that is stored about READER of STREAM. Use this command if the service of READER no longer
     exists. First stop all copies of READER."""
     with open_databases(dsn) as databases:
-        stored = databases.place(reader, stream)
+        stored = databases.read_place(reader, stream)
         if stored.copies:
             raise CommandFailed(
                 f"{count(stored.copies, 'copy')} of {reader} would create the place again: first stop all copies"
@@ -252,7 +254,7 @@ def readers_parked() -> None:
 @readers_parked.command("list")
 @click.argument("reader", required=False)
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show at most this many.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number to show.")
 @_dsn
 @_as_json
 def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn: str | None, *, as_json: bool) -> None:
@@ -283,7 +285,7 @@ def _change_parked(
         change: applies the change to the parked facts.
     """
     with open_databases(dsn) as databases:
-        stored, facts = databases.place(reader, stream), _read_parked_facts(databases.store, reader, stream, ids)
+        stored, facts = databases.read_place(reader, stream), _read_parked_facts(databases.store, reader, stream, ids)
         change_text = f"{reader} of {stream} {template.format(count(len(facts), 'parked fact'))}"
         action = Action(kind, by, why, lambda: change(databases.store, facts))
         _change(databases, stored, action, change_text, facts, dry_run=dry_run, yes=yes, as_json=as_json)
@@ -434,7 +436,7 @@ def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:
         )
         for status in statuses
     ]
-    return table(HEADINGS, rows, _RIGHT)
+    return table(HEADINGS, rows, _RIGHT_ALIGNED)
 
 
 def _short_token(token: str | None) -> str:
@@ -471,4 +473,4 @@ def _parked_table(facts: Sequence[ParkedFact], now: datetime) -> list[str]:
         )
         for fact in facts
     ]
-    return table(PARKED_HEADINGS, rows, _RIGHT)
+    return table(PARKED_HEADINGS, rows, _RIGHT_ALIGNED)

@@ -29,7 +29,7 @@ from tidemark.streaming.values.limits import Bounds, Evidence, Policies
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
 
-MAX_CHUNK: Final = 4096  # the largest number of records that are applied together
+MAX_CHUNK_RECORDS: Final = 4096  # the largest number of records that are applied together
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def compare_history(
                     ),
                     default=None,
                 )
-                _compare(
+                _add_comparison(
                     result,
                     stream_history,
                     stream,
@@ -203,7 +203,7 @@ def compare_history(
     return result
 
 
-def _compare(
+def _add_comparison(
     result: ReplayReport,
     history: StreamBatches,
     stream: str,
@@ -313,7 +313,7 @@ def compare_stream(
             return _Comparison(number, last, replace(divergence, record=record))
         last = batch
     has_linear = start is None or start.is_linear_comparable(state)
-    divergence = _check_rest(history, stream, state, facts[at:], [override for override, _ in overrides], roles)
+    divergence = _compare_end(history, stream, state, facts[at:], [override for override, _ in overrides], roles)
     if divergence is not None and (divergence.writer is not None or (has_linear and complete_until_ms is None)):
         return _Comparison(len(batches), last, divergence)
     return _Comparison(len(batches), last, has_linear=has_linear)
@@ -353,7 +353,7 @@ def _advance_to(
         chunk = facts[low : low + step]
         reached = try_records(state, chunk)
         if not reached.has_reached(batch):
-            state, low, step = state.apply(chunk, roles, time_ms), low + len(chunk), min(2 * step, MAX_CHUNK)
+            state, low, step = state.apply(chunk, roles, time_ms), low + len(chunk), min(2 * step, MAX_CHUNK_RECORDS)
             progress_bar.move_by(len(chunk))
             continue
         too_few, enough = 0, len(chunk)  # binary search: `too_few` records do not reach the batch, `enough` do
@@ -387,7 +387,7 @@ def _find_divergence(
     return None
 
 
-def _check_rest(
+def _compare_end(
     history: StreamBatches,
     stream: str,
     state: Replayed,
@@ -413,10 +413,10 @@ def _check_rest(
 
 
 def _applied_overrides(
-    messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
+    messages: Sequence[RecordedMessage], applied_overrides: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
-    """The override records that `audit` lists as applied, each with the time of its batch, in order of time."""
-    unmatched, applied = [*audit], []
+    """The messages that are in `applied_overrides`, each with the time of its batch, in order of time."""
+    unmatched, applied = [*applied_overrides], []
     for message in messages:
         try:
             record = records.read(message.value, message.key, Topic.CONTROL)

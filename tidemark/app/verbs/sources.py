@@ -1,4 +1,5 @@
-"""`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes that connect other databases."""
+"""`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes that connect other databases to
+Tidemark, and the commands for these databases."""
 
 import threading
 from functools import partial

@@ -96,7 +96,7 @@ def stream_statuses(
 ) -> list[StreamStatus]:
     """Compute the status of all streams, or of the stream `only`, sorted by name. `stored`: stream -> encoded state."""
     return [
-        _status(
+        _stream_status(
             name,
             data,
             [fault for fault in faults if fault.stream == name],
@@ -109,7 +109,7 @@ def stream_statuses(
     ]
 
 
-def _status(
+def _stream_status(
     name: str,
     data: bytes,
     faults: list[SinkFault],
@@ -203,7 +203,7 @@ def _lag_fields(lag: LinearLag, now: float) -> dict[str, Any]:
 
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     """Text for people: a table with a line for each writer, then lines about blockers and problems of streams."""
-    lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBER_HEADINGS)
+    lines = table(HEADINGS, [row for stream in streams for row in _writer_rows(stream, now)], NUMBER_HEADINGS)
     for lines_of in (
         _bridge_lines,
         _source_lines,
@@ -217,7 +217,7 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     return join_escaped(lines)
 
 
-def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
+def _writer_rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
     """A row for each writer. Only the first row has the name, the linear position and the oldest open IDs of the
     stream."""
     head = [stream.stream, str(stream.linear)]

@@ -19,7 +19,7 @@ from tidemark.app.output import count, duration, echo, field_values, id_range, i
 from tidemark.app.settings import Settings
 from tidemark.app.verbs.dead_letters import MAX_SEARCHED
 from tidemark.app.verbs.dead_letters import json_fields as dead_letter_fields
-from tidemark.app.verbs.explain import CLOSED, evidence_text, offsets_text
+from tidemark.app.verbs.explain import CLOSED_TEXTS, evidence_text, offsets_text
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.common.timestamps import timestamp
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
@@ -268,13 +268,13 @@ def _record_range(trace: IdTrace, history: IdInspection, topic: str, partition: 
     return first, max(ends, default=trace.unread)
 
 
-def _read_gaps(trace: IdTrace, history: IdInspection, arrived: datetime | None) -> list[StoredGap]:
+def _read_gaps(trace: IdTrace, history: IdInspection, record_time: datetime | None) -> list[StoredGap]:
     """Read the gaps that contain the ID, and the gaps below the ID that were open when the ID completed.
 
-    `arrived`: the time of the record with the ID; None if unknown.
+    `record_time`: the time of the record with the ID; None if unknown.
     """
     settled = min((move.time for move in trace.settled), default=None)
-    since = min((time for time in (settled, arrived) if time is not None), default=None)
+    since = min((time for time in (settled, record_time) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
     writers = known if trace.writer is None else {trace.writer}
     gaps = history.gaps_below(trace.stream, trace.id, writers, since)
@@ -422,12 +422,12 @@ def _headline(trace: IdTrace) -> str:
     return f"wrong sign: the highest ID is {trace.highest}"
 
 
-def _first_lines(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
+def _first_lines(lines: Iterable[str], number: int, noun: str) -> Iterator[str]:
     """The first `MAX_SHOWN` of `number` lines, and a line with the number of further lines."""
     for line, _ in zip(lines, range(MAX_SHOWN), strict=False):
         yield line
     if number > MAX_SHOWN:
-        yield f"and {count(number - MAX_SHOWN, f'more {kind}')}: use --json"
+        yield f"and {count(number - MAX_SHOWN, f'more {noun}')}: use --json"
 
 
 def _record_lines(trace: IdTrace) -> Iterator[str]:
@@ -451,10 +451,10 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
         yield f"offsets {unread} were not read, and may contain the record: raise --records"
 
 
-def _record_line(traced: TracedRecord) -> str:
-    record = "record" if traced.kind is None else f"{traced.kind} of {traced.writer or ''} (epoch {traced.epoch})"
-    origin = f"{traced.topic}/{traced.partition} {traced.offset}"
-    return f"{timestamp(traced.time)} {record} at {origin}: {_MEANINGS[traced.says]}"
+def _record_line(record: TracedRecord) -> str:
+    subject = "record" if record.kind is None else f"{record.kind} of {record.writer or ''} (epoch {record.epoch})"
+    origin = f"{record.topic}/{record.partition} {record.offset}"
+    return f"{timestamp(record.time)} {subject} at {origin}: {_MEANINGS[record.says]}"
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
@@ -479,7 +479,7 @@ def _gap_line(trace: IdTrace, gap: StoredGap) -> str:
     if gap.closed is None:
         return f"{opened} until now"
     lasted = duration((gap.closed - gap.opened).total_seconds())
-    return f"{opened} to {timestamp(gap.closed)} ({lasted}): {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+    return f"{opened} to {timestamp(gap.closed)} ({lasted}): {CLOSED_TEXTS.get(gap.closed_by or '', gap.closed_by)}"
 
 
 def _writer_lines(trace: IdTrace) -> Iterator[str]:

@@ -40,7 +40,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 T = TypeVar("T")
 
-FIRST_POSITION_SECONDS = 30.0
+FIRST_POSITION_TIMEOUT_SECONDS = 30.0
 """The longest wait for the demo's first position."""
 
 
@@ -60,21 +60,21 @@ def run(settings: Settings, *, demo: bool) -> None:
     with home.locked(), suppress(KeyboardInterrupt), _interrupt_at_signals():
         began = time.monotonic()
         if ignored:
-            _say(f"ignored these variables, because the stack uses only its own servers: {', '.join(ignored)}")
+            _echo(f"ignored these variables, because the stack uses only its own servers: {', '.join(ignored)}")
         java = find_java(settings.java_home)
         stack = LocalStack(home, settings, java)
         _end_leftovers(stack)
         stack.require_free_ports()
         # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
-            fetch_jars(home.jars, java, lambda text: _say(f"downloading {text}"), jars, inherited)
+            fetch_jars(home.jars, java, lambda text: _echo(f"downloading {text}"), jars, inherited)
         with _run_processes(stack, demo=demo) as running:
             if demo:
                 _wait_for_first_position(stack)
             elif notice := _earlier_demo_notice(stack):
-                _say(notice)
+                _echo(notice)
             _print_instructions(stack, time.monotonic() - began)
-            supervisor = Supervisor(running, _say)
+            supervisor = Supervisor(running, _echo)
             with _create_class_archive(java):
                 while True:
                     time.sleep(0.5)
@@ -125,7 +125,7 @@ def _end_leftovers(stack: LocalStack) -> None:
     relays = [stack.demo_relay(), stack.relay()]
     for server in [*stack.demo(), stack.sidecar(), *relays, stack.pipeline(), *stack.servers]:
         if pid := server.end_leftover():
-            _say(f"ended {server.name} (pid {pid}), which an earlier stack left running")
+            _echo(f"ended {server.name} (pid {pid}), which an earlier stack left running")
 
 
 @contextmanager
@@ -159,19 +159,19 @@ def _run_processes(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[Server
         stack.home.stack_env.unlink(missing_ok=True)
         for server in reversed(running):
             if server.running:
-                _say(f"ending {server.name}")
+                _echo(f"ending {server.name}")
             server.stop()
 
 
 def _wait_for_first_position(stack: LocalStack) -> None:
     """Wait until a position is stored, so that `tidemark status` shows the demo's streams.
 
-    Returns after `FIRST_POSITION_SECONDS` without an error: the pipeline may be slow on a busy machine.
+    Returns after `FIRST_POSITION_TIMEOUT_SECONDS` without an error: the pipeline may be slow on a busy machine.
     """
     if _stored_streams(stack):
         return
-    _say("waiting for the first position of the demo")
-    deadline = time.monotonic() + FIRST_POSITION_SECONDS
+    _echo("waiting for the first position of the demo")
+    deadline = time.monotonic() + FIRST_POSITION_TIMEOUT_SECONDS
     while time.monotonic() < deadline and not _stored_streams(stack):
         time.sleep(0.5)
 
@@ -243,18 +243,18 @@ def _create_class_archive(java: str) -> Iterator[None]:
 def _start(server: ServerProcess) -> None:
     """Start a process, wait until it is up, and print its progress."""
     began = time.monotonic()
-    _say(f"starting {server.name}")
+    _echo(f"starting {server.name}")
     server.start(
-        lambda seconds: _say(
+        lambda seconds: _echo(
             f"{server.name} is not up after {seconds:.0f} s; it waits for: {server.pending_condition()}"
         )
     )
-    _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
+    _echo(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
 
 def _print_instructions(stack: LocalStack, seconds: float) -> None:
     tidemark = _command_name("tidemark", Path(sys.executable).parent / "tidemark")
-    _say(
+    _echo(
         f"""
 ready after {seconds:.0f} s. Ctrl-C ends all processes; the data stays for the next start.
 
@@ -281,7 +281,7 @@ def _command_name(name: str, path: Path) -> str:
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     with suppress(OSError):  # the terminal may be closed, and the stack continues
         click.echo(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text)
 

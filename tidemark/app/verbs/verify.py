@@ -70,7 +70,8 @@ class Replica(Protocol):
         returns an empty set, so that the list is read once."""
 
     def read(self, streams: Sequence[str]) -> dict[str, ReplicaPositions]:
-        """Read the positions of these streams, by stream. `streams` must be sorted, and must not be empty."""
+        """Read the positions of these streams: stream -> positions, also for streams that the replica does not have.
+        `streams` must be sorted, and must not be empty."""
 
 
 class RedisKeys:
@@ -144,7 +145,7 @@ class Sidecar:
             raise BadSetting("--sidecar", f"{url!r} is not a URL such as http://host:9480")
         self.name = f"sidecar {url}"
         self._url = url.rstrip("/")
-        self._headers = {} if token_file is None else {"Authorization": f"Bearer {_first_line(token_file)}"}
+        self._headers = {} if token_file is None else {"Authorization": f"Bearer {_read_token(token_file)}"}
         self._tls_context = tls_context
 
     def names(self) -> set[str]:
@@ -180,7 +181,7 @@ class Sidecar:
             raise Unavailable("the sidecar", self._url, str(problem)) from None
 
 
-def _first_line(file: Path) -> str:
+def _read_token(file: Path) -> str:
     try:
         return next((line.strip() for line in file.read_text().splitlines() if line.strip()), "")
     except OSError as problem:
