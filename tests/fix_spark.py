@@ -11,7 +11,7 @@ from tidemark.streaming.engine.spark import SparkSettings, start
 
 @pytest.fixture(scope="session")
 def spark(warm_jvm: None, java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    options = class_archive.options(class_archive.spark_archive(java))
+    options = class_archive.options(class_archive.spark_archive_path(java))
     started = start(SparkSettings("local[1]", "512m", [], 1, tmp_path_factory.mktemp("spark"), options))
     yield started
     started.stop()

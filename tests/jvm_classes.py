@@ -31,7 +31,7 @@ def broker_options(java: str, jars: Path, directory: Path) -> list[str]:
         broker.start()
         broker.stop(180)
 
-    archive = class_archive.archive("broker", java, sorted(jars.iterdir()), directory)
+    archive = class_archive.archive_path("broker", java, sorted(jars.iterdir()), directory)
     with suppress(FileNotFoundError):  # on a very busy machine the broker was killed before it had written
         class_archive.create(archive, write)
     return class_archive.options(archive)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.pipeline.class_archive import archive, create, options, spark_archive
+from tidemark.app.pipeline.class_archive import archive_path, create, options, spark_archive_path
 from tidemark.common.environment import child_environment
 
 
@@ -32,7 +32,7 @@ def writing(text: str, calls: list[str]) -> Callable[[Path, str], None]:
 
 def test_there_are_options_for_what_is_there(jars: list[Path], tmp_path: Path) -> None:
     """A start without an archive is slower and nothing else."""
-    found = archive("spark", "java", jars, tmp_path / "share" / "tidemark")
+    found = archive_path("spark", "java", jars, tmp_path / "share" / "tidemark")
     assert options(found) == []
     create(found, writing("classes", []))
     assert options(found)[0] == f"-XX:SharedArchiveFile={found}"
@@ -41,11 +41,11 @@ def test_there_are_options_for_what_is_there(jars: list[Path], tmp_path: Path) -
 def test_other_jars_have_another_archive_which_replaces_the_old(jars: list[Path], tmp_path: Path) -> None:
     """That of an upgraded Spark; a broker's beside it stays."""
     calls: list[str] = []
-    before, broker = (archive(name, "java", jars, tmp_path) for name in ("spark", "broker"))
+    before, broker = (archive_path(name, "java", jars, tmp_path) for name in ("spark", "broker"))
     for each in (before, broker):
         create(each, writing("old", calls))
     jars[0].write_text("another version")
-    after = archive("spark", "java", jars, tmp_path)
+    after = archive_path("spark", "java", jars, tmp_path)
     create(after, writing("new", calls))
     assert sorted(tmp_path.glob("*.jsa")) == sorted([after, broker])
     assert after.read_text() == "new"
@@ -54,7 +54,7 @@ def test_other_jars_have_another_archive_which_replaces_the_old(jars: list[Path]
 def test_many_who_ask_at_once_wait_for_one(jars: list[Path], tmp_path: Path) -> None:
     """As the workers of a test run do."""
     calls: list[str] = []
-    found = archive("spark", "java", jars, tmp_path)
+    found = archive_path("spark", "java", jars, tmp_path)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: create(found, writing("classes", calls)), range(4)))
     assert len(calls) == 1
@@ -68,7 +68,7 @@ def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_pat
         raise SystemExit(143)
 
     assert options(tmp_path / ("where nobody may look" * 20)) == []
-    found = archive("spark", "java", jars, tmp_path)
+    found = archive_path("spark", "java", jars, tmp_path)
     with pytest.raises(SystemExit):
         create(found, interrupted)
     assert not list(tmp_path.glob("*.jsa"))
@@ -79,7 +79,7 @@ def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_pat
 @pytest.mark.parametrize("kept", [0, 3, None])
 def test_what_was_cut_since_is_no_archive(jars: list[Path], tmp_path: Path, kept: int | None) -> None:
     """A JVM that was given one would die of it, and no pipeline would start."""
-    found = archive("spark", "java", jars, tmp_path)
+    found = archive_path("spark", "java", jars, tmp_path)
     create(found, writing("classes", []))
     if kept is None:
         found.unlink()
@@ -99,7 +99,7 @@ def test_of_what_finds_no_room_nothing_is_left(
         part.write_text("clas")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    found = archive("spark", "java", jars, tmp_path)
+    found = archive_path("spark", "java", jars, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.move", fill)
         with pytest.raises(OSError, match="No space left"):
@@ -125,6 +125,6 @@ def test_the_images_executors_begin_with_the_same_archive(java: str, tmp_path: P
     command = subprocess.run(
         ["sh", script], env=child_environment(variables), check=True, capture_output=True, text=True
     )
-    ours = options(spark_archive(java))
+    ours = options(spark_archive_path(java))
     assert len(ours) == 3
     assert command.stdout.splitlines()[: len(ours) + 4] == ["java", *ours, "-Da=two words *", "-Db", "-Xms1g"]

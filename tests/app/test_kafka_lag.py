@@ -61,7 +61,7 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_while_kafka_does_not_answer_no_partition_counts_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each relay that is quiet for want of Kafka would be called silent."""
     monkeypatch.setattr(kafka_lag, "LAGGING_SECONDS", 0.0)
-    noted: list[Sequence[kafka_lag.Note]] = []
+    noted: list[Sequence[kafka_lag.LagNote]] = []
     topics = create_autospec(Topics, instance=True)
     topics.identities.side_effect = Unavailable("Kafka", "here:9092", "no answer")
     remembered = {"facts": TopicIdentity("id", 2)}

@@ -35,7 +35,7 @@ def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
     assert watched.at(5.0) == []
     assert watched.at(12.0) == [
         {
-            "event": "The linear position is blocked",
+            "event": "The linear lag of a stream is long",
             "log_level": "warning",
             "stream": "events",
             "linear": 0,
@@ -48,7 +48,7 @@ def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
     assert watched.at(90.0) == []
     watched.shard.feed(position("a", 0, 4, epoch=1))
     assert watched.at(91.0) == [
-        {"event": "The linear position is no longer blocked", "log_level": "info", "stream": "events"}
+        {"event": "The linear lag of a stream is no longer long", "log_level": "info", "stream": "events"}
     ]
     assert watched.at(99.0) == []
 
@@ -59,7 +59,7 @@ def test_the_policy_of_a_stream_says_how_long_is_long() -> None:
     watched.board.set_policies(Policies({"events": {"behind_seconds": 60}}))
     watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1))
     assert watched.at(50.0) == []
-    assert [it["event"] for it in watched.at(70.0)] == ["The linear position is blocked"]
+    assert [it["event"] for it in watched.at(70.0)] == ["The linear lag of a stream is long"]
 
 
 def test_many_that_cross_together_are_one_line() -> None:
@@ -70,7 +70,7 @@ def test_many_that_cross_together_are_one_line() -> None:
         watched.shard.feed(*(replace(it, stream=f"s{number:02}") for it in told))
     (line,) = watched.at(90.0)
     assert (line["event"], line["count"], line["streams"]) == (
-        "The linear position is blocked", MAX_LINES + 1, [f"s{number:02}" for number in range(MAX_LINES)],
+        "The linear lag of a stream is long", MAX_LINES + 1, [f"s{number:02}" for number in range(MAX_LINES)],
     )  # fmt: skip
 
 

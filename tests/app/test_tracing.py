@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from structlog.testing import capture_logs
 
 from tests.app.collector import Collector, attributes, collecting
-from tidemark.app.pipeline.batches import Trace, tracing
+from tidemark.app.pipeline.batches import Trace, open_tracing
 from tidemark.app.pipeline.tracing import trace_id
 from tidemark.common.errors import QueryFailed
 from tidemark.sinks.dead_letters import DeadLetterResult
@@ -36,7 +36,7 @@ def publish(trace: Trace, number: int = 7) -> None:
 def test_a_batch_is_a_trace_of_its_own(collector: Collector) -> None:
     """Each step of the publisher within it, one behind the other. Its ID follows from the batch, which the attributes
     name with the fencing token; who sends it, the resource does."""
-    with tracing(collector.address + "/", "me", 41) as trace:
+    with open_tracing(collector.address + "/", "me", 41) as trace:
         publish(trace)
         publish(trace, 8)
     first, second = collector.traces()
@@ -76,7 +76,7 @@ def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
     """A query for light traffic has one stage. All records were read when its first shard was computed."""
     monkeypatch.setattr("tidemark.app.pipeline.tracing._stages", lambda _: iter(stages))
     shards = [ShardEffects(number, 0, [], [], [], computation_start=computed_from + number) for number in (0, 9)]
-    with tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
+    with open_tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
         spans.record_compute(Mock(), shards)
     (found,) = collector.traces()
     for name, times in (("read", read), ("state", state)):
@@ -85,7 +85,7 @@ def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
 
 def test_a_batch_that_fails_says_why(collector: Collector) -> None:
     """What was raised goes on; the next attempt at the batch stands in the same trace."""
-    with tracing(collector.address, "me", 41) as trace:
+    with open_tracing(collector.address, "me", 41) as trace:
         with pytest.raises(QueryFailed), trace("first", 7):
             raise QueryFailed("no room")
         publish(trace)
@@ -105,10 +105,10 @@ def test_a_collector_that_takes_nothing_is_told_once_and_holds_nobody_up(collect
     address = collector.address.replace("//", "//me:hunter2@")
     with capture_logs() as told:
         for _ in range(2):
-            with tracing(address, "me", 41) as trace:
+            with open_tracing(address, "me", 41) as trace:
                 publish(trace)
     assert [(it["log_level"], it["endpoint"]) for it in told] == [("warning", collector.address)] * 2
-    with capture_logs() as told, tracing("http://127.0.0.1:9", "me", 41) as trace:
+    with capture_logs() as told, open_tracing("http://127.0.0.1:9", "me", 41) as trace:
         publish(trace)
     assert [it["event"] for it in told] == ["The collector does not accept traces; dropping them"]
 
@@ -118,7 +118,7 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
     program = (
         "import sys, tidemark.app.pipeline.supervisor\n"
         "from tidemark.app.pipeline.batches import tracing\n"
-        "with tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.record_publish(None)\n"
+        "with open_tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.record_publish(None)\n"
         "sys.exit(any(it.startswith('opentelemetry.exporter') for it in sys.modules))"
     )
     assert subprocess.call([sys.executable, "-c", program]) == 0

@@ -17,7 +17,7 @@ import yaml
 
 from tests.helm.kube import Kube, until
 from tests.helm.tools import CHART, objects, run
-from tidemark.app.pipeline.engine import properties
+from tidemark.app.pipeline.engine import read_properties
 from tidemark.streaming.engine.executors import Cluster, Pods
 from tidemark.streaming.engine.spark import SparkSettings, start
 
@@ -172,7 +172,7 @@ class Driver:
         )
         extra = {
             **Cluster("127.0.0.1", executors=2, cores=1, memory="1g", pods=pods).settings(),
-            **properties(directory / "spark.conf"),
+            **read_properties(directory / "spark.conf"),
             # No executor registers, because no pod runs.
             "spark.scheduler.maxRegisteredResourcesWaitingTime": "1s",
         }

@@ -235,12 +235,12 @@ class PositionFollower:
                     self._known[stream] = KnownStream(update.linear, newest, "published")
 
     def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
-        """Whether to copy the published positions of the stream. Also updates `_local_streams`.
+        """Whether to copy the published positions of the stream. Also updates `_local_streams`, and hands the stream
+        over (`_hand_over`).
 
-        If not, this database decides the position of the stream from its own transactions, or Redis has no position.
-        This database decides while all writers of the stream are in it, and until an operator override settles IDs that
-        are open in it. Then this method stores in the database that the stream follows its published positions from now
-        on, which is permanent.
+        False if this database decides the position of the stream, if the hand-over is not complete, or if Redis has no
+        position. This database decides while all writers of the stream are in it, and until an operator override
+        settles IDs that are open in it. The change to published positions is permanent.
         """
         known = self._known.get(stream)
         if known is not None and known.source == "handover":

@@ -1,7 +1,7 @@
 """Creates the class archive of `app.pipeline.class_archive`. Run: python -m tidemark.app.pipeline.archive_classes
 
 A JVM runs the pipeline's query, and writes the archive when the JVM exits. The command needs half a minute of CPU time,
-and 160 MB in the installation. If the archive exists, the command does nothing.
+and the archive needs 160 MB of disk space. If a complete archive exists, the command does nothing.
 """
 
 import signal
@@ -16,7 +16,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
-from tidemark.app.pipeline.class_archive import NO_WARNINGS, create, spark_archive
+from tidemark.app.pipeline.class_archive import NO_WARNINGS, create, spark_archive_path
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
@@ -28,7 +28,7 @@ from tidemark.streaming.ingest.source import KafkaConfig, PacketReader, PacketSo
 from tidemark.streaming.values.limits import Bounds
 
 _BATCHES = 2
-_KEYS = [0, 1, 2, 3]
+_SHARD_KEYS = [0, 1, 2, 3]
 
 
 class _StubReader(PacketReader):
@@ -39,17 +39,17 @@ class _StubReader(PacketReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         ranges = partition.ranges  # type: ignore[attr-defined]
-        return compact([(ranges, ())], keys=_KEYS, names=self._config.names, max_facts=MAX_FACTS)
+        return compact([(ranges, ())], keys=_SHARD_KEYS, names=self._config.names, max_facts=MAX_FACTS)
 
 
 class _StubSource(PacketSource):
     def streamReader(self, schema: StructType) -> _StubReader:
         start: TopicOffsets = {"facts": {0: 0}, "control": {}}
-        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _KEYS, MAX_FACTS))
+        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _SHARD_KEYS, MAX_FACTS))
 
 
 def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
-    """Run the pipeline's query for `_BATCHES` batches."""
+    """Run the pipeline's query for `_BATCHES` batches, and stop the query. Raises the error of a failed query."""
     set_tasks(spark, one_task=one_task)
     is_done = threading.Event()
 
@@ -62,7 +62,7 @@ def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None
     packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
     effects = query.compute_effects(
-        packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), lineage="", one_task=one_task
+        packets, shards=len(_SHARD_KEYS), seeds=seeds, bounds=Bounds(), lineage="", one_task=one_task
     )
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not is_done.wait(0.1):
@@ -72,8 +72,9 @@ def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None
 
 
 def _run_jvm(directory: Path, option: str) -> None:
-    """Run the query in a JVM with an additional option until the JVM exits."""
-    conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*NO_WARNINGS, option]))
+    """Run the query in a JVM with an additional option, end the JVM, and wait for its exit. Exits with an error text if
+    the exit code of the JVM is not 0."""
+    conf = configuration(SparkSettings("local[*]", "512m", [], len(_SHARD_KEYS), directory, [*NO_WARNINGS, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
     for one_task in (True, False):  # the queries for light and for heavy traffic
@@ -88,4 +89,4 @@ def _run_jvm(directory: Path, option: str) -> None:
 if __name__ == "__main__":
     # SystemExit instead of the default action, so that an incomplete archive is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    create(spark_archive(find_java(Settings().java_home)), _run_jvm)
+    create(spark_archive_path(find_java(Settings().java_home)), _run_jvm)

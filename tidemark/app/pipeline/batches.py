@@ -1,8 +1,8 @@
 """Handles the batches of the query in the driver, and finds the records that Postgres refuses.
 
-Spark's thread collects and checks a batch. Another thread publishes and counts the batch, so that Spark computes the
-next batch meanwhile (docs/decisions/0024-batch-ahead.md). Spark converts the exception of a callback to a text, so
-`BatchHandler` also stores the exception.
+Spark's thread collects and checks a batch. Another thread publishes and counts the batch, so that Spark can compute the
+next batch at the same time (docs/decisions/0024-batch-ahead.md). Spark converts the exception of a callback to a text,
+so `BatchHandler` also stores the exception.
 
 A batch is one transaction of all streams, so one record that Postgres refuses would block all streams.
 `RefusedRecordFinder` finds such records by bisection, in transactions that are rolled back. The first bisection finds
@@ -61,11 +61,11 @@ BATCHES_PER_COLLECTION = 50
 """Number of batches between two garbage collections. pyspark creates reference cycles for each batch, which keep 40 KB
 of query plans in the JVM until a collection. Other collections are rare (`app.pipeline.supervisor`).
 """
-RETRY_DIVISOR = 4  # if a batch is too large, the rest of its range is read in batches of 1/4 of its records
+RETRY_DIVISOR = 4  # after a batch that is too large, the next query begins with batches of 1/4 of its records
 
 
 class BatchTrace(Protocol):
-    """Receives the progress of one attempt at a batch. An attempt that fails may skip the remaining methods."""
+    """Receives the progress of one attempt at a batch. If the attempt fails, some methods are not called."""
 
     def record_compute(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         """Called first, when Spark has computed the effects of the batch."""
@@ -75,7 +75,8 @@ class BatchTrace(Protocol):
 
 
 Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
-"""Opens the trace of a batch, from the query and the number of the batch. Records an error raised inside the block."""
+"""Opens the trace of one attempt at a batch. Arguments: the lineage of the query, and the number of the batch. An error
+that is raised inside the block is recorded in the trace."""
 
 
 class _NoTrace:
@@ -86,13 +87,13 @@ class _NoTrace:
         pass
 
 
-def no_trace(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
+def no_trace(_lineage: str, _number: int) -> AbstractContextManager[BatchTrace]:
     """Open a trace that records nothing."""
     return nullcontext(_NoTrace())
 
 
 @contextmanager
-def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
+def open_tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
     """Send traces to an OpenTelemetry collector during the block. Yields the function that opens the trace of a batch.
 
     Args:
@@ -107,10 +108,10 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
         yield no_trace
         return
     try:
-        from tidemark.app.pipeline.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
+        from tidemark.app.pipeline.tracing import open_exporter  # noqa: PLC0415  # the SDK need not be installed
     except ModuleNotFoundError as error:
         raise ExtraMissing.for_import_error(error, "TIDEMARK_OTLP_URL", "otel") from None
-    with collector(endpoint, owner, token) as trace:
+    with open_exporter(endpoint, owner, token) as trace:
         yield trace
 
 
@@ -120,19 +121,19 @@ class _ComputedBatch:
 
     Attributes:
         number: the number of the batch in the query.
-        began: when Spark called the `foreachBatch` callback, in seconds of the monotonic clock.
+        began_at: when Spark called the `foreachBatch` callback, in seconds of the monotonic clock.
         effects: the effects of the batch, one for each shard.
         trace: the trace of the attempt.
     """
 
     number: int
-    began: float
+    began_at: float
     effects: list[ShardEffects]
     trace: BatchTrace
 
 
 class BatchHandler:
-    """The `foreachBatch` callback of the query. Publishes batches one by one and in order, until the first failure.
+    """The `foreachBatch` callback of the query. Publishes batches one by one and in order, until the first error.
 
     Args:
         publisher: publishes a batch to the sinks.
@@ -140,12 +141,14 @@ class BatchHandler:
         seed: the start of the query's lineage.
         topics: topic name -> identity of each topic that the query reads.
         trace: opens the trace of each batch.
-        find_refused: returns the exception to raise for a batch whose content Postgres refuses.
+        find_refused: returns the exception to raise for a batch whose content Postgres refuses. Called with the number
+            and the effects of the batch, and the error of Postgres.
         one_task: whether the query is for light traffic: one task computes a batch.
 
     Attributes:
-        failure: the error that stopped publishing; None if there is none.
-        published_count: number of batches that were published.
+        failure: the error that ended the handling of batches; None if there is none. No batch is published after this
+            error.
+        published_count: the number of batches that were published.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class BatchHandler:
             seconds: the longest wait; None: no limit.
 
         Returns:
-            False if a batch still runs after `seconds`.
+            False if a batch still runs after `seconds`, otherwise True.
         """
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -205,15 +208,17 @@ class BatchHandler:
         return not self._publishing.is_alive()
 
     def seconds_without_large_batch(self) -> float:
-        """Seconds since the last batch with more than `RECORDS_PER_TASK` records, or since the start of the query."""
+        """Seconds since the last batch that read more than `RECORDS_PER_TASK` offsets, or since the start of the query
+        if there was no such batch."""
         return time.monotonic() - self._large_at
 
     def _handle(self, batch: DataFrame, number: int) -> None:
         """Wait for Spark's result and for the previous batch. Then start a thread that publishes the batch.
 
-        If the query must end after this batch, publishes the batch on this thread, and raises the reason.
+        If the query must end after this batch, publishes the batch on this thread. Then raises the error with which the
+        query ends.
         """
-        began = time.monotonic()
+        began_at = time.monotonic()
         with ExitStack() as traced:
             trace = traced.enter_context(self._trace(self._seed.lineage, number))
             encoded = collect(batch)
@@ -221,15 +226,15 @@ class BatchHandler:
             effects = decode_effects(encoded)
             trace.record_compute(batch, effects)
             self._require_known_partitions(effects)
-            collected = _ComputedBatch(number, began, effects, trace)
-            read = self._collector.new_offsets(effects)
-            if read > RECORDS_PER_TASK:
+            collected = _ComputedBatch(number, began_at, effects, trace)
+            offset_count = self._collector.count_new_offsets(effects)
+            if offset_count > RECORDS_PER_TASK:
                 self._large_at = time.monotonic()
             if any(shard.is_cut_short for shard in effects):
                 # This query ends before it computes another batch. The next query reads the rest of the range.
                 self._publish(collected)
-                raise BatchTooLarge(read, max(1, read // RETRY_DIVISOR))
-            if self._one_task and read >= LIGHT_RECORDS:
+                raise BatchTooLarge(offset_count, max(1, offset_count // RETRY_DIVISOR))
+            if self._one_task and offset_count >= LIGHT_RECORDS:
                 self._publish(collected)
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
@@ -256,7 +261,8 @@ class BatchHandler:
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
     def _publish(self, batch: _ComputedBatch) -> None:
-        """Publish the batch, and update the metrics. Raises the error of `find_refused` if Postgres refuses it."""
+        """Publish the batch, and update the metrics. If Postgres refuses the batch, raises the result of
+        `find_refused`."""
         lineage, before = self._seed.lineage, self._seed.before(batch.number)
         try:
             published = self._publisher.publish(lineage, batch.number, batch.effects, before)
@@ -264,7 +270,7 @@ class BatchHandler:
             raise self._find_refused(batch.number, batch.effects, error) from error
         batch.trace.record_publish(published)
         self._collector.update(batch.effects)
-        seconds = time.monotonic() - batch.began
+        seconds = time.monotonic() - batch.began_at
         metrics.count_batch(batch.effects, published, seconds)
         self.published_count += 1
         if self.published_count % BATCHES_PER_COLLECTION == 0:
@@ -284,8 +290,8 @@ class BatchHandler:
 MAX_REFUSED_RECORDS = 100
 """The largest number of refused records of a stream that one call of `RefusedRecordFinder.find` returns."""
 
-_PROBE: Final = "tidemark.probe"
-_packets = msgspec.msgpack.Decoder(Packet)
+_TEST_STREAM: Final = "tidemark.probe"
+_packet_decoder = msgspec.msgpack.Decoder(Packet)
 
 
 class _KafkaRecord(NamedTuple):
@@ -329,7 +335,7 @@ class RefusedRecordFinder:
     bounds: Bounds
 
     def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
-        """Find the refused records of a batch. All earlier batches must be applied.
+        """Find the refused records of a batch. Postgres must have applied all earlier batches.
 
         Args:
             number: the number of the batch.
@@ -337,18 +343,19 @@ class RefusedRecordFinder:
             refused: the error of Postgres.
 
         Returns:
-            The error to raise: `RecordsRefused` with the refused records; `refused` itself if no single record is
-            refused, so that the batch must be smaller; `QueryFailed` if Postgres refuses even a test batch.
+            The error to raise. `RecordsRefused` with the refused records, at most `MAX_REFUSED_RECORDS` of each stream.
+            `refused` itself if no single record is the cause; then the next batch must be smaller. `QueryFailed` if
+            Postgres refuses even a test batch.
 
         Raises:
             Unavailable: Postgres or Kafka does not answer.
             LeaseLost: another process has the lease.
         """
-        if (problem := self._refusal(number, self._probe(effects[0].now))) is not None:
+        if (problem := self._find_refusal(number, self._make_test_batch(effects[0].now))) is not None:
             return QueryFailed(f"Postgres refuses every batch, even a test batch: {problem}")
         refused_records: dict[_RecordOrigin, str] = {}
-        for stream in self._refused_streams(number, effects):
-            refused_records |= self._refused_records(number, effects, stream)
+        for stream in self._find_refused_streams(number, effects):
+            refused_records |= self._find_refused_records(number, effects, stream)
         if not refused_records:
             return refused
         offsets = self._by_partition(sorted(refused_records, key=lambda origin: (origin[0].value, *origin[1:])))
@@ -361,39 +368,42 @@ class RefusedRecordFinder:
             offsets.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
         return offsets
 
-    def _refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
-        """Apply the effects in a transaction that is rolled back. Returns the error message of Postgres, or None."""
+    def _find_refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
+        """Apply the effects in a transaction that is rolled back. Returns the error message of Postgres; None if
+        Postgres accepts the effects."""
         return self.postgres.find_refusal(Batch(self.lineage, number, self.lease.token, effects))
 
-    def _refused_streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
+    def _find_refused_streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
         """Find the streams whose effects Postgres refuses even without the effects of other streams."""
 
-        def refused(names: list[str]) -> list[str]:
+        def search(names: list[str]) -> list[str]:
             selected = [
                 msgspec.structs.replace(
                     shard, streams=[stream for stream in shard.streams if stream.stream in names], rejected=[]
                 )
                 for shard in effects
             ]
-            if not names or self._refusal(number, selected) is None:
+            if not names or self._find_refusal(number, selected) is None:
                 return []
             half = len(names) // 2
-            return names if not half else [*refused(names[:half]), *refused(names[half:])]
+            return names if not half else [*search(names[:half]), *search(names[half:])]
 
-        return refused([stream.stream for shard in effects for stream in shard.streams])
+        return search([stream.stream for shard in effects for stream in shard.streams])
 
-    def _refused_records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_RecordOrigin, str]:
+    def _find_refused_records(
+        self, number: int, effects: Sequence[ShardEffects], stream: str
+    ) -> dict[_RecordOrigin, str]:
         """Find records of `stream` that Postgres refuses, at most `MAX_REFUSED_RECORDS`: origin -> error message.
 
         Logs each of these records. Returns an empty dict if no single record is the cause.
         """
         state = self.postgres.states([stream])
-        records = [*self._read(effects, stream)]
+        records = [*self._read_records(effects, stream)]
         refused_records: dict[_RecordOrigin, str] = {}
 
         def refusal(count: int) -> str | None:
-            """The error message of Postgres if it refuses the first `count` records, otherwise None."""
-            return self._refusal(number, [self._advance(state, records[:count], refused_records, effects[0].now)])
+            """The error message of Postgres if Postgres refuses the first `count` records, otherwise None."""
+            return self._find_refusal(number, [self._apply(state, records[:count], refused_records, effects[0].now)])
 
         while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal(len(records))) is not None:
             # Postgres accepts the first `accepted` records, and refuses the first `refused` records.
@@ -423,7 +433,7 @@ class RefusedRecordFinder:
             )
         return refused_records
 
-    def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_KafkaRecord]:
+    def _read_records(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_KafkaRecord]:
         """Read the batch's records of the stream from Kafka, in the order in which the query applies them."""
         ends, committed = Batch(self.lineage, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
@@ -438,7 +448,7 @@ class RefusedRecordFinder:
                                 offset, time = int(records.offsets[at]), int(records.times[at])
                                 yield _KafkaRecord(topic, partition, offset, time, key, records.value(at))
 
-    def _advance(
+    def _apply(
         self, state: dict[str, bytes], records: Sequence[_KafkaRecord], refused: Mapping[_RecordOrigin, str], now: int
     ) -> ShardEffects:
         """Apply records of one stream, except the `refused` ones, to a copy of `state`, and return their effects.
@@ -457,22 +467,25 @@ class RefusedRecordFinder:
         compacted = compact(
             read, keys=[0], names=dict(self.names), max_facts=MAX_FACTS, not_storable=self._by_partition(refused)
         )
-        packets = [_packets.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()]
+        packets = [
+            _packet_decoder.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()
+        ]
         return apply_batch(0, States(dict(state)), packets, now, self.bounds)
 
-    def _probe(self, now: int) -> list[ShardEffects]:
-        """Make a test batch for an unused stream: facts and an operator's SKIP. A healthy database accepts it."""
+    def _make_test_batch(self, now: int) -> list[ShardEffects]:
+        """Make the effects of a test batch for an unused stream: facts, and a SKIP of an operator. A healthy database
+        accepts these effects. `now`: the time of the batch in milliseconds since 1970."""
         facts: list[Record] = [
-            Join(stream=_PROBE, writer="probe", epoch=1, id=0),
-            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=encode_row({})),
-            Rdata(stream=_PROBE, writer="probe", epoch=1, prev=2, id=3, row=encode_row({})),
+            Join(stream=_TEST_STREAM, writer="probe", epoch=1, id=0),
+            Rdata(stream=_TEST_STREAM, writer="probe", epoch=1, prev=0, id=1, row=encode_row({})),
+            Rdata(stream=_TEST_STREAM, writer="probe", epoch=1, prev=2, id=3, row=encode_row({})),
         ]
-        skip = Skip(stream=_PROBE, writer="probe", epoch=1, prev=1, id=2, by="tidemark", why="a probe")
+        skip = Skip(stream=_TEST_STREAM, writer="probe", epoch=1, prev=1, id=2, by="tidemark", why="a probe")
         records = [
-            _KafkaRecord(topic, 0, offset, now, _PROBE.encode(), encode(record))
+            _KafkaRecord(topic, 0, offset, now, _TEST_STREAM.encode(), encode(record))
             for topic, offset, record in [
                 *((Topic.FACTS, offset, record) for offset, record in enumerate(facts)),
                 (Topic.CONTROL, 0, skip),
             ]
         ]
-        return [msgspec.structs.replace(self._advance({}, records, {}, now), progress=[])]
+        return [msgspec.structs.replace(self._apply({}, records, {}, now), progress=[])]

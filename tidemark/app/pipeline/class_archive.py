@@ -1,4 +1,5 @@
-"""Class data sharing: with an archive of loaded classes, a JVM needs a third less CPU until its first batch.
+"""Archives of loaded Java classes (class data sharing). With an archive, the pipeline's JVM needs a third less CPU time
+until the first batch.
 
 `python -m tidemark.app.pipeline.archive_classes` creates the archive, once for each installation. A JVM ignores an
 archive of another Java or of other jars. Java 19 can create archives automatically (-XX:+AutoCreateSharedArchive), but
@@ -24,15 +25,15 @@ CREATE_COMMAND = [sys.executable, "-m", "tidemark.app.pipeline.archive_classes"]
 NO_WARNINGS = ["-Xlog:disable", "-Xlog:all=error:stderr"]
 
 
-def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
+def spark_archive_path(java: str, directory: Path = DIRECTORY) -> Path:
     """The path of the archive of the pipeline's JVM. The file may be missing."""
     spark = find_spec("pyspark")
     jars = Path(spark.origin).with_name("jars") if spark is not None and spark.origin else directory
-    return archive("spark", java, sorted(jars.glob("*.jar")), directory)
+    return archive_path("spark", java, sorted(jars.glob("*.jar")), directory)
 
 
-def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """The path of an archive, which may be missing. The path changes with the version of Java and with the jars.
+def archive_path(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
+    """The path of an archive, which may be missing. Another version of Java and other jars have another path.
 
     Args:
         name: the beginning of the file name.
@@ -44,8 +45,8 @@ def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path
     release = program.parent.parent / "release"
     version = release.read_text() if release.is_file() else ""
     files = [(str(jar), jar.stat().st_size, int(jar.stat().st_mtime)) for jar in jars]
-    sum_ = hashlib.sha256(repr((str(program), version, files)).encode()).hexdigest()[:16]
-    return directory / f"{name}-{sum_}.jsa"
+    digest = hashlib.sha256(repr((str(program), version, files)).encode()).hexdigest()[:16]
+    return directory / f"{name}-{digest}.jsa"
 
 
 def options(archive: Path) -> list[str]:
@@ -67,7 +68,8 @@ def _size_of(archive: Path) -> Path:
 
 
 def create(archive: Path, run_jvm: Callable[[Path, str], None]) -> None:
-    """Create the archive if it is missing, and delete archives of other versions of Java or of the jars.
+    """Create the archive if it is missing or incomplete. Then also deletes the archives for other versions of Java or
+    of the jars. Does nothing if the archive is complete.
 
     If several processes call this function at the same time, one process creates the archive, and the others wait.
 

@@ -1,4 +1,4 @@
-"""Compiles the functions that scan records, for all processes of this installation.
+"""Compiles the functions that scan records, and stores the code for all processes of this installation.
 
 Run: python -m tidemark.app.pipeline.compile_ahead. The command needs up to half a minute of CPU time, and almost none
 if the compiled code exists already.

@@ -15,7 +15,7 @@ from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 
 from tidemark.app.pipeline import class_archive
-from tidemark.app.pipeline.preflight import Start
+from tidemark.app.pipeline.preflight import QueryStart
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.common.environment import failure_cause
@@ -51,7 +51,8 @@ class Engine:
 
         Raises:
             Stopping: `stopping` was set before Spark had started.
-            SparkDied: Spark did not start, or its cluster has ended the session. A JVM can have only one session.
+            SparkDied: Spark did not start, or the cluster has ended the session. Spark cannot start again in this
+                process.
         """
         while not self._session.done():
             if stopping.wait(0.1):
@@ -63,7 +64,7 @@ class Engine:
 
     @contextmanager
     def detecting_exit(self) -> Iterator[None]:
-        """Raise `SparkDied` instead of an error of the block if the JVM has exited."""
+        """If the block raises an error because the JVM has exited, raise `SparkDied` with the reason of the exit."""
         try:
             yield
         except (Py4JError, OSError) as error:
@@ -72,12 +73,12 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Stop Spark, if it has started and the JVM still runs."""
+        """Stop Spark, if Spark has started and the JVM still runs."""
         if self._session.done() and self._session.exception() is None and not self._exit_message():
             self._session.result().stop()
 
     def _exit_message(self) -> str | None:
-        """The reason why the JVM has exited; None if the JVM runs or was not started."""
+        """The reason for the exit of the JVM; None if the JVM runs or was not started."""
         return self._jvm.exit_cause() if self._jvm is not None else None
 
     def _start(self) -> None:
@@ -92,12 +93,12 @@ class Engine:
             self._session.set_exception(error)
 
 
-def packets(
+def make_packets(
     spark: SparkSession,
     settings: Settings,
     kafka: KafkaConnection,
-    start: Start,
-    records: int,
+    start: QueryStart,
+    first_limit: int,
     refused: RefusedOffsets,
     *,
     one_task: bool,
@@ -109,7 +110,7 @@ def packets(
         settings: the settings of the pipeline.
         kafka: the connection to Kafka.
         start: the start of the query.
-        records: the largest number of Kafka records in the first batch.
+        first_limit: the largest number of Kafka records in the first batch. Later batches may be larger.
         refused: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
@@ -120,7 +121,7 @@ def packets(
         facts=facts,
         control=control,
         start=start.offsets,
-        first_limit=min(records, limit),
+        first_limit=min(first_limit, limit),
         max_records=limit,
         cpu_share=settings.batch_cpu_share,
         driver_pid=os.getpid(),
@@ -133,10 +134,10 @@ def packets(
 
 
 def require_executors(spark: SparkSession, required: Set[str], present: Set[str]) -> None:
-    """Cancel all jobs and raise `QueryFailed` if a `required` executor is no longer `present`.
+    """Cancel all jobs and raise `QueryFailed` if an executor in `required` is not in `present`.
 
-    A required executor has states of streams in memory. Spark treats a dead executor like a busy executor, and would
-    later run its tasks on executors that do not have the states.
+    A required executor has states of streams in memory. Spark does not know this: after the end of the executor, Spark
+    would run its tasks on executors that do not have the states.
 
     Args:
         spark: the session.
@@ -149,9 +150,10 @@ def require_executors(spark: SparkSession, required: Set[str], present: Set[str]
 
 
 def innermost_cause(text: str) -> str:
-    """Find the cause in an error text of Spark: the last exception of Python, otherwise the innermost Java exception.
+    """Find the cause in an error text of Spark: the last exception of Python, or else the innermost Java exception.
 
-    Returns `SLOW_PYTHON_START` if a Python process did not start in time.
+    Returns `SLOW_PYTHON_START` if a Python process did not start in time. Returns the first line if the text has no
+    exception.
     """
     if "Python worker failed to connect back" in text:
         return SLOW_PYTHON_START
@@ -164,7 +166,8 @@ def innermost_cause(text: str) -> str:
 
 @contextmanager
 def open_engine(settings: Settings) -> Iterator[Engine]:
-    """Start Spark, and stop it at the end of the block. Raises `Stop` if Java is missing or a setting is invalid."""
+    """Start Spark on another thread, and stop Spark at the end of the block. `Engine.session` waits for the start.
+    Raises `Stop` if Java is missing, or a setting is wrong."""
     java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     spark_settings = SparkSettings(
@@ -174,7 +177,7 @@ def open_engine(settings: Settings) -> Iterator[Engine]:
         jars=_jars(settings.spark_jars),
         tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
-        options=class_archive.options(class_archive.spark_archive(java)),
+        options=class_archive.options(class_archive.spark_archive_path(java)),
         extra=_extra_properties(settings, cluster),
     )
     engine = Engine(spark_settings)
@@ -210,7 +213,7 @@ def _cluster(settings: Settings) -> Cluster:
 
 
 def _jars(directory: Path | None) -> list[Path]:
-    """The jar files in the folder, sorted. Raises `BadSetting` if the folder has none."""
+    """The jar files in the folder, sorted; empty if `directory` is None. Raises `BadSetting` if the folder has none."""
     jars = [] if directory is None else sorted(directory.glob("*.jar"))
     if directory is not None and not jars:
         raise BadSetting("TIDEMARK_SPARK_JARS", f"{directory} contains no jar file")
@@ -229,20 +232,22 @@ def _own_address(master: str) -> str:
 
 
 def _extra_properties(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
-    """The Spark properties that only some installations need. The user's file overrides the others."""
+    """The Spark properties that only some installations need. The properties in `spark_conf_file` override the
+    others."""
     extra = {} if cluster is None else cluster.settings()
     if settings.checkpoint_store is not None:
         extra |= checkpoint.STORE_SETTINGS
     if settings.spark_executor_python is not None:
         extra["spark.pyspark.python"] = settings.spark_executor_python
     if settings.spark_conf_file is not None:
-        extra |= properties(settings.spark_conf_file)
+        extra |= read_properties(settings.spark_conf_file)
     return extra
 
 
-def properties(path: Path) -> dict[str, str]:
-    """The properties in a file such as `spark-defaults.conf`, parsed as Spark does. Each line has a name and a value,
-    separated by white space, `=` or `:`. Raises `BadSetting`.
+def read_properties(path: Path) -> dict[str, str]:
+    """Read a file such as `spark-defaults.conf`, as Spark does: name -> value. Each line has a name that begins with
+    `spark.` and a value, separated by white space, `=` or `:`. Raises `BadSetting` if the file cannot be read, or a
+    line is wrong.
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]

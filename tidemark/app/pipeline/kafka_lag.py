@@ -21,8 +21,9 @@ from tidemark.sources.topics import TopicIdentity, Topics, require_policy, requi
 Partition = tuple[str, int]
 
 MAX_SAMPLES: Final = 512
-"""The largest number of stored end offsets per partition. If there are more, every second one is dropped. The age of a
-record is then too low by less than the interval between two stored samples, and never too high."""
+"""The largest number of stored end offsets per partition. If there are more, every second one is dropped. Then the age
+of the oldest unread record may be too low, by less than the interval between two stored samples. The age is never too
+high."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class _PartitionHistory:
     ends: list[tuple[int, float]] = field(default_factory=list)
     """End offsets beyond the read offset, each with the time of its first observation."""
     stable: int = -1
-    since: float | None = None
-    """When the last stable offset was first observed at `stable`; None if `stable` is the end offset."""
+    """The last stable offset in the last observation."""
+    blocked_since: float | None = None
+    """When the last stable offset was first observed at `stable`; None if no open transaction blocks the partition."""
 
 
 class LagTracker:
@@ -80,12 +82,13 @@ class LagTracker:
         if len(history.ends) > MAX_SAMPLES:
             del history.ends[1:-1:2]
         if stable >= end:
-            history.since = None
-        elif history.since is None or history.stable != stable:
-            history.since = now
+            history.blocked_since = None
+        elif history.blocked_since is None or history.stable != stable:
+            history.blocked_since = now
         history.stable = stable
-        waited = now - history.ends[0][1] if history.ends else 0.0
-        return PartitionLag(end - read, waited, stable, 0.0 if history.since is None else now - history.since)
+        age = now - history.ends[0][1] if history.ends else 0.0
+        blocked = 0.0 if history.blocked_since is None else now - history.blocked_since
+        return PartitionLag(end - read, age, stable, blocked)
 
 
 log = get_logger(__name__)
@@ -97,16 +100,18 @@ NOTE_INTERVAL_SECONDS = 10.0  # between two calls of `note` for the same partiti
 MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may not list all topics
 
 
-Note = tuple[str, int, int, float, int | None, float | None]
-"""A lagging partition: topic, partition, unread records, age in seconds; then the last stable offset and the seconds
-since which an open transaction blocks the partition, both None if no transaction does."""
+LagNote = tuple[str, int, int, float, int | None, float | None]
+"""A lagging partition: topic; partition; number of unread records; age of the oldest unread record in seconds; last
+stable offset; seconds for which an open transaction has blocked the partition. The last two are None if no transaction
+blocks the partition."""
 
 
 class LagMonitor:
     """A thread that updates the metrics of Kafka offsets and lag, checks the topics, and runs the `ThresholdLog`.
 
-    If a topic is missing, repartitioned, replaced or compacted, the thread sets `failure` and ends. The supervising
-    thread raises `failure`.
+    The thread waits while Kafka does not answer. After a `Stop`, the thread sets `failure` and ends: for example if a
+    topic is repartitioned, replaced or compacted, or missing in `MAX_MISSING_CHECKS` checks. The supervising thread
+    raises `failure`.
 
     Args:
         topics: queries Kafka.
@@ -120,14 +125,14 @@ class LagMonitor:
         topics: Topics,
         remembered: Mapping[str, TopicIdentity],
         collector: StreamCollector,
-        note: Callable[[Sequence[Note]], None] = lambda _: None,
+        note: Callable[[Sequence[LagNote]], None] = lambda _: None,
     ) -> None:
         self._topics = topics
         self._remembered = remembered
         self._partitions = {name: topic.partitions for name, topic in remembered.items()}
         self._collector = collector
         self._note = note
-        self._noted: tuple[float, Sequence[Note]] | None = None
+        self._noted: tuple[float, Sequence[LagNote]] | None = None  # time (seconds, monotonic) and argument of `note`
         self._lag = LagTracker()
         self._blocked: dict[Partition, int] = {}  # partitions that were logged as blocked, with the offset
         self._closing = threading.Event()
@@ -135,7 +140,7 @@ class LagMonitor:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        """Run the thread while the block runs."""
+        """Run the thread while the block runs. The end of the block waits for at most a second for the thread."""
         thread = threading.Thread(target=self._run, name="end-offsets", daemon=True)
         thread.start()
         try:
@@ -171,7 +176,7 @@ class LagMonitor:
                     log.warning("Waiting for Kafka", problem=str(error))
                     outage_began = time.monotonic()
                     self._collector.set_reading(is_reading=False)
-                self._note_all_unread(time.monotonic() - outage_began)
+                self._note_all_lagging(time.monotonic() - outage_began)
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:
                 missing += 1
@@ -180,15 +185,14 @@ class LagMonitor:
                     return
             self._closing.wait(CHECK_INTERVAL_SECONDS)
 
-    def _note_all_unread(self, seconds: float) -> None:
+    def _note_all_lagging(self, outage_seconds: float) -> None:
         """Note all partitions as lagging if Kafka has not answered for `LAGGING_SECONDS` or longer.
 
-        A partition may then have unread records, so no writer must count as silent. `seconds` is the length of the
-        outage.
+        Each partition may then have unread records, so no writer must count as silent.
         """
-        if seconds >= LAGGING_SECONDS:
+        if outage_seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
-            self._note_lagging([(*partition, 0, seconds, None, None) for partition in partitions])
+            self._note_lagging([(*partition, 0, outage_seconds, None, None) for partition in partitions])
 
     def _update(
         self, read: Mapping[Partition, int], stable: Mapping[Partition, int], ends: Mapping[Partition, int]
@@ -198,12 +202,13 @@ class LagMonitor:
         for key, end in ends.items():
             lags[key] = lag = self._lag.observe(key, now, read=read[key], stable=stable[key], end=end)
             seconds, blocked = lag.seconds, lag.blocked_seconds
-            metrics.set_offsets(*key, end=end, read=read[key], seconds=seconds, blocked=blocked)
+            metrics.set_partition_metrics(*key, end=end, read=read[key], lag_seconds=seconds, blocked_seconds=blocked)
         self._log_blocked(lags)
-        self._note_lagging([_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])
+        self._note_lagging([_make_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])
 
-    def _note_lagging(self, notes: Sequence[Note]) -> None:
-        """Call `note`, unless it was called for the same partitions less than `NOTE_INTERVAL_SECONDS` ago."""
+    def _note_lagging(self, notes: Sequence[LagNote]) -> None:
+        """Call `note`, unless the last call was for the same partitions and less than `NOTE_INTERVAL_SECONDS` ago.
+        Calls `note` only once while no partition lags."""
         now = time.monotonic()
         if self._noted is not None and (notes or not self._noted[1]):
             is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]
@@ -217,7 +222,8 @@ class LagMonitor:
             self._noted = now, notes
 
     def _log_blocked(self, lags: Mapping[Partition, PartitionLag]) -> None:
-        """Log once when an open transaction blocks a partition, and once when no transaction does any more."""
+        """Log once when an open transaction has blocked a partition for `LAGGING_SECONDS`, and once when no transaction
+        does any more."""
         blocked = {key: lag for key, lag in lags.items() if lag.blocked_seconds >= LAGGING_SECONDS}
         for (topic, partition), lag in blocked.items():
             if self._blocked.get((topic, partition)) != lag.stable:
@@ -239,7 +245,7 @@ def _is_lagging(lag: PartitionLag) -> bool:
     return max(lag.seconds, lag.blocked_seconds) >= LAGGING_SECONDS
 
 
-def _note(partition: Partition, lag: PartitionLag) -> Note:
+def _make_note(partition: Partition, lag: PartitionLag) -> LagNote:
     if lag.blocked_seconds < LAGGING_SECONDS:
         return (*partition, lag.records, lag.seconds, None, None)
     return (*partition, lag.records, lag.seconds, lag.stable, lag.blocked_seconds)

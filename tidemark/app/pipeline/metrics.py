@@ -20,7 +20,7 @@ class BatchHistogram(Histogram):
     """A histogram without labels that counts many observations at once."""
 
     def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
-        """Add observations. `amounts`: pairs (value, number of observations)."""
+        """Add observations. `amounts`: pairs (observed value, number of observations with this value)."""
         total, counts = 0.0, [0] * len(self._upper_bounds)
         for amount, count in amounts:
             total += amount * count
@@ -35,7 +35,7 @@ REGISTRY = CollectorRegistry()
 # The supervising loop runs twice a second. The description of HEARTBEAT contains the same limit.
 STALE_SECONDS = 15.0
 
-# A record's timestamp comes from the clock of its producer. Outside these limits, the clock or the unit is wrong.
+# A record's timestamp usually comes from the producer's clock. Outside these limits, the clock or the unit is wrong.
 MAX_PLAUSIBLE_AGE_SECONDS = 30 * 86_400.0
 MAX_CLOCK_AHEAD_SECONDS = 3600.0
 
@@ -91,8 +91,8 @@ SINK_SECONDS = Histogram(
 )
 SINK_FAULTS = Gauge(
     "tidemark_sink_errors",
-    "Streams that a sink cannot publish because of their data, while it publishes the others. Their readers wait."
-    " `tidemark status` names each stream and the error of the sink.",
+    "Streams that a sink cannot publish because of their data. The sink publishes the other streams. Readers of these"
+    " streams get no new positions. `tidemark status` names each stream and the error of the sink.",
     ["sink"],
     registry=REGISTRY,
 )
@@ -323,24 +323,24 @@ class PipelineHealth:
     registry = REGISTRY
 
     def __init__(self) -> None:
-        self._waits_for: str | None = "Spark starts"
+        self._problem: str | None = "Spark starts"
 
-    def set_state(self, waits_for: str | None) -> None:
+    def set_state(self, problem: str | None) -> None:
         """Set the state and the gauge `READY`.
 
-        `waits_for` is a text for people that names the condition without which no batch can run; None if the next batch
-        can run.
+        `problem`: the reason why no batch can run, as text for people; None if the next batch can run.
         """
-        self._waits_for = waits_for
-        READY.set(waits_for is None)
+        self._problem = problem
+        READY.set(problem is None)
 
     def readiness_problem(self) -> str | None:
-        """The text of `set_state`; None if the next batch can run."""
-        return self._waits_for
+        """The `problem` of the last call of `set_state`; None if the next batch can run."""
+        return self._problem
 
     def liveness_problem(self, now: float) -> str | None:
-        """A text if the supervising loop hangs, otherwise None. `now` is in seconds since 1970."""
-        is_stale = self._waits_for is None and now - gauge_value(HEARTBEAT) >= STALE_SECONDS
+        """A text if the supervising loop hangs, otherwise None. None also while the pipeline is not ready, because the
+        loop may not run then. `now`: seconds since 1970."""
+        is_stale = self._problem is None and now - gauge_value(HEARTBEAT) >= STALE_SECONDS
         return f"the supervising loop has not run for {STALE_SECONDS:g} s" if is_stale else None
 
 
@@ -361,7 +361,9 @@ def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
     IMPLAUSIBLE_TIMES.inc(sum(latencies.values()) - sum(plausible.values()))
 
 
-def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: float, blocked: float) -> None:
+def set_partition_metrics(
+    topic: str, partition: int, *, end: int, read: int, lag_seconds: float, blocked_seconds: float
+) -> None:
     """Set the metrics of a partition.
 
     Args:
@@ -369,20 +371,20 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
         partition: the number of the partition.
         end: the offset of the next record to be written.
         read: the offset of the next record to read.
-        seconds: the age of the oldest unread record, in seconds.
-        blocked: for how many seconds an open transaction has blocked the partition.
+        lag_seconds: the age of the oldest unread record; 0 if all records are read.
+        blocked_seconds: for how long an open transaction has blocked the partition; 0 if no transaction does.
     """
     KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
     KAFKA_LAG.labels(topic, partition).set(end - read)
-    KAFKA_LAG_SECONDS.labels(topic, partition).set(seconds)
-    KAFKA_BLOCKED_SECONDS.labels(topic, partition).set(blocked)
+    KAFKA_LAG_SECONDS.labels(topic, partition).set(lag_seconds)
+    KAFKA_BLOCKED_SECONDS.labels(topic, partition).set(blocked_seconds)
 
 
 def count_batch(effects: Iterable[ShardEffects], published: PublishResult, seconds: float) -> None:
     """Update the metrics for one published batch. A batch that is published again after a failure is counted again.
 
-    `seconds` is the wall time of the batch.
+    `seconds`: the wall time of the batch.
     """
     BATCH_SECONDS.observe(seconds)
     LAST_BATCH.set(published.published_at)
@@ -393,8 +395,8 @@ def count_batch(effects: Iterable[ShardEffects], published: PublishResult, secon
         for stream in shard.streams:
             for outcome, count in stream.counts.items():
                 outcomes[outcome] += count
-            for act in stream.overrides:
-                OVERRIDES.labels(act.kind).inc()
+            for override in stream.overrides:
+                OVERRIDES.labels(override.kind).inc()
         REGRESSIONS.inc(sum(len(stream.timelines) for stream in shard.streams))
         oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)
         _observe_latency(oldest, published.published_at)

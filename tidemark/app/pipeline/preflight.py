@@ -72,8 +72,8 @@ class Seed:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Everything that the query needs at its start. `prepare` loads it.
+class QueryStart:
+    """The data that a query needs at its start. `prepare` loads them.
 
     Attributes:
         seed: the start of the query's lineage.
@@ -92,7 +92,7 @@ class Start:
     policies: Policies
 
 
-def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
+def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> QueryStart:
     """Check the topics and the database, store the setup in Postgres, and load the start of the query.
 
     Only the process with the lease may call this function.
@@ -101,8 +101,8 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         settings: the settings of the pipeline.
         postgres: Tidemark's database.
         topics: queries Kafka.
-        accept: the differences that the operator accepts. Each is recorded in Postgres, so that the next start does not
-            need the acceptance again.
+        accept: the differences that the operator accepts. Each accepted difference is recorded in Postgres, so that the
+            next start does not need the acceptance again.
 
     Raises:
         Stop: a difference is not accepted, or a topic or the database is not suitable.
@@ -126,7 +126,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     )
     postgres.set_late_numbers_ahead()
     states = pack_by_shard(postgres.states(), settings.shards)
-    return Start(
+    return QueryStart(
         Seed(uuid.uuid4().hex, postgres.last_batch(), states),
         offsets,
         sum(topic.partitions[number].end - at for name, topic in read.items() for number, at in offsets[name].items()),
@@ -137,7 +137,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 
 def _record_acceptance(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
-    """Change the stored states and offsets, so that the next start finds no difference."""
+    """Change the stored states and offsets in Postgres, so that the next start finds no difference."""
     if accept & {"partitions", "loss"}:
         deferred = [
             (name, item) for name, stored in postgres.states().items() for item in codec.deferred_ranges(stored)

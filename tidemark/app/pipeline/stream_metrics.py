@@ -49,7 +49,8 @@ class StreamEntry:
         linear: the linear position.
         allocated: the highest allocated ID.
         positions: writer -> position, without retired writers.
-        summary: the summary of the stream, without its sources. With them, a stream with a relay would never be quiet.
+        summary: the summary of the stream, without its sources. With its sources, a stream with a relay would never be
+            quiet.
         sources: the relays and bridges of the stream that send OPEN records.
     """
 
@@ -86,9 +87,13 @@ class StreamEntries:
 
     The metrics of a quiet stream are computed from its encoded state when a batch or a scrape needs them.
 
+    Args:
+        max_first: the number of streams that `first` returns.
+        stored: the encoded states of all streams.
+
     Attributes:
         linear: the sum of the linear positions.
-        allocated: the sum of the highest IDs.
+        allocated: the sum of the highest allocated IDs.
         positions: the sum of the positions of all writers that have not retired.
         writers: the number of writers that have not retired.
         active: the metrics of the streams that are not quiet, by name.
@@ -224,7 +229,7 @@ log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR_BOUND = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
-MAX_AGGREGATED = ("age", "behind_seconds")  # aggregated by the maximum; all other gauges by the sum
+AGGREGATED_BY_MAX = ("age", "behind_seconds")  # all other gauges are aggregated by the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no stream has these names: a name contains no space
 NO_STATES = ShardedStates(1, {})
 
@@ -290,8 +295,8 @@ class StreamCollector(Collector):
         )
         self._begin(StreamEntries(self._streams, states))
 
-    def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
-        """The number of offsets that a batch has read. Call this before `update` with the same batch."""
+    def count_new_offsets(self, effects: Sequence[ShardEffects]) -> int:
+        """Count the offsets that a batch has read. Call this method before `update` with the same batch."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
         return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
@@ -373,12 +378,12 @@ class StreamCollector(Collector):
             families["omitted"].add_metric([kind], count)
         return families.values()
 
-    def blocked(self) -> dict[str, dict[str, Any]]:
+    def lagging_streams(self) -> dict[str, dict[str, Any]]:
         """The streams with a long linear lag: stream -> fields of its log line.
 
         A lag is long after `behind_seconds` of the policy, or after `BRIEF_WAIT` if no policy has this setting.
         """
-        now, blocked = self._now(), dict[str, dict[str, Any]]()
+        now, lagging = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
             for stream, entry in self._entries.active.items():
                 lag = entry.summary.linear_lag
@@ -388,8 +393,8 @@ class StreamCollector(Collector):
                 fields = {"stream": stream, "linear": entry.linear, "ids": lag.ids, "seconds": round(seconds)}
                 if lag.blockers:
                     fields |= {"writer": lag.blockers[0].writer, "reason": lag.blockers[0].reason}
-                blocked[stream] = fields
-        return blocked
+                lagging[stream] = fields
+        return lagging
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
         """The bounds of which a stream uses `NEAR_BOUND` or more: "stream bound" -> fields of the log line."""
@@ -474,8 +479,8 @@ class StreamCollector(Collector):
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
         """Add a series for each blocker that has blocked for `BRIEF_WAIT` or longer, the oldest first.
 
-        Returns the number of blockers that were left out because of a limit: that of the series, or that of the
-        blockers in the summary of a stream.
+        Returns the number of blockers without a series. A blocker has none beyond the largest number of series, and
+        beyond the largest number of blockers in the summary of a stream.
         """
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
@@ -513,13 +518,13 @@ class StreamCollector(Collector):
                 family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
-        """The aggregated values of the streams without their own series. `named` are the streams with their own series.
+        """The aggregated values of the streams without their own series: key of `STREAM_GAUGES` -> value.
 
-        Only the streams in `active` are read. All other streams are quiet: their values are 0, except the linear
-        position and the highest ID.
+        `named`: the streams with their own series. `active`: the other streams that are not quiet. The values of quiet
+        streams are 0, except the linear position and the highest allocated ID, which are computed from sums.
         """
         rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
-        values = {key: (max if key in MAX_AGGREGATED else sum)(row[key] for row in rows) for key in rows[0]}
+        values = {key: (max if key in AGGREGATED_BY_MAX else sum)(row[key] for row in rows) for key in rows[0]}
         values["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
         values["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
         return values
@@ -539,7 +544,7 @@ class StreamCollector(Collector):
         }
 
     def _age(self, since: int | None, now: float) -> float:
-        """Seconds since `since` (milliseconds since 1970). None: since the start of this process."""
+        """Seconds since `since` (milliseconds since 1970); None: since this collector was created."""
         return max(0.0, now - (self._began if since is None else since / 1000))
 
 
@@ -551,15 +556,15 @@ def _sum_pairs(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return postgres, sink
 
 
-MAX_LINES: Final = 10  # log lines of one kind in one check; if there are more, one line lists the streams
+MAX_LINES: Final = 10  # log lines of one kind in one check; if there are more, one line has their number and 10 names
 Fields = dict[str, Any]
 
 
 @dataclass(slots=True)
 class ThresholdLog:
-    """Logs once when a stream crosses a threshold, and once when the stream no longer does. For one thread.
+    """Logs once when a stream exceeds a threshold, and once when the stream no longer exceeds it. For one thread.
 
-    The first check of a process logs all crossed thresholds.
+    The first check logs all thresholds that are exceeded.
     """
 
     collector: StreamCollector
@@ -567,8 +572,8 @@ class ThresholdLog:
 
     def check(self) -> None:
         """Log the changes since the last check."""
-        blocked = self.collector.blocked()
-        self._compare("The linear position is blocked", "The linear position is no longer blocked", blocked)
+        lagging = self.collector.lagging_streams()
+        self._compare("The linear lag of a stream is long", "The linear lag of a stream is no longer long", lagging)
         self._compare("A stream is near a bound", "A stream is no longer near a bound", self.collector.near_bounds())
 
     def _compare(self, event: str, end_event: str, crossed: dict[str, Fields]) -> None:

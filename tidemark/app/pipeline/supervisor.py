@@ -22,9 +22,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tidemark.app.logs import shutdown_event
 from tidemark.app.output import progress
 from tidemark.app.pipeline import engine, metrics
-from tidemark.app.pipeline.batches import BatchHandler, RefusedRecordFinder, tracing
+from tidemark.app.pipeline.batches import BatchHandler, RefusedRecordFinder, open_tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
-from tidemark.app.pipeline.preflight import Start, prepare
+from tidemark.app.pipeline.preflight import QueryStart, prepare
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
@@ -73,9 +73,9 @@ MAX_LOGGED_NAMES = 10
 
 
 class PolicyWatch(LeasedThread):
-    """A thread that reads the policies, and calls `on_change` with all policies when one has changed.
+    """A thread that reads the policies, and calls `on_change` with all policies when a policy has changed.
 
-    If bounds have changed, the thread sets `failure`, because only a new query can use the new bounds.
+    If a bound of a stream has changed, the thread sets `failure`, because only a new query can use the new bound.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class PolicyWatch(LeasedThread):
         return POLICY_CHECK_SECONDS
 
 
-# The time limit of the current batch after SIGTERM, so that the process ends within 10 s.
+# The time limit of the running batch when the query ends. After SIGTERM, the process must end within 10 s.
 LAST_BATCH_TIMEOUT_SECONDS = 6.0
 # After SIGTERM, the longest wait for threads that query servers. An orchestrator kills the process after 10 s.
 EXIT_TIMEOUT_SECONDS = 9.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
-MAX_FAILURES = 6  # failed queries without a published batch between them, after which the process ends
+MAX_FAILURES = 6  # the process ends after this number of failed queries without a published batch between them
 SECRETS_CHECK_SECONDS = 5.0
 # Python's first threshold is 700. A batch of 10,000 streams creates 500,000 objects without reference cycles, and
 # collections took longer than the rest of the driver's work.
@@ -123,12 +123,12 @@ GC_THRESHOLDS = 100_000, 20, 50
 # all cores. A change requires a new query, which starts in a second, but more slowly with many streams. So a query with
 # more streams than this is always for heavy traffic.
 LIGHT_STREAMS = 10_000
-LIGHT_TRAFFIC_SECONDS = 120.0  # after so long without a large batch, a query for light traffic starts
+LIGHT_TRAFFIC_SECONDS = 120.0  # after this time without a large batch, a query for light traffic starts
 NO_EXECUTOR = "no Spark executor has registered; check the executor pods, or the workers of the Spark cluster"
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
-    """Run the pipeline until SIGTERM or SIGINT. Completes the running batch.
+    """Run the pipeline until SIGTERM or SIGINT. Then waits up to `LAST_BATCH_TIMEOUT_SECONDS` for the running batch.
 
     Args:
         settings: the settings of the pipeline.
@@ -136,6 +136,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
 
     Raises:
         Stop: a person must decide.
+        SparkDied: Spark ended, or did not start.
         QueryFailed, ChainBroken: the query failed `MAX_FAILURES` times since the last published batch.
     """
     gc.set_threshold(*GC_THRESHOLDS)
@@ -148,7 +149,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         suppress(Stopping),
         http_health.serve_health("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
         directory_lock(settings.checkpoint, stopping),
-        engine.open_engine(settings) as spark,
+        engine.open_engine(settings) as spark_engine,
     ):
         failures = highest_token = 0
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
@@ -156,7 +157,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         refused: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
             pipeline_run = PipelineRun(
-                settings, spark, collector, health, stopping, highest_token, max_records, refused
+                settings, spark_engine, collector, health, stopping, highest_token, max_records, refused
             )
             max_records = settings.max_records_per_batch
             try:
@@ -211,7 +212,7 @@ class PipelineRun:
     def __init__(
         self,
         settings: Settings,
-        spark: engine.Engine,
+        spark_engine: engine.Engine,
         collector: StreamCollector,
         health: metrics.PipelineHealth,
         stopping: threading.Event,
@@ -221,8 +222,8 @@ class PipelineRun:
     ) -> None:
         self._settings = settings
         self._refused = refused
-        self._max_records = max_records  # of a batch
-        self._spark = spark
+        self._max_records = max_records  # of the first batch
+        self._spark_engine = spark_engine
         self._collector = collector
         self._health = health
         self._stopping = stopping
@@ -238,7 +239,7 @@ class PipelineRun:
 
     @property
     def has_outdated_secrets(self) -> bool:
-        """Whether a secret for Kafka has changed since the start. Running clients do not reload secrets."""
+        """Whether a secret for Kafka has changed since this run was created. Running clients do not reload secrets."""
         return self._settings.kafka.portable_settings() != self._secrets
 
     @property
@@ -255,7 +256,7 @@ class PipelineRun:
         """
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
-            stack.enter_context(self._spark.detecting_exit())
+            stack.enter_context(self._spark_engine.detecting_exit())
             retention = Retention(history=settings.history_days, audit=settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check_writable()
@@ -280,7 +281,7 @@ class PipelineRun:
             gc.unfreeze()
             gc.collect()
             gc.freeze()  # the garbage collector skips the loaded states of up to a million streams
-            sinks = self._sinks(stack, postgres, lease)
+            sinks = self._open_sinks(stack, postgres, lease)
             stack.enter_context(self._collector.showing_sinks(sinks))
             for sink in sinks:
                 with suppress(Unavailable):  # the publisher waits for the sink later
@@ -307,7 +308,7 @@ class PipelineRun:
             policy_watch = stack.enter_context(
                 PolicyWatch(postgres.policies, lease, start.policies, self._collector.set_policies)
             )
-            trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
+            trace = stack.enter_context(open_tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
             bounds, lineage = start.policies.bounds(), start.seed.lineage
             refused_finder = RefusedRecordFinder(
@@ -324,7 +325,7 @@ class PipelineRun:
                 refused_finder.find,
                 one_task=one_task,
             )
-            spark, store = self._spark.session(stopping), settings.checkpoint_store
+            spark, store = self._spark_engine.session(stopping), settings.checkpoint_store
             location = stack.enter_context(
                 query_folder(settings.checkpoint) if store is None else store_folder(spark, store)
             )
@@ -332,8 +333,8 @@ class PipelineRun:
             threads = self._batches, lag_monitor, maintenance, requeuer, policy_watch, wait_monitor
             self._supervise(spark, running, lease, sinks, threads, wait_monitor)
 
-    def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
-        """The sinks, in the order in which they publish."""
+    def _open_sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
+        """Open the sinks, in the order in which they publish. `stack` closes them."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
         show_progress = partial(progress, "filling Redis", unit="stream")
         sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, show_progress)]
@@ -346,17 +347,24 @@ class PipelineRun:
 
     @contextmanager
     def _query(
-        self, spark: SparkSession, start: Start, location: str, batches: BatchHandler, lease: Lease, *, one_task: bool
+        self,
+        spark: SparkSession,
+        start: QueryStart,
+        location: str,
+        batches: BatchHandler,
+        lease: Lease,
+        *,
+        one_task: bool,
     ) -> Iterator[StreamingQuery]:
         """Start the query, run the block, wait until the running batch is published, and stop the query.
 
-        After `LAST_BATCH_TIMEOUT_SECONDS`, gives up the lease, so that the running batch stops waiting for a server.
-        Raises `QueryFailed` if the query does not start.
+        After `LAST_BATCH_TIMEOUT_SECONDS`, gives up the lease, so that the running batch fails instead of waiting for a
+        server. Raises `QueryFailed` if the query does not start.
         """
         try:
             if self._is_local:
                 set_tasks(spark, one_task=one_task)
-            packets = engine.packets(
+            packets = engine.make_packets(
                 spark, self._settings, self._kafka, start, self._max_records, self._refused, one_task=one_task
             )
             seeds = spark.sparkContext.broadcast(start.seed.states)
@@ -378,8 +386,8 @@ class PipelineRun:
         finally:
             self._health.set_state("the query ended")
             if not batches.finish(LAST_BATCH_TIMEOUT_SECONDS):
-                # The thread of the batch may still wait for a server. The next query reads the batch again.
-                log.warning("The query ended while a batch still waits for a server; the batch will be repeated")
+                # The thread of the batch may wait for a server. Without the lease, the thread stops waiting.
+                log.warning("The query ended, but a batch still runs; the next query repeats the batch")
                 lease.give_up()
             with suppress(PySparkException, Py4JJavaError):  # raised if the batch takes longer than Spark waits
                 running.stop()
@@ -396,7 +404,7 @@ class PipelineRun:
         threads: Sequence[BatchHandler | LagMonitor | LeasedThread],
         wait_monitor: BatchWaitMonitor,
     ) -> None:
-        """Check the lease, the query and all threads twice a second until SIGTERM. Raises the first failure.
+        """Check the lease, the query and all threads twice a second until `stopping` is set. Raises the first failure.
 
         Also updates the heartbeat and the state of the pipeline for probes.
         """
@@ -433,7 +441,7 @@ class PipelineRun:
 
 
 def is_light(streams: int, lag: int) -> bool:
-    """Whether a query that starts with this number of streams and of unread records is for light traffic."""
+    """Whether a query that starts with `streams` streams and `lag` unread records is for light traffic."""
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
@@ -445,7 +453,7 @@ def _add_refused(refused: RefusedOffsets, known: dict[str, dict[int, list[int]]]
 
 
 def _exit_after_timeout() -> None:
-    """Sleep for `EXIT_TIMEOUT_SECONDS`, and then end the process. For a daemon thread, started at the signal."""
+    """Sleep for `EXIT_TIMEOUT_SECONDS`, and then end the process. For a daemon thread that starts at the signal."""
     time.sleep(EXIT_TIMEOUT_SECONDS)
     log.warning("Stopped without waiting for servers that do not answer; the next start repeats the unfinished work")
     os._exit(0)

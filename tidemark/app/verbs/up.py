@@ -219,7 +219,7 @@ def _create_class_archive(java: str) -> Iterator[None]:
     The archive makes later starts of the pipeline faster. If the block ends before the archive is complete, the child
     process is ended, and a later start creates the archive. A failure of the child process is ignored.
     """
-    if class_archive.is_complete(class_archive.spark_archive(java)):
+    if class_archive.is_complete(class_archive.spark_archive_path(java)):
         yield
         return
     maker = subprocess.Popen(
