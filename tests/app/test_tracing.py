@@ -117,7 +117,7 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
     """By us: redis-py looks for the SDK by itself."""
     program = (
         "import sys, tidemark.app.pipeline.supervisor\n"
-        "from tidemark.app.pipeline.batches import tracing\n"
+        "from tidemark.app.pipeline.batches import open_tracing\n"
         "with open_tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.record_publish(None)\n"
         "sys.exit(any(it.startswith('opentelemetry.exporter') for it in sys.modules))"
     )
