@@ -27,9 +27,9 @@ from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.persisting import next_prevs_and_depth
 from tidemark.sources.rooms.reading import (
     VectorPosition,
-    current_state,
-    incarnation,
-    joined_rooms_with_version,
+    load_current_state,
+    load_incarnation,
+    load_joined_rooms_with_version,
     messages,
 )
 from tidemark.sources.rooms.rules import EventKind, RoomEvent
@@ -57,7 +57,7 @@ class World:
         self.connection.execute(
             "insert into play.answers (client, kind, about, since, upto, answer, incarnation)"
             " values (%s, %s, %s, %s, %s, %s, %s)",
-            [client, kind, about, *texts, incarnation(self.connection)],
+            [client, kind, about, *texts, load_incarnation(self.connection)],
         )
 
     def compare_synced(
@@ -131,7 +131,7 @@ def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: Wor
     world.say("three")
     found, _ = messages(world.connection, ROOM, VectorPosition(3))
     keys = [(it.depth, it.stream_ordering) for it in found]
-    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
+    state = [(*key, *entry) for key, entry in load_current_state(world.connection, ROOM)[1].items()]
     for events in (keys, keys[1:], keys[::-1], [*keys, keys[-1]]):
         world.answer("history", "history", ROOM, 0, 3, {"events": events, "history": 0, "state": state})
     world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": state})
@@ -141,7 +141,7 @@ def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: Wor
 
 def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None:
     """One that lacks a member is not, however many there are."""
-    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
+    state = [(*key, *entry) for key, entry in load_current_state(world.connection, ROOM)[1].items()]
     events = [(2, 2), (1, 1)]
     for given in (*[state] * 5, state[1:]):
         world.answer("history", "history", ROOM, 0, 2, {"events": events, "history": 0, "state": given})
@@ -154,7 +154,7 @@ def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
     content = {"membership": "invite"}
     invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, EventKind.OUT_OF_BAND)
     STORE.persist(world.connection, invite)
-    state = [(*key, *entry) for key, entry in current_state(world.connection, ROOM)[1].items()]
+    state = [(*key, *entry) for key, entry in load_current_state(world.connection, ROOM)[1].items()]
     STORE.persist(world.connection, replace(invite, kind=EventKind.REGULAR))
     world.answer("history", "history", ROOM, 0, 3, {"events": [(2, 2), (1, 1)], "history": 0, "state": state})
     assert world.counts()["history"] == RoomCount("history", 2, 2)
@@ -178,8 +178,8 @@ def test_the_cached_rooms_of_a_member_are_stale_in_the_same_way(world: World) ->
         served = [["rooms_of", "@ada", version] for version in versions] + [["rooms_of", "@eve", versions[0]]]
         world.answer("caches", "served", "", 0, upto, {"served": served})
     assert world.counts()["caches"] == RoomCount("caches", 6, 6, stale=2)
-    assert joined_rooms_with_version(world.connection, "@ada") == (2, [ROOM])
-    assert joined_rooms_with_version(world.connection, "@eve") == (1, [])
+    assert load_joined_rooms_with_version(world.connection, "@ada") == (2, [ROOM])
+    assert load_joined_rooms_with_version(world.connection, "@eve") == (1, [])
 
 
 def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -> None:
@@ -200,7 +200,7 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
         with verification.paused():  # this is when it is looked at
             verification.prepare_services_server(world.dsn, how)
         world.connection.execute("delete from rooms.timeline where event = 'lost'")
-        assert incarnation(world.connection) > 0
+        assert load_incarnation(world.connection) > 0
         before = {it.reader: it for it in verification.counts()}
         assert before["own"] == RoomCount("own", 0, 0, missed=1)
         assert before["line"] == RoomCount("line", 2, 2)

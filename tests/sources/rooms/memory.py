@@ -8,6 +8,7 @@ from tidemark.sources.rooms.rules import (
     MAX_DEPTH,
     MEMBER,
     EventKind,
+    EventStream,
     EventSummary,
     MemoryStateGroups,
     RelatedEvents,
@@ -15,7 +16,6 @@ from tidemark.sources.rooms.rules import (
     RoomEvent,
     State,
     Stay,
-    Timeline,
     check_state_before,
     choose_prevs,
     compute_change,
@@ -68,18 +68,18 @@ class MemoryRooms:
         self._summaries: dict[str, EventSummary] = {}
 
     def persist(
-        self, event: RoomEvent, timeline: Timeline = "events", state_ids_before: Collection[str] | None = None
+        self, event: RoomEvent, stream: EventStream = "events", state_ids_before: Collection[str] | None = None
     ) -> RoomChange:
         """Persist an event, as `RoomStore.persist` does. If it raises `BadEvent`, nothing is changed."""
         room = self.rooms.get(event.room) or MemoryRoom()
         prevs = {id: self._summaries[id] for id in event.prevs if id in self._summaries}
         related = RelatedEvents(self.events.get(event.id), prevs, room.successors_of(event.room, event.id))
-        change = compute_change(event, related, timeline)
+        change = compute_change(event, related, stream)
         state_before = check_state_before(event, change, state_ids_before, self.events)
         self.rooms[event.room] = room
         self.events[event.id], self._summaries[event.id] = event, event.summary
-        if change.timeline:
-            (self.live if change.timeline == "events" else self.history).append(event.id)
+        if change.stream:
+            (self.live if change.stream == "events" else self.history).append(event.id)
         if event.kind is EventKind.OUT_OF_BAND and event.state_key:
             self.recipients[len(self.live)] = event.state_key
         if not event.kind.is_outlier:

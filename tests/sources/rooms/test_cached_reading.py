@@ -15,10 +15,10 @@ from tidemark.sources.rooms import persisting
 from tidemark.sources.rooms.persisting import RoomStore, next_prevs_and_depth
 from tidemark.sources.rooms.reading import (
     VectorPosition,
-    current_state,
-    joined_rooms_with_version,
+    load_current_state,
     load_invalidations,
-    members_with_version,
+    load_joined_rooms_with_version,
+    load_members_with_version,
 )
 from tidemark.sources.rooms.rules import EventKind, RoomEvent
 from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, MEMBERS_CACHE, ROOM_CACHES, STATE_CACHE, Caches
@@ -40,10 +40,10 @@ Value = tuple[int, object]
 def load_value(connection: Connection, entry: Entry) -> Value:
     cache, key = entry
     load: Mapping[str, Callable[[Connection, str], Value]] = {
-        STATE_CACHE: current_state,
+        STATE_CACHE: load_current_state,
         # The version is that of the room's state, so it changes without the members.
-        MEMBERS_CACHE: lambda connection, room: (0, members_with_version(connection, room)[1]),
-        JOINED_ROOMS_CACHE: joined_rooms_with_version,
+        MEMBERS_CACHE: lambda connection, room: (0, load_members_with_version(connection, room)[1]),
+        JOINED_ROOMS_CACHE: load_joined_rooms_with_version,
     }
     return load[cache](connection, key)
 

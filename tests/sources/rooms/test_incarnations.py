@@ -11,7 +11,7 @@ from tests.sources.rooms.test_persisting import ROOT, SQL_STORE, STORE
 from tests.waiting import eventually
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import SqlAppender
-from tidemark.sources.rooms.reading import VectorPosition, incarnation, initial_sync, messages, sync
+from tidemark.sources.rooms.reading import VectorPosition, initial_sync, load_incarnation, messages, sync
 
 MARGIN = 10_000
 
@@ -25,7 +25,7 @@ def begin_anew(connection: Connection, **heads_by_stream: int) -> int:
 def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
     """New IDs are beyond the head that Tidemark knows, and beyond the IDs of the backup, in each stream. So they are
     after a second restore of the same backup."""
-    assert incarnation(rooms) == 0
+    assert load_incarnation(rooms) == 0
     STORE.persist(rooms, ROOT)
     first = begin_anew(rooms, events=950, backfill=-7)
     assert STORE.persist(rooms, an_event("lost", ROOT)) == 950 + MARGIN + 1
@@ -33,7 +33,7 @@ def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
     rooms.execute("delete from rooms.incarnations where began > 0")
     rooms.execute("select setval(ids, direction * 3) from tidemark.append_streams")
     second = begin_anew(rooms, events=950 + MARGIN + 1)
-    assert incarnation(rooms) == second > first
+    assert load_incarnation(rooms) == second > first
     assert STORE.persist(rooms, an_event("found", ROOT)) == 950 + 2 * MARGIN + 2
     assert STORE.persist(rooms, an_event("other"), "backfill") == -3 - MARGIN - 1
     rooms.execute("insert into rooms.incarnations values (%s)", [2**62])
@@ -43,11 +43,11 @@ def test_no_id_is_given_out_twice_after_a_restore(rooms: Connection) -> None:
 
 def test_begin_anew_requires_the_heads_of_all_streams(rooms: Connection) -> None:
     """The error has a hint with the query for the heads. Nothing is changed."""
-    before = incarnation(rooms)
+    before = load_incarnation(rooms)
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="no ID for stream 'backfill'") as refused:
         rooms.execute('select rooms.begin_anew(\'{"events": 3, "caches": 0}\')')
     assert "select jsonb_object_agg(stream, head) from tidemark.streams" in str(refused.value)
-    assert incarnation(rooms) == before
+    assert load_incarnation(rooms) == before
     assert STORE.persist(rooms, ROOT) == 1
 
 
@@ -62,10 +62,10 @@ def test_begin_anew_waits_for_transactions_that_have_reserved_an_id(
         opening.start()
         waiting = "select 1 from pg_locks where not granted and pid = %s"
         eventually(lambda: rooms.execute(waiting, [third.info.backend_pid]).fetchone())
-        assert incarnation(rooms) == 0
+        assert load_incarnation(rooms) == 0
         second_connection.execute("rollback")
         opening.join()
-    assert incarnation(rooms) > 0
+    assert load_incarnation(rooms) > 0
 
 
 @pytest.mark.parametrize("published", [1, 950])

@@ -16,7 +16,14 @@ from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
-from tidemark.sources.rooms.reading import VectorPosition, current_state, joined_rooms, members_of, messages, state_at
+from tidemark.sources.rooms.reading import (
+    VectorPosition,
+    load_current_state,
+    load_joined_rooms,
+    load_members,
+    load_state_at,
+    messages,
+)
 from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MAX_DEPTH, MEMBER, BadEvent, EventKind, RoomEvent
 from tidemark.sources.rooms.tables import PostgresStateGroups
 
@@ -80,7 +87,7 @@ def test_the_tables_match_the_rules(rooms: Connection, case: tuple[list[RoomEven
     for _ in range(2):
         stored = tables.load_events(rooms, [event.id for event in named.values()])
         expected = ExpectedRoom(named.values(), {id: event.kind for id, (event, _) in stored.items()}, turns)
-        assert current_state(rooms, room)[1] == expected.current_state
+        assert load_current_state(rooms, room)[1] == expected.current_state
         states = {id: tables.load_state(rooms, group) for id, (_, group) in stored.items() if group is not None}
         assert states == {id: expected.state_at(id) for id in expected.non_outliers}
         tables.compact_states(rooms, room)
@@ -224,7 +231,7 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
     ada, bob = a_member("ada", "@ada"), a_member("bob", "@bob", a_member("ada", "@ada"))
     for event in (ada, bob, an_event("topic", bob, key=""), an_event("hello", an_event("topic", bob))):
         STORE.persist(rooms, event)
-    assert (members_of(rooms, ROOM), joined_rooms(rooms, "@bob")) == (["@ada", "@bob"], [ROOM])
+    assert (load_members(rooms, ROOM), load_joined_rooms(rooms, "@bob")) == (["@ada", "@bob"], [ROOM])
     assert invalidations(rooms) == [
         ("*room", [ROOM]),
         ("rooms_of", ["@ada"]),
@@ -232,14 +239,14 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
         ("rooms_of", ["@bob"]),
         ("state", [ROOM]),
     ]
-    assert current_state(rooms, ROOM)[0] == 3
+    assert load_current_state(rooms, ROOM)[0] == 3
     members = [replace(a_member(f"m{number}", f"@m{number}"), kind=EventKind.OUTLIER) for number in range(11)]
     for member in members:
         STORE.persist(rooms, member)
     far = replace(an_event("far", ROOT), depth=9, prevs=("unknown",))
     STORE.persist(rooms, far, state_ids_before=[member.id for member in members])
     assert invalidations(rooms)[-2:] == [("*room", [ROOM]), ("rooms_of", None)]
-    assert len(members_of(rooms, ROOM)) == 13
+    assert len(load_members(rooms, ROOM)) == 13
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -254,12 +261,12 @@ def test_a_soft_failed_event_between_regular_ones_leaves_no_extremity(
         first_bad = replace(an_event(f"s{number}", last), kind=EventKind.SOFT_FAILED)
         second_bad = replace(an_event(f"t{number}", first_bad), kind=EventKind.REJECTED)
         regular = an_event(f"u{number}", second_bad, key=f"k{number % 3}")
-        before = state_at(rooms, ROOM, VectorPosition(1000))
+        before = load_state_at(rooms, ROOM, VectorPosition(1000))
         state_ids = [entry.id for entry in before.values()]
         ids = [
             STORE.persist(rooms, (first_bad, second_bad, regular)[place], state_ids_before=state_ids) for place in order
         ]
-        assert state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
+        assert load_state_at(rooms, ROOM, VectorPosition((ids[order.index(2)] or 0) - 1)) == before
         last = regular
     assert [*tables.load_forward_extremities(rooms, ROOM)] == ["u19"]
 
@@ -286,6 +293,6 @@ def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
         assert depth == MAX_DEPTH
         STORE.persist(rooms, RoomEvent(id, ROOM, "topic", "@ada", prevs, depth, "a"))
         assert [*tables.load_forward_extremities(rooms, ROOM)] == [id]
-        assert [entry.id for entry in current_state(rooms, ROOM)[1].values()] == [id]
+        assert [entry.id for entry in load_current_state(rooms, ROOM)[1].values()] == [id]
     page, _ = messages(rooms, ROOM, VectorPosition(1000))
     assert [row.event for row in page] == ["x", "y", "z", "last"]

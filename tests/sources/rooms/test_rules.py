@@ -206,7 +206,7 @@ ROOT = an_event("root")
         ),
         (
             an_event("gap", ROOT, replace(ROOT, id="unknown")),
-            "prev event unknown is not stored, and the sender gave no state",
+            "its prev event unknown is not stored, or only as an outlier, and the state before the event was not given",
         ),
     ],
 )

@@ -44,12 +44,12 @@ from tidemark.sources.rooms.persisting import (
 )
 from tidemark.sources.rooms.reading import (
     VectorPosition,
-    current_state,
-    incarnation,
     initial_sync,
-    joined_rooms_with_version,
+    load_current_state,
+    load_incarnation,
     load_invalidations,
-    members_with_version,
+    load_joined_rooms_with_version,
+    load_members_with_version,
     messages,
     sync,
 )
@@ -473,9 +473,9 @@ class _Clients:
             else f"!{self._random.randrange(ROOMS)}"
         )
         load: Mapping[str, Callable[[], tuple[int, object]]] = {
-            STATE_CACHE: lambda: current_state(facts, key),
-            MEMBERS_CACHE: lambda: members_with_version(facts, key),
-            JOINED_ROOMS_CACHE: lambda: joined_rooms_with_version(facts, key),
+            STATE_CACHE: lambda: load_current_state(facts, key),
+            MEMBERS_CACHE: lambda: load_members_with_version(facts, key),
+            JOINED_ROOMS_CACHE: lambda: load_joined_rooms_with_version(facts, key),
         }
         version, _ = caches.get(cache, [key], load[cache])
         return cache, key, version
@@ -523,7 +523,7 @@ class _Clients:
         stack.enter_context(convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
         facts = stack.enter_context(SessionConnection.open(self._servers.facts_dsn))
         effects = stack.enter_context(SessionConnection.open(self._servers.effects_dsn))
-        return facts, _Answers(effects, self._kind, self._role.store_all, incarnation(facts))
+        return facts, _Answers(effects, self._kind, self._role.store_all, load_incarnation(facts))
 
     def _published_position(self, stream: str) -> VectorPosition | None:
         """Read the published position of the stream: a linear position if the client is `LINEAR`, otherwise a vector.

@@ -34,7 +34,7 @@ from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.reading import TimelineRow, VectorPosition, current_state, incarnation
+from tidemark.sources.rooms.reading import TimelineRow, VectorPosition, load_current_state, load_incarnation
 from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, RoomEvent, State, StateEntry, Stay
 
 
@@ -353,7 +353,7 @@ class RoomsVerification(Verification):
     def _compare(self) -> int:
         """Compare all syncs, and the new other answers, of the newest incarnation. Returns the newest incarnation."""
         with self._facts.use() as connection:
-            newest = incarnation(connection)
+            newest = load_incarnation(connection)
         with self._effects.use() as connection:
             answers = connection.execute(
                 "select client, about, since, upto, answer from play.answers"
@@ -480,7 +480,7 @@ def _matches_definitions(connection: Connection, room: str) -> bool:
     published = Counter(event for event, _ in arrivals)
     sent = {event for event, _, recipient in rows if recipient is not None}
     members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
-    current = current_state(connection, room)[1]
+    current = load_current_state(connection, room)[1]
     chains = tables.PostgresStateGroups(connection, room)
     return (
         {*tables.load_forward_extremities(connection, room)} == expected_room.forward_extremities

@@ -21,13 +21,13 @@ from tidemark.sources.rooms.rules import (
     MEMBER,
     BadEvent,
     EventKind,
+    EventStream,
     EventSummary,
     RelatedEvents,
     RoomChange,
     RoomEvent,
     State,
     StateEntry,
-    Timeline,
     check_state_before,
     choose_prevs,
     compute_change,
@@ -40,7 +40,7 @@ from tidemark.sources.rooms.rules import (
 from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, ROOM_CACHES, STATE_CACHE, LockedRoom, PostgresStateGroups
 from tidemark.sources.writer import Writer
 
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL in JSON; an escaped backslash before `u0000` is none
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL in JSON, but not an escaped backslash before `u0000`
 MAX_INVALIDATED_MEMBERS = 10
 """If the memberships of more members change at once, the cache of joined rooms is cleared for all members."""
 
@@ -93,13 +93,13 @@ class RoomStreams:
     backfill: str = "backfill"
     caches: str = "caches"
 
-    def name_of(self, timeline: Timeline) -> str:
-        """The name of the stream of a timeline."""
-        return self.events if timeline == "events" else self.backfill
+    def name_of(self, stream: EventStream) -> str:
+        """The name of a stream of events."""
+        return self.events if stream == "events" else self.backfill
 
 
 class RoomStore:
-    """Persists events as one writer. Only one thread at a time may call a method. A store has no state of its own.
+    """Persists events as one writer. Only one thread at a time may call a method.
 
     Args:
         appender: appends the facts.
@@ -116,7 +116,7 @@ class RoomStore:
         self,
         connection: Connection,
         event: RoomEvent,
-        timeline: Timeline = "events",
+        stream: EventStream = "events",
         state_ids_before: Collection[str] | None = None,
         reserved_id: int | None = None,
     ) -> int | None:
@@ -125,22 +125,22 @@ class RoomStore:
         Args:
             connection: in the transaction of the service.
             event: the event.
-            timeline: `events` for a live event, `backfill` for history.
+            stream: `events` for a live event, `backfill` for history.
             state_ids_before: the IDs of the events that make up the state before `event`. Required if a prev event of
                 `event` is not stored; otherwise ignored.
-            reserved_id: the ID for the event's fact, which this transaction has reserved on the timeline's stream; None
+            reserved_id: the ID for the event's fact, which this transaction has reserved on this stream; None
                 to take the next ID.
 
         Returns:
-            The stream ID of the event; None for an outlier, which is not published.
+            The stream ID of the event; None for an outlier that is not out-of-band, which is not published.
 
         Raises:
-            BadEvent: the event is refused, and nothing was written.
+            BadEvent: the event is refused, and nothing was written. The transaction can continue.
         """
         event = _with_stored_content(event)
         try:
             with connection.transaction():
-                return self._persist(connection, event, timeline, state_ids_before, reserved_id)
+                return self._persist(connection, event, stream, state_ids_before, reserved_id)
         except psycopg.errors.UniqueViolation as error:  # two rooms with the same event ID at the same time
             raise BadEvent(event.id, "another event has this ID") from error
 
@@ -148,7 +148,7 @@ class RoomStore:
         self,
         connection: Connection,
         event: RoomEvent,
-        timeline: Timeline,
+        stream: EventStream,
         state_ids_before: Collection[str] | None,
         reserved_id: int | None,
     ) -> int | None:
@@ -160,7 +160,7 @@ class RoomStore:
             {id: stored[id].summary for id in event.prevs if id in stored},
             tables.load_successors(connection, event.room, event.id),
         )
-        change = compute_change(event, related, timeline)
+        change = compute_change(event, related, stream)
         state_before = check_state_before(event, change, state_ids_before, stored)
         groups, group = PostgresStateGroups(connection, event.room), None
         if not event.kind.is_outlier:
@@ -169,9 +169,9 @@ class RoomStore:
         _store_event(connection, event, group)
         _store_change(connection, event, change)
         id = None
-        if change.timeline:
+        if change.stream:
             recipient = event.state_key if event.kind is EventKind.OUT_OF_BAND else None
-            id = self._publish(connection, event.summary, change.timeline, room.turn, recipient, reserved_id)
+            id = self._publish(connection, event.summary, change.stream, room.turn, recipient, reserved_id)
         if change.ends_extremities:
             includes_prevs = change.becomes_extremity and event.depth < MAX_DEPTH
             self._update_current_state(connection, event.room, room, groups, group if includes_prevs else None)
@@ -181,25 +181,25 @@ class RoomStore:
         self,
         connection: Connection,
         event: EventSummary,
-        timeline: Timeline,
+        stream: EventStream,
         turn: int,
         recipient: str | None,
         reserved_id: int | None = None,
     ) -> int:
-        """Append the fact of an event to a timeline. Returns the fact's stream ID.
+        """Append the fact of an event to a stream. Returns the fact's stream ID.
 
         Args:
             connection: in the transaction that has locked the room.
             event: the event.
-            timeline: the timeline.
+            stream: the stream.
             turn: the turn of the event (see `rules.Stay`).
             recipient: the only member who receives the fact; None for all members of the room.
             reserved_id: the reserved ID of the fact; None to take the next ID.
         """
-        stream, row = self._streams.name_of(timeline), {"event": event.id, "room": event.room}
-        id = self._appender.append(connection, stream, row) if reserved_id is None else reserved_id
+        stream_name, row = self._streams.name_of(stream), {"event": event.id, "room": event.room}
+        id = self._appender.append(connection, stream_name, row) if reserved_id is None else reserved_id
         if reserved_id is not None:
-            self._appender.complete(connection, stream, id, row)
+            self._appender.complete(connection, stream_name, id, row)
         connection.execute(
             "insert into rooms.timeline (stream_ordering, event, room, depth, writer, recipient, turn)"
             " values (%s, %s, %s, %s, %s, %s, %s)",
@@ -215,7 +215,8 @@ class RoomStore:
         groups: PostgresStateGroups,
         newest: int | None,
     ) -> None:
-        """Update the room's current state and memberships, and invalidate the caches of the previous state.
+        """Update the room's current state and memberships, and invalidate the caches of the previous state. Does
+        nothing if the state has not changed.
 
         Args:
             connection: in the transaction that has locked the room.
@@ -284,7 +285,7 @@ class RoomStore:
 def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
     """Yield the caches that a change of the room's state invalidates: a name, and a key or None for all values.
 
-    `members`: the members whose memberships changed.
+    `members`: the members whose memberships changed; empty if only other keys of the state changed.
     """
     if not members:
         yield STATE_CACHE, [room]
@@ -297,7 +298,8 @@ def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[s
 
 
 def _store_event(connection: Connection, event: RoomEvent, group: int | None) -> None:
-    """Store an event, or replace a stored outlier. `group`: the group of the state after the event."""
+    """Store an event, or replace a stored outlier. `group`: the group of the state after the event; None for an
+    outlier."""
     connection.execute(
         "insert into rooms.events (event, room, type, sender, prevs, depth, state_key, content, held_as, state_group)"
         " values (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
@@ -340,19 +342,25 @@ def _store_change(connection: Connection, event: RoomEvent, change: RoomChange) 
 
 
 def _with_stored_content(event: RoomEvent) -> RoomEvent:
-    """Copy the event with its content as the table will return it. Raises `BadEvent` if the table cannot store it."""
+    """Copy the event, with the content that the table will return. Raises `BadEvent` if the table cannot store the
+    content."""
     try:
         text = tables.as_json(event.content)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadEvent(event.id, f"its content is not JSON: {error}") from error
+        raise BadEvent(event.id, f"its content cannot be stored as JSON: {error}") from error
     if _NUL.search(text):
         raise BadEvent(event.id, "its content has the character NUL, which Postgres does not accept")
     return replace(event, content=msgspec.json.decode(text))
 
 
 def next_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
-    """Take the room's lock, and choose the prev events of a new event. Returns their IDs, and the new event's depth."""
+    """Take the room's lock until the transaction ends, and choose the prev events of a new event. Creates the room if
+    it is new.
+
+    Returns:
+        The IDs of the prev events, and the depth of the new event. No IDs and depth 1 without forward extremities.
+    """
     tables.lock_room(connection, room)
     prevs = choose_prevs(extremity for extremity, _ in tables.load_forward_extremities(connection, room).values())
     return tuple(prev.id for prev in prevs), depth_after(prevs)

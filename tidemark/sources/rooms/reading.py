@@ -27,7 +27,7 @@ class VectorPosition:
     positions: Mapping[str, int] = field(default_factory=dict)
 
     def position_of(self, writer: str) -> int:
-        """The position of a writer."""
+        """The position of a writer: at least `linear`."""
         return max(self.linear, self.positions.get(writer, 0))
 
     def covers(self, row: "TimelineRow") -> bool:
@@ -36,7 +36,7 @@ class VectorPosition:
         return row.stream_ordering <= self.position_of(row.writer)
 
     def merge(self, other: "VectorPosition") -> "VectorPosition":
-        """The lowest position that covers every ID which this or the other position covers."""
+        """The lowest position that covers every row which this or the other position covers."""
         names = {*self.positions, *other.positions}
         linear = max(self.linear, other.linear)
         return VectorPosition(
@@ -45,7 +45,7 @@ class VectorPosition:
 
     @property
     def max_id(self) -> int:
-        """The highest ID that the position may cover."""
+        """The highest position of all writers. The position covers no higher ID."""
         return max([self.linear, *self.positions.values()])
 
 
@@ -81,7 +81,7 @@ class SyncResult:
 
     Attributes:
         until: the position to pass as `since` to the next call.
-        rooms: the rooms in which the member is joined now, or the rooms that the caller passed.
+        rooms: the rooms in which the member is joined at the time of the query, or the rooms that the caller passed.
         events: the new events of the member's stays, in the order of their stream IDs.
         out_of_band: the new out-of-band memberships, which only the member receives.
         ended_stays: the events that ended stays of the member (leave, kick or ban). No more events of such a stay
@@ -100,7 +100,7 @@ class InitialSync:
     """The answer to `initial_sync`.
 
     Attributes:
-        events: the first page of the room's history: the newest events.
+        events: the first page of the room's history: the deepest events.
         state: the state of the room.
         before: the end of the page, to pass to `messages`; None if there are no more events.
     """
@@ -114,7 +114,7 @@ _COLUMNS = "stream_ordering, event, room, depth, writer"
 
 
 def _covered_condition(row: str) -> str:
-    """The SQL condition that is the same as `VectorPosition.covers`. Its parameters come from `_position_parameters`.
+    """The SQL condition for `VectorPosition.covers`. The condition needs the parameters of `_position_parameters`.
 
     `row`: the alias of the row of `rooms.timeline`.
     """
@@ -122,17 +122,17 @@ def _covered_condition(row: str) -> str:
     return f"({row}.stream_ordering < 0 or {row}.stream_ordering <= {position})"
 
 
-def incarnation(connection: Connection) -> int:
+def load_incarnation(connection: Connection) -> int:
     """Query the incarnation of the database. Tokens and caches of another incarnation are invalid.
 
-    The incarnation is the time, in microseconds since 1970, at which the database was last opened after a restore; 0 if
-    it never was.
+    The incarnation is the time, in microseconds since 1970, at which the function `rooms.begin_anew` was last
+    called; 0 if it was never called.
     """
     ((began,),) = connection.execute("select max(began) from rooms.incarnations").fetchall()
     return int(began)
 
 
-def joined_rooms(connection: Connection, member: str) -> list[str]:
+def load_joined_rooms(connection: Connection, member: str) -> list[str]:
     """Query the rooms in which a member is joined now, sorted."""
     rows = connection.execute(
         "select room from rooms.memberships where member = %s and membership = %s order by room", [member, JOINED]
@@ -140,7 +140,7 @@ def joined_rooms(connection: Connection, member: str) -> list[str]:
     return [room for (room,) in rows.fetchall()]
 
 
-def members_of(connection: Connection, room: str) -> list[str]:
+def load_members(connection: Connection, room: str) -> list[str]:
     """Query the members who are joined in a room now, sorted."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and membership = %s order by member", [room, JOINED]
@@ -156,9 +156,9 @@ def sync(
     limit: int = 100,
     rooms: Sequence[str] | None = None,
 ) -> SyncResult:
-    """Query the events after `since` and up to `now`, in the order of their stream IDs.
+    """Query the live events after `since` and up to `now`, in the order of their stream IDs.
 
-    The end of a stay is returned only when the linear position has passed this end. Before that, a slow writer may add
+    The end of a stay is returned only when the linear position has reached this end. Before that, a slow writer may add
     an event of the stay.
 
     Args:
@@ -166,7 +166,8 @@ def sync(
         member: the member whose stays are read.
         since: the `until` of the last answer. This position may be beyond `now`.
         now: the published position.
-        limit: the largest number of events. If there are more, `until` of the result is below `now`.
+        limit: the largest number of `events` in the result. If there are more, `until` of the result is below `now`.
+            `out_of_band` and `ended_stays` have no limit.
         rooms: the rooms of which to read all events; None to read only the member's stays.
     """
     now = now.merge(since)
@@ -221,7 +222,7 @@ def _limit_events(
 def _load_arrived_events(
     connection: Connection, stays: Sequence[Stay], since: VectorPosition, now: VectorPosition, limit: int
 ) -> list[TimelineRow]:
-    """Query the first `limit` events of the stays, after `since` and up to `now`.
+    """Query the first `limit` events of the stays, after `since` and up to `now`, in the order of their stream IDs.
 
     The query uses an index for each stay, so its cost depends only on the events of these rooms.
     """
@@ -272,7 +273,8 @@ def messages(
         limit: the largest number of events.
 
     Returns:
-        The events, and the end of the page. The end is None if there are no more events.
+        The events, and the end of the page to pass as `before`. The end is None if the page has fewer than `limit`
+        events: then there are no more events.
     """
     page_start = PageEnd(2**63 - 1, 2**63 - 1) if before is None else before
     rows = connection.execute(
@@ -290,19 +292,20 @@ def messages(
 
 
 def initial_sync(connection: Connection, room: str, now: VectorPosition, limit: int = 20) -> InitialSync:
-    """Query the newest events and the state of the room at the position `now`, from one snapshot.
+    """Query the deepest events and the state of the room at the position `now`, from one snapshot.
 
     The connection must not be in a transaction. A client reads later events with `sync(since=now)`, and earlier events
-    with `messages(before=result.before)`.
+    with `messages(upto=now, before=result.before)`. `limit`: the largest number of events.
     """
     with connection.transaction():
         connection.execute("set transaction isolation level repeatable read read only")
         events, before = messages(connection, room, now, None, limit)
-        return InitialSync(events, state_at(connection, room, now), before)
+        return InitialSync(events, load_state_at(connection, room, now), before)
 
 
-def state_at(connection: Connection, room: str, now: VectorPosition) -> State:
-    """Query the room's state at a position: the state after the events that were the forward extremities then."""
+def load_state_at(connection: Connection, room: str, now: VectorPosition) -> State:
+    """Query the room's state at a position: the resolved state after the regular events that the position covers and
+    that no covered regular event follows."""
     groups = connection.execute(
         f"""
         with recursive later as (
@@ -340,9 +343,9 @@ def _position_parameters(upto: VectorPosition) -> dict[str, object]:
     return {"linear": upto.linear, "to": as_json(upto.positions)}
 
 
-def current_state(connection: Connection, room: str) -> tuple[int, State]:
-    """Query the version of the room's current state, and the state, from one snapshot. Version 0 if there is no
-    room."""
+def load_current_state(connection: Connection, room: str) -> tuple[int, State]:
+    """Query the version of the room's current state, and the state, from one snapshot. Returns version 0 and an empty
+    state if there is no room."""
     rows = connection.execute(
         """
         with recursive chain as (
@@ -361,8 +364,9 @@ def current_state(connection: Connection, room: str) -> tuple[int, State]:
     return (rows[0][0] if rows else 0), state
 
 
-def members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
-    """Query the version of the room's current state, and the joined members, sorted, from one snapshot."""
+def load_members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
+    """Query the version of the room's current state, and the joined members, sorted, from one snapshot. Returns version
+    0 and no members if there is no room."""
     rows = connection.execute(
         "select version, member from rooms.rooms left join rooms.memberships"
         " on memberships.room = rooms.room and membership = %s where rooms.room = %s order by member",
@@ -371,8 +375,8 @@ def members_with_version(connection: Connection, room: str) -> tuple[int, list[s
     return (rows[0][0] if rows else 0), [member for _, member in rows if member is not None]
 
 
-def joined_rooms_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
-    """Query a version of the member's list of joined rooms, and the list, from one snapshot.
+def load_joined_rooms_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
+    """Query the version of the member's list of joined rooms, and the sorted list, from one snapshot.
 
     The version is the number of invalidations of the list.
     """
@@ -395,10 +399,11 @@ def load_invalidations(
 ) -> list[tuple[str, list[str] | None]]:
     """Query the invalidations after `since` and up to `now`, which are positions of the stream `caches`.
 
-    A call may return invalidations again that an earlier call returned.
+    Invalidations beyond the linear position of `since` may be returned again, although `since` covers them.
 
     Returns:
-        Pairs of the name of a cache or of a group of caches, and a key. The key is None for all values of the cache.
+        The name of a cache or of a group of caches, and the key of the invalid value, for each invalidation in the
+        order of IDs. The key is None for all values of the cache.
     """
     return connection.execute(
         "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"

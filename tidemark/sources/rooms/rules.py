@@ -1,4 +1,4 @@
-"""The rules of a room's DAG: how one persisted event changes edges, extremities and timelines. Pure.
+"""The rules of a room's DAG: how one persisted event changes edges, extremities and states. Pure.
 
 An event names its prev events, so the edges point back in time. `compute_change` needs only the neighbours of an event.
 So a store reads only a few rows, even for a large room.
@@ -28,7 +28,7 @@ MAX_DEPTH = 2**63 - 1
 MEMBER = "m.room.member"
 _OUT_OF_BAND_MEMBERSHIPS = ("invite", "leave", "knock")
 
-Timeline = Literal["events", "backfill"]
+EventStream = Literal["events", "backfill"]
 """`events`: live events. `backfill`: history, which another server sent on request."""
 
 
@@ -49,7 +49,7 @@ class EventKind(StrEnum):
     REJECTED = "rejected"
     """The same as soft-failed, but the event changes no state."""
     OUTLIER = "outlier"
-    """The room's state at the event is unknown. The event has no edges, sets no state, and is in no timeline."""
+    """The room's state at the event is unknown. The event has no edges, sets no state, and is on no stream."""
     OUT_OF_BAND = "out-of-band"
     """An outlier that is sent to the user of its state key: an invite, the rejection of an invite, or a knock."""
 
@@ -83,7 +83,7 @@ class RoomEvent:
         type: the type of the event, such as `m.room.member`.
         sender: the ID of the user who sent the event.
         prevs: the IDs of the prev events.
-        depth: one more than the depth of the deepest prev event; 1 without prev events.
+        depth: one more than the depth of the deepest prev event, at most `MAX_DEPTH`; 1 without prev events.
         state_key: with `type`, the key of the state that the event sets; None if the event is not a state event.
         content: the JSON content.
         kind: the kind as which the event is stored.
@@ -101,7 +101,8 @@ class RoomEvent:
 
     @property
     def key(self) -> tuple[str, str] | None:
-        """The key of the state that the event sets, unless the event is rejected; None if it is not a state event."""
+        """The key of the state that the event sets, unless the event is rejected; None if the event is not a state
+        event."""
         return None if self.state_key is None else (self.type, self.state_key)
 
     @property
@@ -132,7 +133,7 @@ class RelatedEvents:
 
 @dataclass(frozen=True, slots=True)
 class RoomChange:
-    """The effects of persisting an event. If the event has edges, it is no longer a backward extremity.
+    """The effects of persisting an event. An event that is not an outlier is no longer a backward extremity.
 
     Attributes:
         edges: the IDs of the prev events to which the event has an edge; empty for an outlier.
@@ -141,25 +142,26 @@ class RoomChange:
         becomes_extremity: whether the event becomes a forward extremity.
         missing_prevs: the IDs of the prev events that are not stored, or are outliers. They become backward
             extremities.
-        timeline: the timeline in which the event is published; None for an outlier that is not out-of-band.
-        wrong_depth_events: the IDs of successors that state a wrong depth. Their edges to the event are removed.
+        stream: the stream on which the event is published; None for an outlier that is not out-of-band.
+        wrong_depth_events: the IDs of the successors that are not deeper than the event, so their depth is wrong. Their
+            edges to the event are removed.
     """
 
     edges: tuple[str, ...]
     ends_extremities: bool
     becomes_extremity: bool
     missing_prevs: tuple[str, ...]
-    timeline: Timeline | None
+    stream: EventStream | None
     wrong_depth_events: tuple[str, ...] = ()
 
 
-def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline = "events") -> RoomChange:
+def compute_change(event: RoomEvent, related: RelatedEvents, stream: EventStream = "events") -> RoomChange:
     """Check an event, and compute the effects of persisting the event.
 
     Args:
         event: the event.
         related: the stored neighbours of the event.
-        timeline: `events` for a live event, `backfill` for history. An out-of-band event is always live.
+        stream: `events` for a live event, `backfill` for history. An out-of-band event is always live.
 
     Raises:
         BadEvent: the event is refused.
@@ -168,8 +170,8 @@ def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline 
     if related.stored is not None:
         _check_duplicate(event, related.stored)
     if event.kind.is_outlier:
-        stream: Timeline | None = "events" if event.kind is EventKind.OUT_OF_BAND else None
-        return RoomChange((), ends_extremities=False, becomes_extremity=False, missing_prevs=(), timeline=stream)
+        outlier_stream: EventStream | None = "events" if event.kind is EventKind.OUT_OF_BAND else None
+        return RoomChange((), ends_extremities=False, becomes_extremity=False, missing_prevs=(), stream=outlier_stream)
     _check_prevs_and_depth(event, related)
     deeper = [other for other in related.successors if other.depth > event.depth]
     is_followed = any(other.kind.is_regular for other in deeper)
@@ -178,7 +180,7 @@ def compute_change(event: RoomEvent, related: RelatedEvents, timeline: Timeline 
         ends_extremities=event.kind.is_regular or is_followed,
         becomes_extremity=event.kind.is_regular and not is_followed,
         missing_prevs=tuple(id for id in event.prevs if _is_missing(related.prevs.get(id))),
-        timeline=timeline,
+        stream=stream,
         wrong_depth_events=tuple(other.id for other in related.successors if other.depth <= event.depth),
     )
 
@@ -190,7 +192,7 @@ def choose_prevs(extremities: Iterable[EventSummary]) -> tuple[EventSummary, ...
 
 
 def depth_after(prevs: Iterable[EventSummary]) -> int:
-    """The depth of the deepest prev event plus one, limited to `MAX_DEPTH`."""
+    """The depth of the deepest prev event plus one, limited to `MAX_DEPTH`; 1 without prev events."""
     return min(MAX_DEPTH, 1 + max((prev.depth for prev in prevs), default=0))
 
 
@@ -226,7 +228,8 @@ def _check_fields(event: RoomEvent) -> None:
     if event.kind is EventKind.OUT_OF_BAND:
         membership = event.content.get("membership")
         is_allowed = event.type == MEMBER and bool(event.state_key) and membership in _OUT_OF_BAND_MEMBERSHIPS
-        _require(event, is_allowed, "only an invite, its rejection or a knock is sent to its user out of band")
+        allowed = "a membership event with a state key, and the membership invite, leave or knock"
+        _require(event, is_allowed, f"its kind is {event.kind}, but it is not {allowed}")
 
 
 def _is_valid_name(name: str) -> bool:
@@ -240,7 +243,8 @@ def _check_duplicate(event: RoomEvent, stored: RoomEvent) -> None:
 
 
 def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
-    """Check that the edges of the event stay in its room and form no cycle. Raises `BadEvent`.
+    """Check that the stored prev events are in the event's room, that the event is deeper than these prev events, and
+    that edges form no cycle. Raises `BadEvent`.
 
     Edges lead from deeper events to less deep events. Between events of `MAX_DEPTH`, edges lead from later to earlier
     events. If a stored event names this event as a prev event but is not deeper, the depth of the stored event is
@@ -253,7 +257,7 @@ def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
     if len(related.prevs) == len(event.prevs):
         expected = f"an event after these prev events has {min_depth}"
         _require(event, event.depth == min_depth, f"its depth is {event.depth}, and {expected}")
-    _require(event, event.depth >= min_depth, f"its depth is {event.depth}, and a prev event's is {deepest}")
+    _require(event, event.depth >= min_depth, f"its depth is {event.depth}, but a prev event has the depth {deepest}")
     for other in related.successors:
         _require(event, other.id not in related.prevs, f"a cycle: it and {other.id} name each other")
 
@@ -323,12 +327,12 @@ class StateGroup(NamedTuple):
     Attributes:
         base: the number of the base, from which `delta` differs; None if the group has no base.
         delta: the entries in which the group differs from its base; all entries if the group has no base.
-        length: the number of groups in the chain of bases, including the group itself; 0 if not known.
+        chain_length: the number of groups in the chain of bases, including the group itself; 0 if not known.
     """
 
     base: int | None
     delta: State
-    length: int
+    chain_length: int
 
 
 class StateGroups(Protocol):
@@ -369,14 +373,15 @@ def check_state_before(
         The state; None if no prev event is missing. Then the state is not needed, and `state_ids` is ignored.
 
     Raises:
-        BadEvent: the state is required and missing, or impossible.
+        BadEvent: the state is required and was not sent, or an event of the state is invalid.
     """
     if not change.missing_prevs:
         return None
     if state_ids is None:
         raise BadEvent(
             event.id,
-            f"prev event {change.missing_prevs[0]} is not stored, and the sender gave no state before the event",
+            f"its prev event {change.missing_prevs[0]} is not stored, or only as an outlier, and the state before the"
+            " event was not given",
         )
     state: dict[StateKey, StateEntry] = {}
     for id in state_ids:
@@ -441,8 +446,8 @@ def group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
     """Make a group whose state is the state of the group `base`, updated by `delta`. Does not add the group to
     `groups`.
 
-    If the chain of `base` has the largest length, the base of the new group is in the middle of this chain, or the new
-    group has no base.
+    If the chain of `base` has `MAX_CHAIN_LENGTH` groups, the base of the new group is the group in the middle of this
+    chain, or the new group has no base.
     """
     chain = groups.chain(base)
     if len(chain) < MAX_CHAIN_LENGTH:
@@ -507,7 +512,8 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
 
     Returns:
         Number -> group, for the groups to keep. Each group has the same state as before, and a chain of at most
-        `MAX_CHAIN_LENGTH` groups. An unused group is kept if it is the base of several groups.
+        `MAX_CHAIN_LENGTH` groups. An unused group is kept if several kept groups are based on it, directly or through
+        groups that are not kept.
     """
     before, after = MemoryStateGroups(dict(stored)), MemoryStateGroups()
     for group in sorted(_groups_to_keep(stored, used)):
@@ -521,7 +527,8 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
 
 
 def _groups_to_keep(stored: Mapping[int, StateGroup], used: Collection[int]) -> set[int]:
-    """The used groups, and the unused groups on which several kept groups are based."""
+    """The used groups, and the unused groups on which several kept groups are based, directly or through groups that
+    are not kept."""
     kept = set(used)
     dependents: Counter[int] = Counter()  # group -> the number of kept groups with this base
     for group in sorted(stored, reverse=True):  # a group has a higher number than its base

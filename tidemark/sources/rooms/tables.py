@@ -39,7 +39,7 @@ with recursive chain as (
 
 
 class PostgresStateGroups:
-    """The state groups of one room in Postgres (see `StateGroups`). Caches the states that were read.
+    """The state groups of one room in Postgres (see `StateGroups`). Caches each state that `state` has read.
 
     Args:
         connection: in a transaction that has locked the room.
@@ -102,7 +102,10 @@ class LockedRoom(NamedTuple):
 
 
 def lock_room(connection: Connection, room: str) -> LockedRoom:
-    """Create the room if it is new, and take its lock until the transaction ends. Waits for the lock."""
+    """Create the room if it is new, and take the room's lock until the transaction ends. Waits for the lock.
+
+    Also adds 1 to the turn of the room.
+    """
     row = connection.execute(
         "insert into rooms.rooms (room, turn) values (%s, 1) on conflict (room) do update set turn = rooms.turn + 1"
         " returning state_group, version, turn",
@@ -133,7 +136,7 @@ def _event_from_row(row: Sequence[Any]) -> RoomEvent:
 def load_successors(connection: Connection, room: str, id: str) -> list[EventSummary]:
     """Load the events that have an edge to the event `id`.
 
-    The kind in the result only says whether the edge ends forward extremities: `REGULAR` if so, otherwise
+    The kind in the result is not the kind of the event. It is `REGULAR` if the edge ends forward extremities, otherwise
     `SOFT_FAILED`.
     """
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
@@ -156,8 +159,8 @@ def load_forward_extremities(connection: Connection, room: str) -> dict[str, tup
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
     """Remove events from the forward extremities, because a regular event follows these events.
 
-    If an event of `events` is soft-failed or rejected, also removes its prev events, recursively. Marks the edges of
-    such events as edges that end forward extremities.
+    If one of `events` is soft-failed or rejected, also removes the prev events of this event, recursively. Marks the
+    edges of soft-failed and rejected events among them as edges that end forward extremities.
     """
     connection.execute(
         """
@@ -182,7 +185,8 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
 
 
 def load_backward_extremities(connection: Connection, room: str) -> list[str]:
-    """Load the IDs of the missing prev events. IDs that the deepest events name are first."""
+    """Load the IDs of the room's backward extremities: prev events that are missing, or stored as outliers. Prev events
+    of the deepest events are first."""
     rows = connection.execute(
         "select missing.event from rooms.backward_extremities as missing"
         " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
@@ -193,7 +197,7 @@ def load_backward_extremities(connection: Connection, room: str) -> list[str]:
 
 
 def load_joined_members(connection: Connection, room: str, members: Collection[str]) -> set[str]:
-    """Load which of `members` are joined in the room."""
+    """Load the members of `members` who are joined in the room."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and member = any(%s) and membership = %s",
         [room, [*members], JOINED],
@@ -202,7 +206,7 @@ def load_joined_members(connection: Connection, room: str, members: Collection[s
 
 
 def store_memberships(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """Store the memberships that these events set.
+    """Store the memberships that these events set. An event without a membership counts as `leave`.
 
     Args:
         connection: in the transaction that has locked the room.
@@ -244,9 +248,10 @@ def as_json(content: object) -> str:
 
 
 def compact_states(connection: Connection, room: str) -> int:
-    """Store the room's state groups in fewer rows. Takes the room's lock. Returns the number of removed groups.
+    """Store the room's state groups in fewer rows. Returns the number of removed groups.
 
-    Runs in its own transaction, or in a savepoint if the connection is in a transaction.
+    Runs in its own transaction, or in a savepoint if the connection is in a transaction. Takes the room's lock until
+    the end of the transaction.
     """
     with connection.transaction():
         lock_room(connection, room)
@@ -273,7 +278,7 @@ def compact_states(connection: Connection, room: str) -> int:
 
 
 def _load_groups(connection: Connection, room: str) -> dict[int, StateGroup]:
-    """Load the state groups of a room: number -> group, with the length 0."""
+    """Load the state groups of a room: number -> group, with `chain_length` 0."""
     deltas: dict[int, dict[StateKey, StateEntry]] = {}
     bases: dict[int, int | None] = {}
     rows = connection.execute(
@@ -330,9 +335,10 @@ class Caches:
         self._lock = Lock()
 
     def get(self, cache: str, keys: Sequence[str], load: Callable[[], V]) -> V:
-        """Return the cached value, or call `load`, cache the result and return it.
+        """Return the cached value. If there is none, call `load`, cache the loaded value, and return this value.
 
-        If the value is invalidated while `load` runs, calls `load` again. Does not hold a lock while `load` runs.
+        If the value is invalidated while `load` runs, calls `load` again. Does not hold a lock while `load` runs, so
+        several threads may load a value at the same time. Raises the errors of `load`.
         """
         cache_key = cache, tuple(keys)
         while True:
@@ -358,7 +364,7 @@ class Caches:
                     return value
 
     def invalidate(self, cache: str, keys: Sequence[str] | None) -> None:
-        """Remove a value from a cache or from a group of caches. Does nothing if the value is not cached.
+        """Remove a value from a cache or from a group of caches, if present. A running load of the value is repeated.
 
         Args:
             cache: the name of a cache or of a group of caches.
@@ -373,7 +379,7 @@ class Caches:
                 )
 
     def clear(self) -> None:
-        """Remove all values from all caches, because invalidations may have been missed."""
+        """Remove all values from all caches, because invalidations may have been missed. Running loads are repeated."""
         with self._lock:
             self._forget([*self._values, *self._loading])
 
