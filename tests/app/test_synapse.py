@@ -25,7 +25,10 @@ from tidemark.sources.synapse.channel import SynapseChannel
             BridgePlan("hs", ["typing"]),
             "the stream typing cannot be sent: the stream exists only in its writer's memory",
         ),
-        (BridgePlan("hs", ["pushers"]), "the stream pushers cannot be sent: Tidemark does not support its tables yet"),
+        (
+            BridgePlan("hs", ["pushers"]),
+            "the stream pushers cannot be sent: Tidemark does not support the tables of this stream yet",
+        ),
         (
             BridgePlan("hs", ["evnets"]),
             "--stream: 'evnets' is not a stream of Synapse that can be sent; the streams are events, backfill, ",

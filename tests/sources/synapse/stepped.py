@@ -104,7 +104,7 @@ class SteppedChannel(SynapseChannel):
 
     def __init__(self, answers: Callable[[], list[PositionCommand]], halt: threading.Event) -> None:
         super().__init__(dict, SERVER_NAME, halt)
-        self.connected = True
+        self.is_connected = True
         self.waiting = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
         self.messages: list[ChannelMessage] = []

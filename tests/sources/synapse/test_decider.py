@@ -246,14 +246,14 @@ def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
     decider.apply_position("event1", 50, 50)
     decider.apply_position("event2", 40, 40)
     decider.observe(40, frozenset())
-    assert (decider.floor(), decider.discarded_positions, decider.announced_positions["event1"]) == (
+    assert (decider.find_floor(), decider.discarded_positions, decider.announced_positions["event1"]) == (
         None,
         {"event1": 50},
         0,
     )
     decider.apply_position("event1", 39, 40)
     decider.observe(40, frozenset())
-    assert (decider.floor(), decider.discarded_positions) == (40, {})
+    assert (decider.find_floor(), decider.discarded_positions) == (40, {})
     decider.begin(40)
     decider.apply_position("event1", 40, 60)
     decider.apply_rdata("event1", 60, "{}")

@@ -111,10 +111,10 @@ def test_record_that_is_too_large_holds_its_stream_alone(site: SynapseSite) -> N
         (line,) = (it for it in site.home.log("bridge-0").read_text().splitlines() if "too large for the Kafka" in it)
         assert "stream=receipts" in line
         assert "id=7" in line
-        assert [it.stream for it in state.read_unsent(own, {"events": 0, "receipts": 0})][:1] == ["receipts"]
+        assert [it.stream for it in state.read_outbox(own, {"events": 0, "receipts": 0})][:1] == ["receipts"]
         admin = AdminClient({"bootstrap.servers": site.variables["TIDEMARK_KAFKA_BOOTSTRAP_SERVERS"]})
         limited(admin, site.variables["TIDEMARK_KAFKA_FACTS_TOPIC"], 2_000_000)
-        eventually(lambda: not state.read_unsent(own, {"receipts": 0}), 60, site.known)
+        eventually(lambda: not state.read_outbox(own, {"receipts": 0}), 60, site.known)
 
 
 def test_outlier_that_becomes_regular_reaches_the_documented_reader(

@@ -83,7 +83,7 @@ class Bridged:
         for _ in range(3):
             self.publisher.publish(self.synapse, self._own)
         self.publisher.audit(self.synapse, self._own)
-        unsent = state.read_unsent(self._own, {self._stream.name: self._sent})
+        unsent = state.read_outbox(self._own, {self._stream.name: self._sent})
         self.core.take([each.value for each in unsent])
         self._sent = max([self._sent, *(each.number for each in unsent)])
 

@@ -33,7 +33,7 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 def sent_upto(sql: psycopg.Connection) -> Core:
     """What Tidemark makes of all that was left, in its order."""
     core = Core("events")
-    core.take([each.value for each in state.read_unsent(sql, {"events": 0})])
+    core.take([each.value for each in state.read_outbox(sql, {"events": 0})])
     return core
 
 

@@ -9,4 +9,4 @@ from tidemark.sources.synapse import state
 
 def take_turn(connection: psycopg.Connection | Connection, names: list[str]) -> bool:
     """Whether this session has the turn of these streams now."""
-    return StandbyLocks(BRIDGE_LOCK).take(connection, state.lock_keys(connection, names))
+    return StandbyLocks(BRIDGE_LOCK).take(connection, state.read_lock_keys(connection, names))

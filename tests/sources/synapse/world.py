@@ -134,7 +134,7 @@ class WriterPositions:
 
     @property
     def retiring(self) -> set[str]:
-        return {*self.decider.retiring}
+        return {*self.decider.retiring_writers}
 
     def retire(self, name: str) -> None:
         """Of one that is dead; the last one stays."""
@@ -155,7 +155,7 @@ class WriterPositions:
             assert not self.facts.keys() & found
             self.facts |= dict.fromkeys(found, name)
             self.decider.note_backlog_sent(name)
-        for name, ended in self.decider.retiring.items():
+        for name, ended in self.decider.retiring_writers.items():
             if ended is not None:
                 self.decider.forget(name)
                 self._retired[name] = ended

@@ -1,4 +1,4 @@
-"""The bridge: sends the facts that Synapse's workers write to Kafka when the facts complete (docs/how-to/synapse.md).
+"""The bridge: sends facts of Synapse's workers to Kafka when the facts complete (docs/how-to/synapse.md).
 
 While a server is unavailable, the bridge retries without a time limit. The bridge's memory is bounded, because unsent
 facts stay in Synapse's database. If several bridges run for a stream, one is active. The others are on standby until
@@ -22,7 +22,7 @@ from tidemark.sources.run_loop import DELIVERY_TIMEOUT, LoopMetrics, RunLoop, se
 from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
-from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
+from tidemark.sources.synapse.state import SCHEMA, OutboxRecord, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
 from tidemark.sources.synapse.tables import TableWriter
 from tidemark.sources.transactions import (
@@ -94,7 +94,7 @@ class BridgeMetrics(LoopMetrics):
         self.lag_seconds = Gauge(
             "tidemark_synapse_lag_seconds",
             "Seconds for which the writer's position has not advanced although IDs beyond it were given out. If it"
-            " rises for all writers of a stream, no worker is received, or a transaction of a dead worker is open.",
+            " rises for all writers of a stream, no position was received, or a transaction of a dead worker is open.",
             ["stream", "writer"],
             registry=registry,
         )
@@ -145,10 +145,10 @@ database."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.05  # between two iterations of the loop
 _CHECK_SECONDS = 1.0  # between two checks of the streams
 _MIN_REQUEST_SECONDS, _MAX_REQUEST_SECONDS = 10.0, 60.0
-"""While a stream lags: seconds between two requests for the positions of all workers. The pause grows, because the
-answer has a line for every writer of every stream."""
-_FULL_AUDIT_INTERVAL, _AUDITED_FACTS = 60, 1000
-"""Every `_FULL_AUDIT_INTERVAL`-th audit compares all stored published facts. The other audits compare the newest
+"""While a stream lags or has not begun: seconds between two requests for the positions of all workers. The pause grows,
+because the answer has a line for every writer of every stream."""
+_AUDITS_PER_FULL_AUDIT, _AUDITED_FACTS = 60, 1000
+"""Every `_AUDITS_PER_FULL_AUDIT`-th audit compares all stored published facts. The other audits compare the newest
 `_AUDITED_FACTS`."""
 
 
@@ -186,17 +186,17 @@ class SynapseBridge(RunLoop):
         self._publishers: dict[str, StreamPublisher] = {}
         self._heads: dict[str, int] = {}
         """Name in Kafka -> the highest ID that was given out, as this process has read it on any connection."""
-        self._sent: dict[str, int] = {}
+        self._sent_numbers: dict[str, int] = {}
         """Name in Kafka -> the highest outbox number that was sent on this connection."""
-        self._acknowledged: list[int] = []
+        self._acknowledged_numbers: list[int] = []
         """The outbox numbers of acknowledged records that are still in the outbox."""
-        self._in_flight = 0
-        self._checks = 0
+        self._in_flight_count = 0
+        self._audit_count = 0
         self._requested_at, self._request_backoff = 0.0, Backoff(_MIN_REQUEST_SECONDS, _MAX_REQUEST_SECONDS)
-        self._request_pause = _MIN_REQUEST_SECONDS
+        self._request_pause_seconds = _MIN_REQUEST_SECONDS
 
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
-        return state.lock_keys(connection, self._names)
+        return state.read_lock_keys(connection, self._names)
 
     def _close(self) -> None:
         super()._close()
@@ -214,10 +214,11 @@ class SynapseBridge(RunLoop):
     def _begin(self, synapse: Connection, own: Connection) -> None:
         """Load the state of the streams, and send the records that the previous bridge left in the outbox.
 
-        Waits until Kafka has acknowledged these records. Then requests the positions of all workers.
+        If Synapse's database was set back, begins new timelines. Waits until Kafka has acknowledged the records. Then
+        requests the positions of all workers.
         """
         self._connect_producer()
-        self._sent, self._acknowledged, self._in_flight = dict.fromkeys(self._names, 0), [], 0
+        self._sent_numbers, self._acknowledged_numbers, self._in_flight_count = dict.fromkeys(self._names, 0), [], 0
         self._oversized.clear()
         history = read_server_history(synapse, self._synapse.where, "events")
         tables.check_server(synapse, self._channel.name)
@@ -248,11 +249,11 @@ class SynapseBridge(RunLoop):
         while not self._halt.is_set():
             self._metrics.heartbeat.set_to_current_time()
             received = self._receive()
-            if self._in_flight < MAX_IN_FLIGHT and self._decide_streams(synapse, own):
+            if self._in_flight_count < MAX_IN_FLIGHT and self._decide_streams(synapse, own):
                 self._send(own)
                 received = True
             self._poll_kafka()
-            if not self._in_flight or self._acknowledged:
+            if not self._in_flight_count or self._acknowledged_numbers:
                 self._metrics.sent.set_to_current_time()
             now = time.monotonic()
             if now - checked >= _CHECK_SECONDS:
@@ -278,9 +279,10 @@ class SynapseBridge(RunLoop):
         return bool(received)
 
     def _decide_streams(self, synapse: Connection, own: Connection) -> bool:
-        """Observe the database, and write what each stream may publish now to the outbox.
+        """Observe the database. For each stream, write the records that may be published now to the outbox.
 
-        Returns whether a stream has new records in the outbox. Raises `SequenceWentBack`.
+        Returns whether a stream has new records in the outbox. Raises `SequenceWentBack` and the errors of
+        `StreamPublisher.publish`.
         """
         observed = [publisher for publisher in self._publishers.values() if publisher.decider.needs_observation]
         if observed:
@@ -322,38 +324,39 @@ class SynapseBridge(RunLoop):
         return heads
 
     def _send(self, own: Connection) -> None:
-        """Queue the unsent records of the outbox in the producer. A record above the topic's limit blocks its
-        stream."""
-        sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
-        unsent = state.read_unsent(own, sent)
+        """Queue the records of the outbox that this connection has not sent in the producer. A record above the topic's
+        limit blocks its stream."""
+        sent = {name: number for name, number in self._sent_numbers.items() if name not in self._oversized}
+        unsent = state.read_outbox(own, sent)
         for at, record in enumerate(unsent):
             if record.stream in self._oversized:
                 continue
             if len(record.value) > self._producer.max_value_bytes(record.stream):
-                writer, id = _fact_of(record.stream, unsent[at:])
+                writer, id = _find_fact(record.stream, unsent[at:])
                 self._oversized.add(record.stream, writer, id, len(record.value), self._producer, time.monotonic())
                 continue
-            self._sent[record.stream] = record.number
-            self._in_flight += 1
+            self._sent_numbers[record.stream] = record.number
+            self._in_flight_count += 1
             self._producer.send_all(record.stream, [record.value], partial(self._on_acknowledged, record.number))
 
     def _on_acknowledged(self, number: int) -> None:
-        self._acknowledged.append(number)
-        self._in_flight -= 1
+        self._acknowledged_numbers.append(number)
+        self._in_flight_count -= 1
 
     def _delete_acknowledged(self, own: Connection) -> None:
         """Delete the acknowledged records from the outbox."""
-        if self._acknowledged:
-            numbers, self._acknowledged = self._acknowledged, []
+        if self._acknowledged_numbers:
+            numbers, self._acknowledged_numbers = self._acknowledged_numbers, []
             state.delete_acknowledged(own, numbers)
 
     def _check_streams(self, synapse: Connection, own: Connection) -> None:
         """Update metrics, audit the streams, start requested retirements, and report open transactions.
 
-        If a stream lags, requests the positions of all workers.
+        While a stream lags or has not begun, requests the positions of all workers from time to time. Sends oversized
+        records when the topic's limit was raised.
         """
-        self._metrics.listening.set(self._channel.connected)
-        self._metrics.lines.set(self._channel.lines)
+        self._metrics.listening.set(self._channel.is_connected)
+        self._metrics.lines.set(self._channel.line_count)
         if self._switch_to_larger_producer():
             self._oversized.clear()
             self._send(own)
@@ -371,19 +374,22 @@ class SynapseBridge(RunLoop):
         for publisher in self._publishers.values():
             self._metrics.blocked.labels(publisher.bridged.name).set(bool(publisher.blocked_reason))
             has_unstarted |= not publisher.has_begun
-            self._metrics.silent.labels(publisher.bridged.name).set(0 if publisher.has_begun else len(publisher.silent))
+            self._metrics.silent.labels(publisher.bridged.name).set(
+                0 if publisher.has_begun else len(publisher.silent_writers)
+            )
         if not (lagging or has_unstarted):
             self._request_backoff.reset()
-            self._request_pause = self._request_backoff.next()
-        elif now - self._requested_at >= self._request_pause:
-            self._requested_at, self._request_pause = now, self._request_backoff.next()
+            self._request_pause_seconds = self._request_backoff.next()
+        elif now - self._requested_at >= self._request_pause_seconds:
+            self._requested_at, self._request_pause_seconds = now, self._request_backoff.next()
             self._channel.request_positions()
             for publisher in self._publishers.values():
                 if not publisher.has_begun:
                     log.info(
-                        "No worker has announced a position of this stream of Synapse yet",
+                        "A stream of Synapse has not begun: it begins when no writer is silent, and the transactions of"
+                        " earlier processes have ended",
                         stream=publisher.bridged.name,
-                        silent=publisher.silent,
+                        silent=publisher.silent_writers,
                     )
         self._report_streams(
             tables.read_table_writers(synapse, [self._publishers[name].bridged.stream for name in lagging])
@@ -392,14 +398,16 @@ class SynapseBridge(RunLoop):
         )
 
     def _audit(self, synapse: Connection, own: Connection) -> None:
-        """Check the sequence of each stream, and publish facts that appeared at or below published positions as late.
+        """Check the sequence of each stream. If facts appeared at or below published positions, publish these facts as
+        late.
 
-        Raises `Unavailable` if the session is now connected to another database.
+        Raises `Unavailable` if the session is now connected to another database, and the errors of
+        `StreamPublisher.audit`.
         """
         if read_server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the address now leads to another database")
-        clock, is_full = tables.read_clock(synapse), self._checks % _FULL_AUDIT_INTERVAL == 0
-        self._checks += 1
+        clock, is_full = tables.read_clock(synapse), self._audit_count % _AUDITS_PER_FULL_AUDIT == 0
+        self._audit_count += 1
         for publisher in self._publishers.values():
             publisher.check_sequence(synapse)
             publisher.update_retention(synapse, own, clock)
@@ -413,7 +421,7 @@ class SynapseBridge(RunLoop):
         """Report the open transactions and the blocked streams, as metrics and as OPEN records."""
         opened = list[OpenTransaction]()
         slowest = {
-            name: publisher.progress.slowest_writer
+            name: publisher.progress.slowest_encoder
             for name, publisher in self._publishers.items()
             if publisher.progress is not None
         }
@@ -434,7 +442,7 @@ class SynapseBridge(RunLoop):
         self._report(opened, blocked)
 
 
-def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:
+def _find_fact(stream: str, unsent: Sequence[OutboxRecord]) -> tuple[str, int | None]:
     """Find the writer and the signed ID of the first fact of a stream in `unsent`. The fact's last record has the ID.
 
     Returns an empty name and None if the stream's first record in `unsent` belongs to no fact.

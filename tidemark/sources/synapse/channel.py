@@ -32,10 +32,10 @@ _RECONNECT_SECONDS = 1.0
 
 
 class ChannelEvent(Enum):
-    """An event that changes how the bridge must read the positions that follow."""
+    """An event that changes how the bridge must interpret the positions that follow."""
 
     LOSS = "loss"
-    """Lines may be lost, or another process has requested the positions of all workers, because it has started."""
+    """Lines may be lost, or another process, such as a worker that has started, has requested all positions."""
     REQUESTED = "requested"
     """The line with which this bridge requests the positions of all workers was received."""
 
@@ -44,23 +44,23 @@ ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
-    """The client of the channel. A thread receives lines from `__enter__` to `__exit__`.
+    """The client of the channel. A thread receives lines from `__enter__` to `__exit__`, which waits for its end.
 
     Only one other thread may call `take` and `request_positions`.
 
     Attributes:
-        lines: the number of received lines.
-        connected: whether the channel is subscribed now.
+        line_count: the number of received lines.
+        is_connected: whether the channel is subscribed now.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
+    def __init__(self, make_client: Callable[[], Any], name: str, halt: threading.Event) -> None:
         """
         Args:
-            make: makes a redis-py client that has timeouts.
+            make_client: makes a redis-py client that has timeouts.
             name: the name of the channel, which is Synapse's server_name.
             halt: ends the thread. `__exit__` sets this event.
         """
-        self._make = make
+        self._make_client = make_client
         self.name = name
         self._halt = halt
         self._received: deque[ChannelMessage] = deque()
@@ -71,8 +71,8 @@ class SynapseChannel:
         self._client: Any = None
         self._thread = threading.Thread(target=self._run_thread, name="synapse-channel", daemon=True)
         self._failure: BaseException | None = None
-        self.lines = 0
-        self.connected = False
+        self.line_count = 0
+        self.is_connected = False
 
     def __enter__(self) -> "SynapseChannel":
         self._thread.start()
@@ -95,7 +95,8 @@ class SynapseChannel:
         return received
 
     def request_positions(self) -> None:
-        """Ask the thread to request the positions of all workers. Returns at once."""
+        """Let the thread request the positions of all workers, after the next subscription if there is none now.
+        Returns at once."""
         self._request_pending.set()
 
     def _run_thread(self) -> None:
@@ -108,19 +109,19 @@ class SynapseChannel:
         problem = ""
         while not self._halt.is_set():
             try:
-                self._client = self._make()
+                self._client = self._make_client()
                 with self._client.pubsub() as subscription:
                     self._listen(subscription)
                 problem = ""
             except (redis.RedisError, OSError) as error:
                 if problem != (problem := str(error)):
                     log.warning(
-                        "Cannot subscribe to Synapse's replication channel; trying again",
+                        "Synapse's replication channel is unavailable; trying again",
                         channel=self.name,
                         problem=problem,
                     )
             finally:
-                self.connected = False
+                self.is_connected = False
                 with suppress(redis.RedisError, OSError):
                     if self._client is not None:
                         self._client.close()
@@ -137,11 +138,11 @@ class SynapseChannel:
                 if message["type"] == "subscribe":
                     log.info("Subscribed to Synapse's replication channel", channel=self.name)
                     self._report_loss()
-                    self.connected = True
+                    self.is_connected = True
                     self._send_request()
                 elif message["type"] == "message":
                     self._receive(message["data"])
-            if self._request_pending.is_set() and self.connected:
+            if self._request_pending.is_set() and self.is_connected:
                 self._send_request()
             if now - pinged_at >= _PING_SECONDS:
                 subscription.ping()
@@ -157,14 +158,14 @@ class SynapseChannel:
         self._client.publish(self.name, line)
 
     def _report_loss(self) -> None:
-        """Replace all messages that were not taken with `ChannelEvent.LOSS`."""
+        """Replace all messages that were not taken with `ChannelEvent.LOSS`, and forget the bridge's own requests."""
         with self._lock:
             self._own_requests.clear()
             self._received.clear()
             self._received.append(ChannelEvent.LOSS)
 
     def _receive(self, line: str | bytes) -> None:
-        self.lines += 1
+        self.line_count += 1
         text = line if isinstance(line, str) else line.decode(errors="replace")
         try:
             command = ReplicateCommand() if text.split(" ", 1)[0] == "REPLICATE" else parse(text.encode())

@@ -37,7 +37,7 @@ class StreamFact:
         writer: the writer of the fact; empty if the table does not name the writer.
         rows: the rows of the fact as JSON texts; empty if only the fact's identity was read.
         marks: a hash of each row's identity; empty for a fact that was received on the channel.
-        is_proof: whether no other history of the database has a fact with these marks.
+        is_proof: whether no other history of the database can have a fact with these marks.
     """
 
     id: int
@@ -93,8 +93,8 @@ class WriterEncoder:
         return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.direction.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
-        """The records of an advance: the edge of each fact, which begins at the previous fact, and a POSITION for the
-        rest.
+        """Yield the records of an advance: the edge of each fact, which begins at the previous fact, and a POSITION for
+        the IDs after the last fact.
 
         If the advance is `unseen`, the edge of each fact has one ID, and there is no POSITION. The caller must settle
         the other IDs with a JOIN in the epoch `epoch + 1`.
@@ -120,11 +120,11 @@ class Barrier:
 
     Attributes:
         head: the highest ID that was given out when the transactions were read.
-        waiting: the numbers of the transactions that have not ended.
+        transactions: the numbers of the transactions that have not ended.
     """
 
     head: int
-    waiting: frozenset[int]
+    transactions: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -133,44 +133,44 @@ class SynapseWriter:
 
     sent_upto: int
     """The writer's published position."""
-    announced: int = 0
+    announced_position: int = 0
     """The highest position that the writer has announced."""
     is_uncertain: bool = True
     """Whether the next positions may come from a new process of the writer. If so, `observe` adds a barrier."""
     has_announced: bool = False
     """Whether the writer has announced a position since `is_uncertain` was set."""
     barriers: list[Barrier] = field(default_factory=list)
-    since: int = 0
+    process_start_id: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
     empty: Intervals = NO_INTERVALS
     """The ranges beyond the published position that the writer has announced to be empty."""
     has_moved: bool = False
     """Whether the table must be read, because the announced position has advanced or a barrier has ended."""
-    answers: int = 0
+    unanswered_requests: int = 0
     """The number of requests for positions that the writer has not answered. The writer may repeat its position this
     many times without being a new process."""
     has_backlog: bool = False
-    """Whether the writer may have unpublished facts below the ID at which it joined. These facts are read when their
-    transactions have ended."""
+    """Whether the writer may have unpublished facts up to the ID at which the writer joined. These facts are read when
+    their transactions have ended."""
     is_retiring: bool = False
     """Whether the writer's retirement was requested, and the writer has announced no position since."""
     final_id: int | None = None
     """The ID at which a retiring writer retires; None if this ID is not known yet."""
-    discarded: int = 0
+    discarded_position: int = 0
     """The announced position that was discarded; 0 if the last position was not discarded."""
 
-    def apply_announced_position(self, id: int, *, again: bool = False) -> None:
-        """Apply an announced position. `again`: the position is the same as before. Then the worker answers a request,
-        or has started."""
-        if again and self.answers:
-            self.answers -= 1
+    def apply_announced_position(self, id: int, *, is_repeated: bool = False) -> None:
+        """Apply an announced position. `is_repeated`: the position is the same as before. Then the worker answers a
+        request, or has started."""
+        if is_repeated and self.unanswered_requests:
+            self.unanswered_requests -= 1
         else:
-            self.is_uncertain |= again
+            self.is_uncertain |= is_repeated
         self.is_retiring = False
-        self.discarded = 0
+        self.discarded_position = 0
         self.has_announced = True
         self.has_moved |= id > self.sent_upto
-        self.announced = max(self.announced, id)
+        self.announced_position = max(self.announced_position, id)
 
     def discard_beyond(self, head: int) -> bool:
         """Discard the announced position if it is beyond `head`. Returns whether the position was discarded.
@@ -181,25 +181,31 @@ class SynapseWriter:
         Args:
             head: the highest ID that was given out, read after the position was received.
         """
-        if self.announced <= head:
+        if self.announced_position <= head:
             return False
-        self.discarded, self.announced, self.has_moved = self.announced, self.sent_upto, False
+        self.discarded_position, self.announced_position, self.has_moved = (
+            self.announced_position,
+            self.sent_upto,
+            False,
+        )
         self.is_uncertain, self.has_announced, self.empty = True, False, NO_INTERVALS
         return True
 
     @property
     def may_advance(self) -> bool:
         """Whether facts of the writer beyond its published position can be published now."""
-        return self.has_moved and self.sent_upto < self.announced and not (self.is_uncertain or self.has_backlog)
+        return (
+            self.has_moved and self.sent_upto < self.announced_position and not (self.is_uncertain or self.has_backlog)
+        )
 
     @property
     def may_send_backlog(self) -> bool:
         """Whether all transactions with IDs up to the published position have ended."""
-        return self.announced >= self.sent_upto and not (self.is_uncertain or self.barriers)
+        return self.announced_position >= self.sent_upto and not (self.is_uncertain or self.barriers)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the writer can retire, because all its facts are published."""
+    def can_retire(self) -> bool:
+        """Whether a retiring writer can retire now, because all facts of the writer are published."""
         return self.final_id is not None and self.sent_upto >= self.final_id and not self.has_backlog
 
     @property
@@ -214,7 +220,7 @@ MAX_IDS_PER_READ = 5000
 """The largest number of IDs in a range that is read from the tables at once."""
 UNBOUNDED = 2**63 - 1
 """A value of `kept_above`: any row may have been deleted."""
-MAX_RECEIVED = 50_000
+MAX_RECEIVED_FACTS = 50_000
 """The largest number of received facts in memory. Above this number, the oldest received facts are removed from memory.
 Their rows are read from the table later."""
 
@@ -273,14 +279,14 @@ class StreamDecider:
     @property
     def announced_positions(self) -> Mapping[str, int]:
         """Known writer -> the highest position that the writer has announced; 0 if none."""
-        return {name: writer.announced for name, writer in self._writers.items()}
+        return {name: writer.announced_position for name, writer in self._writers.items()}
 
     @property
     def discarded_positions(self) -> Mapping[str, int]:
         """Writer -> the announced position that was discarded, because it is beyond the IDs that were given out. Such a
         writer does not advance."""
         every = {**self._writers, **self._unknown_writers}
-        return {name: writer.discarded for name, writer in every.items() if writer.discarded}
+        return {name: writer.discarded_position for name, writer in every.items() if writer.discarded_position}
 
     def discard_beyond(self, head: int) -> None:
         """Discard announced positions beyond `head`. If there are any, also discard the received facts beyond `head`.
@@ -303,13 +309,13 @@ class StreamDecider:
         """Whether the caller must call `observe` before it reads facts."""
         return (
             any(writer.barriers or (writer.is_uncertain and writer.has_announced) for writer in self._writers.values())
-            or self._can_retire
+            or self._can_find_final_id
         )
 
     @property
-    def _can_retire(self) -> bool:
-        """Whether a writer retires without a final ID, and every other writer has announced a position since the
-        request."""
+    def _can_find_final_id(self) -> bool:
+        """Whether `observe` can find the final ID of a retiring writer: all writers that do not retire have announced a
+        position since the request."""
         every = self._writers.values()
         ending = any(writer.is_retiring and writer.final_id is None for writer in every)
         return ending and not any(
@@ -323,22 +329,22 @@ class StreamDecider:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """Begin to retire a writer, because an operator stated that the writer no longer exists.
+        """Begin to retire a known writer, because an operator stated that the writer no longer exists.
 
-        The caller must request the positions of all workers. If the writer answers, the writer still exists, and the
-        retirement ends.
+        Marks all writers uncertain, so the caller must request the positions of all workers. If the writer answers, the
+        writer still exists, and the retirement ends.
         """
         self.mark_uncertain()
         self._writers[writer].is_retiring, self._writers[writer].final_id = True, None
 
     @property
-    def retiring(self) -> Mapping[str, int | None]:
+    def retiring_writers(self) -> Mapping[str, int | None]:
         """Retiring writer -> the ID at which the writer can retire now; None while facts of the writer are unpublished.
 
         Writers that have announced a position since the request are left out.
         """
         every = {name: writer for name, writer in self._writers.items() if writer.is_retiring}
-        return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
+        return {name: writer.sent_upto if writer.can_retire else None for name, writer in every.items()}
 
     def forget(self, writer: str) -> None:
         """Move a writer that has retired from the known writers to the retired writers."""
@@ -351,7 +357,7 @@ class StreamDecider:
         if unknown_writer := self._unknown_writers.pop(writer, None):
             unknown_writer.sent_upto, unknown_writer.has_moved, unknown_writer.has_backlog = (
                 sent_upto,
-                unknown_writer.announced > sent_upto,
+                unknown_writer.announced_position > sent_upto,
                 True,
             )
             self._writers[writer] = unknown_writer
@@ -370,11 +376,12 @@ class StreamDecider:
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Note that lines of the channel may be lost, including the first positions of new processes."""
+        """Note that lines of the channel may be lost, including the first positions of new processes. No writer
+        advances until it announces another position."""
         self._partial_rows.clear()
         self._at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
-            writer.is_uncertain, writer.has_announced, writer.answers = True, False, 0
+            writer.is_uncertain, writer.has_announced, writer.unanswered_requests = True, False, 0
 
     def note_request(self) -> None:
         """Note that this bridge has requested the positions of all workers, so each writer may repeat its position
@@ -383,7 +390,7 @@ class StreamDecider:
         If a starting worker has sent the request, call `mark_uncertain` instead.
         """
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
-            writer.answers += 1
+            writer.unanswered_requests += 1
 
     def apply_position(self, writer: str, prev: int, id: int) -> None:
         """Apply the line `POSITION writer prev id` of the channel. If `prev` is not below `id`, the worker has started,
@@ -391,8 +398,8 @@ class StreamDecider:
         self._partial_rows.pop(writer, None)
         self._at_boundary.add(writer)
         known = self._get_writer(writer)
-        known.apply_announced_position(id, again=prev >= id)
-        if not known.is_uncertain and (first := max(prev, known.since, known.sent_upto)) < id:
+        known.apply_announced_position(id, is_repeated=prev >= id)
+        if not known.is_uncertain and (first := max(prev, known.process_start_id, known.sent_upto)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def apply_rdata(self, writer: str, id: int | None, row: str) -> None:
@@ -406,12 +413,12 @@ class StreamDecider:
         self._get_writer(writer).apply_announced_position(id)
         if writer in self._at_boundary:
             self._received.setdefault(id, StreamFact(id, writer, rows))
-            while len(self._received) > MAX_RECEIVED:
+            while len(self._received) > MAX_RECEIVED_FACTS:
                 del self._received[next(iter(self._received))]
         self._at_boundary.add(writer)
 
     def _get_writer(self, writer: str) -> SynapseWriter:
-        """The state of a writer. Adds the writer to the unknown writers if it is not known or has retired."""
+        """The state of a writer. A writer that is not known, or has retired, becomes an unknown writer."""
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         return self._writers.get(writer) or self._unknown_writers[writer]
@@ -425,34 +432,36 @@ class StreamDecider:
             running: the numbers of the running transactions, read after `head`.
         """
         self.discard_beyond(head)
-        if self._can_retire:
+        if self._can_find_final_id:
             for known in self._writers.values():
                 if known.is_retiring and known.final_id is None:
                     known.apply_announced_position(head)
                     known.is_retiring, known.final_id = True, head
         for writer in self._writers.values():
-            barriers = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
-            barriers = [barrier for barrier in barriers if barrier.waiting]
+            barriers = [Barrier(barrier.head, barrier.transactions & running) for barrier in writer.barriers]
+            barriers = [barrier for barrier in barriers if barrier.transactions]
             writer.has_moved |= len(barriers) < len(writer.barriers)
             if writer.is_uncertain and writer.has_announced:
                 writer.is_uncertain = writer.has_announced = False
-                writer.since = head
+                writer.process_start_id = head
                 if running:
                     barriers.append(Barrier(head, running))
-            by_waiting = {barrier.waiting: barrier for barrier in sorted(barriers, key=lambda barrier: barrier.head)}
-            writer.barriers = [*by_waiting.values()]
+            by_transactions = {
+                barrier.transactions: barrier for barrier in sorted(barriers, key=lambda barrier: barrier.head)
+            }
+            writer.barriers = [*by_transactions.values()]
 
-    def floor(self) -> int | None:
+    def find_floor(self) -> int | None:
         """The ID at which all writers may join for the first time, because all transactions up to this ID have ended.
         None if the ID is not known yet."""
         if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
-        return min(writer.announced for writer in self._writers.values())
+        return min(writer.announced_position for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
         """Note that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
-            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.announced > floor, False
+            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.announced_position > floor, False
 
     def range_to_read(self) -> tuple[int, int] | None:
         """The range `(low, high]` of IDs whose facts must be read from the tables now. None if no writer may
@@ -461,7 +470,7 @@ class StreamDecider:
         if not moved:
             return None
         low = min(writer.sent_upto for writer in moved)
-        return low, min(low + MAX_IDS_PER_READ, max(writer.announced for writer in moved))
+        return low, min(low + MAX_IDS_PER_READ, max(writer.announced_position for writer in moved))
 
     def apply_facts(self, ids: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """Apply the facts of a range, move the positions of writers, and return the advances to publish.
@@ -497,9 +506,9 @@ class StreamDecider:
 
     def with_writers(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
         """Copy the facts. A fact without a writer gets its probable writer."""
-        return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
+        return [fact if fact.writer else replace(fact, writer=self._find_probable_writer(fact.id)) for fact in facts]
 
-    def _owner(self, id: int) -> str:
+    def _find_probable_writer(self, id: int) -> str:
         """The probable writer of a fact whose row names no writer: the writer that announced the ID, or the only
         writer, or the main process."""
         if received := self._received.get(id):
@@ -510,8 +519,8 @@ class StreamDecider:
         self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         """Move the writer's position up to `top` if possible. Yields the advance, or nothing."""
-        writer.has_moved = writer.announced > top
-        prev, id = writer.sent_upto, min(writer.announced, top)
+        writer.has_moved = writer.announced_position > top
+        prev, id = writer.sent_upto, min(writer.announced_position, top)
         if id <= prev:
             return
         without_fact = fact_ids.missing(prev, id)

@@ -12,9 +12,10 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse.decider import UNBOUNDED, StreamFact
 
 MAX_FACTS = 10_000
-"""The number of newest facts of a stream that are stored, each with its marks."""
+"""The number of newest facts of a stream that stay stored, with their marks, when older facts are removed."""
 _TRIM_MARGIN = 2_000
-"""Facts are removed when there are this many more than `MAX_FACTS`, so that they are removed many at a time."""
+"""Old facts are removed only when there are more than `MAX_FACTS + _TRIM_MARGIN`, so that many are removed at a
+time."""
 
 Marks = frozenset[int]
 """Hashes of the identities of a fact's rows, 64 bits each."""
@@ -45,8 +46,7 @@ class PublishedFacts:
         return marks is not None and bool(marks) and fact.marks <= marks
 
     def id_below_newest(self, count: int) -> int:
-        """The highest ID above which there are `count` published facts; `since` if there are not more than `count`
-        facts."""
+        """The highest ID above which there are `count` published facts; `since` if there are `count` facts or fewer."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
@@ -96,7 +96,7 @@ class PublishedFacts:
         return True
 
 
-_SAMPLE_ONE_IN = 500
+_FACTS_PER_ANCHOR = 500
 """One in this many facts is an *anchor*, chosen by its marks. Anchors stay stored when older facts are deleted."""
 _SAMPLE_INTERVAL_MS = 3_600_000
 """The shortest time between two samples of the highest ID, in ms."""
@@ -114,7 +114,7 @@ def load(connection: Connection, name: str) -> PublishedFacts | None:
 
 
 def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
-    """Begin to store the published facts of a stream.
+    """Begin to store the published facts of a stream. Returns these facts.
 
     Args:
         connection: to the bridge's database.
@@ -144,7 +144,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
             name,
             [fact.id for fact in facts],
             [_packed(fact.marks) for fact in facts],
-            [bool(fact.marks) and min(fact.marks) % _SAMPLE_ONE_IN == 0 for fact in facts],
+            [bool(fact.marks) and min(fact.marks) % _FACTS_PER_ANCHOR == 0 for fact in facts],
         ],
     )
 
@@ -217,7 +217,7 @@ class HeadSamples:
         return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
 
     def note(self, connection: Connection, now: int, head: int, kept_seconds: float) -> None:
-        """Store a sample, at most one in an hour, and delete samples that are useless.
+        """Store a sample, and delete useless samples. Does nothing if a sample is less than an hour old.
 
         A sample is useless if it is older than `kept_seconds`, or is in the future because the clock was set back.
 

@@ -22,7 +22,7 @@ from tidemark.streaming.wire.records import Record, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Unsent:
+class OutboxRecord:
     """A record of the outbox, which Kafka has not acknowledged.
 
     Attributes:
@@ -36,7 +36,7 @@ class Unsent:
     value: bytes
 
 
-def read_unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
+def read_outbox(connection: Connection, after: Mapping[str, int]) -> list[OutboxRecord]:
     """Read the records of the outbox in the order of sending.
 
     Args:
@@ -49,7 +49,7 @@ def read_unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent
         " order by number",
         [[*after], [*after.values()]],
     ).fetchall()
-    return [Unsent(*row) for row in rows]
+    return [OutboxRecord(*row) for row in rows]
 
 
 def delete_acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
@@ -75,7 +75,8 @@ _USE = DatabaseUse(
     refusals={
         "3F": f"run `{COMMAND}`",
         "42P01": f"run `{COMMAND}`",
-        "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
+        "42501": "grant the user select, insert, update and delete on the tables tidemark.synapse_..., and BYPASSRLS if"
+        " they have row level security",
     },
     options=(("synchronous_commit", "on"),),
     # The bridge's advisory locks must last as long as its session.
@@ -143,12 +144,12 @@ class StreamProgress:
         return max(self.all_sent_upto.values(), default=0)
 
     @property
-    def slowest_writer(self) -> WriterEncoder:
+    def slowest_encoder(self) -> WriterEncoder:
         """The encoder of the writer with the lowest position. This position is the linear position."""
         return self.encoder(min(self.sent_upto, key=lambda name: (self.sent_upto[name], name)))
 
 
-def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
+def read_lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
     """The second halves of the keys of the advisory locks for publishing these streams (names in Kafka)."""
     rows = connection.execute("select hashtext(name) from unnest(%s::text[]) as name", [[*names]]).fetchall()
     return [key for (key,) in rows]
@@ -163,7 +164,7 @@ def create_stream(
     floor: int,
     head: int | None = None,
 ) -> tuple[StreamProgress, PublishedFacts]:
-    """Begin to publish a stream: store it, and write the JOINs of all writers to the outbox.
+    """Begin to publish a stream: store the stream, and write the JOINs of all writers to the outbox.
 
     Facts up to `floor` are not published. Readers find these facts in the table.
 
@@ -313,7 +314,7 @@ def advance_stream(
             )
             if moved.rowcount != 1:
                 raise PrerequisitePending(
-                    f"publishing stream {known.name}", "", "another bridge has published the same records"
+                    f"publishing stream {known.name}", "", f"another bridge has moved the position of {advance.writer}"
                 )
             append_outbox(connection, known.name, values)
             sent_upto[advance.writer] = advance.id
@@ -369,7 +370,7 @@ def read_requested_retirements(connection: Connection, name: str) -> list[str]:
 
 
 def request_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
-    """Store a request that the bridge retires a writer. The only active writer of a stream is not retired.
+    """Store a request that the bridge retires a writer. Leaves out streams that have no other active writer.
 
     Args:
         connection: to the bridge's database.
@@ -377,7 +378,7 @@ def request_retirement(connection: Connection, writer: str, stream: str | None) 
         stream: the stream's name in Kafka; None for all streams.
 
     Returns:
-        The streams in which the writer retires, sorted.
+        The streams in which the writer retires, sorted. Includes earlier requests that are not finished.
     """
     rows = connection.execute(
         """

@@ -1,7 +1,7 @@
 """Publishes one stream of Synapse.
 
-The stream begins when all its writers have announced a position. Then the publisher writes the records of proven
-advances to the bridge's outbox.
+The stream begins when all its writers have announced a position, and their earlier transactions have ended. Then the
+publisher writes the records of proven advances to the bridge's outbox.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = get_logger(__name__)
 
-MAX_LATE = 500
+MAX_LATE_FACTS = 500
 """The largest number of late facts that are published in one transaction."""
 
 
@@ -97,7 +97,7 @@ class StreamPublisher:
         return self.progress is not None
 
     @property
-    def silent(self) -> list[str]:
+    def silent_writers(self) -> list[str]:
         """Writers that have not announced a position yet."""
         return sorted(name for name, announced in self.decider.announced_positions.items() if not announced)
 
@@ -126,7 +126,7 @@ class StreamPublisher:
         Returns whether a writer has retired.
         """
         assert self.progress is not None
-        retiring = self.decider.retiring
+        retiring = self.decider.retiring_writers
         for writer in sorted(self._retiring - retiring.keys()):
             log.warning(
                 "The retirement of a writer of Synapse is cancelled, because the writer is alive",
@@ -151,10 +151,14 @@ class StreamPublisher:
             self.decider.apply_rdata(command.writer, None if command.id is None else abs(command.id), command.row)
 
     def publish(self, synapse: Connection, own: Connection) -> list[ProvenAdvance]:
-        """Decide what may be published now, and write the records to the outbox. Returns the advances.
+        """Decide what may be published now, and write the records to the outbox. Returns the published advances.
 
-        One call either begins the stream, lets unknown writers join, retires writers, or publishes advances of one
-        range. Before advances, also publishes backlogs. Raises `SequenceWentBack`.
+        Begins the stream if possible. If there are unknown writers, or retiring writers can retire, only lets these
+        writers join or retire. Otherwise publishes backlogs, and the advances of one range of IDs.
+
+        Raises:
+            SequenceWentBack: the sequence is lower than before.
+            PrerequisitePending: another bridge has moved the stream.
         """
         if self.progress is None:
             self._create(synapse, own)
@@ -180,8 +184,8 @@ class StreamPublisher:
         return advances
 
     def check_sequence(self, synapse: Connection) -> None:
-        """Set `blocked_reason` if the settings of the stream's sequence differ from Synapse's, and clear it if not.
-        Logs each change."""
+        """Set `blocked_reason` if the stream's sequence does not give out IDs one by one; otherwise clear
+        `blocked_reason`. Logs each change."""
         if (problem := tables.read_sequence_problem(synapse, self.bridged.stream)) != self.blocked_reason:
             self.blocked_reason = problem
             if problem:
@@ -205,8 +209,8 @@ class StreamPublisher:
                 self._samples.note(own, now, self.head, self.bridged.stream.kept_seconds)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Compare Synapse's tables with the published facts, and publish facts that are missing as late. Logs these
-        facts.
+        """Compare Synapse's tables with the published facts. Publish facts that should have been published as late, at
+        most `MAX_LATE_FACTS` in a call, and log them.
 
         Returns the late facts. A full audit also deletes old stored facts.
 
@@ -231,14 +235,14 @@ class StreamPublisher:
             raise FactsReplaced(self.bridged.name, replaced[0].id)
         missing = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
-        for id in sorted(missing)[:MAX_LATE]:
+        for id in sorted(missing)[:MAX_LATE_FACTS]:
             late += self.decider.with_writers(tables.read_facts(synapse, self.bridged.stream, id - 1, id)[1])
         if late:
             flush_wal(synapse)
             state.publish_late(own, self.progress, self.published, late)
             log.error(
-                "Facts appeared in Synapse's tables below published positions, and are published as late. Check whether"
-                " two processes have the same worker_name, and whether a sequence was set back",
+                "Facts appeared in Synapse's tables at or below published positions, and are published as late. Check"
+                " whether two processes have the same worker_name, and whether a sequence was set back",
                 stream=self.bridged.name, ids=[fact.id for fact in late][:20], count=len(missing),
             )  # fmt: skip
         if newest is None:
@@ -259,14 +263,15 @@ class StreamPublisher:
         self._discarded = discarded
 
     def _create(self, synapse: Connection, own: Connection) -> None:
-        """Begin the stream if all writers have announced a position and their earlier transactions have ended."""
+        """Begin the stream if all writers have announced a position and their earlier transactions have ended.
+        Otherwise do nothing."""
         for unknown_writer in sorted(self.decider.unknown_writers):
             self.decider.add_writer(unknown_writer, 0)
-        if self.decider.floor() is None or not self.decider.announced_positions.keys() >= {*self.bridged.writers}:
+        if self.decider.find_floor() is None or not self.decider.announced_positions.keys() >= {*self.bridged.writers}:
             return
         self.update_head(tables.read_head(synapse, self.bridged.stream))
         self.decider.discard_beyond(self.head)
-        if (floor := self.decider.floor()) is None:
+        if (floor := self.decider.find_floor()) is None:
             return  # a worker announced an ID that the sequence has not given out
         writers = self.decider.announced_positions.keys()
         self.progress, self.published = state.create_stream(
@@ -304,5 +309,7 @@ class StreamPublisher:
         self.decider.note_backlog_sent(writer)
         if facts:
             log.warning(
-                "A writer of Synapse has facts below the ID at which it joined", stream=self.bridged.name, writer=writer
+                "A writer of Synapse had facts up to the ID at which it joined; they are published as late",
+                stream=self.bridged.name,
+                writer=writer,
             )

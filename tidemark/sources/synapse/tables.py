@@ -48,7 +48,7 @@ class TableQuery:
         """The alias of the (first) table."""
         return self.table.split(" ")[1]
 
-    def sql(self, number: int) -> str:
+    def row_statement(self, number: int) -> str:
         """The statement that selects the rows with signed IDs from `%(low)s` to `%(high)s`. `number`: the query's index
         in the stream's queries."""
         return self._select(f"{number} as place, ({self.row})::text as row")
@@ -78,8 +78,8 @@ class SynapseStream:
         queries: how to query the stream's tables.
         keeps_rows: whether each row is kept for `kept_seconds`. Then a missing row proves that the ID has no fact.
             Otherwise rows are overwritten or deleted, and a missing row proves nothing.
-        positions: the stream's name in the table `stream_positions`; empty if the table does not have the stream.
-        before: the tables that a transaction writes before it writes the stream's own tables.
+        positions_name: the stream's name in the table `stream_positions`; empty if the table does not have the stream.
+        earlier_tables: the tables that a transaction writes before it writes the stream's own tables.
         direction: whether the stream's IDs rise or fall.
         kept_seconds: the seconds for which each row is certainly kept; None if rows are kept forever.
     """
@@ -88,8 +88,8 @@ class SynapseStream:
     sequence: str
     queries: Sequence[TableQuery]
     keeps_rows: bool
-    positions: str = ""
-    before: Sequence[str] = ()
+    positions_name: str = ""
+    earlier_tables: Sequence[str] = ()
     direction: Direction = Direction.FORWARD
     kept_seconds: float | None = None
 
@@ -146,16 +146,16 @@ _KNOWN = (
         "events_stream_seq",
         [*_events(_LIVE), _STATE],
         keeps_rows=True,
-        positions="events",
-        before=["event_json"],
+        positions_name="events",
+        earlier_tables=["event_json"],
     ),
     SynapseStream(
         "backfill",
         "events_backfill_stream_seq",
         _events(_BACKFILLED),
         keeps_rows=True,
-        positions="backfill",
-        before=["event_json"],
+        positions_name="backfill",
+        earlier_tables=["event_json"],
         direction=Direction.BACKWARD,
     ),
     SynapseStream(
@@ -170,7 +170,7 @@ _KNOWN = (
         "push_rules_stream_sequence",
         [_table_query("push_rules_stream", "t.user_id", _WRITTEN_BY)],
         keeps_rows=True,
-        positions="push_rules_stream",
+        positions_name="push_rules_stream",
     ),
     SynapseStream(
         "account_data",
@@ -181,7 +181,7 @@ _KNOWN = (
             _table_query("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
         ],
         keeps_rows=False,
-        positions="account_data",
+        positions_name="account_data",
     ),
     SynapseStream(
         "to_device",
@@ -191,7 +191,7 @@ _KNOWN = (
             _table_query("device_federation_outbox", "t.destination", "t.messages_json"),
         ],
         keeps_rows=False,
-        positions="to_device",
+        positions_name="to_device",
     ),
     SynapseStream(
         "receipts",
@@ -203,7 +203,7 @@ _KNOWN = (
             )
         ],
         keeps_rows=False,
-        positions="receipts",
+        positions_name="receipts",
     ),
     SynapseStream(
         "device_lists",
@@ -215,7 +215,7 @@ _KNOWN = (
             _table_query("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
         keeps_rows=False,
-        positions="device_lists_stream",
+        positions_name="device_lists_stream",
     ),
     SynapseStream(
         "presence",
@@ -228,14 +228,14 @@ _KNOWN = (
             )
         ],
         keeps_rows=False,
-        positions="presence_stream",
+        positions_name="presence_stream",
     ),
 )
 STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
 """Name on the replication channel -> stream, for the streams that the bridge can send."""
 
 _MEMORY = "the stream exists only in its writer's memory, and its IDs start again with each start of the writer"
-_OTHER = "Tidemark does not support its tables yet"
+_OTHER = "Tidemark does not support the tables of this stream yet"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
     **dict.fromkeys(
@@ -317,7 +317,7 @@ def read_sequence_problem(connection: Connection, stream: SynapseStream) -> str:
 
 
 def check_server(connection: Connection, name: str) -> None:
-    """Raise `BadSetting` if the users in the database belong to another server_name than `name`."""
+    """Raise `BadSetting` if a user in the database belongs to another server_name than `name`. Checks one user only."""
     row = connection.execute("select substr(name, position(':' in name) + 1) from users limit 1").fetchone()
     if row is not None and row[0] != name:
         raise BadSetting(
@@ -326,14 +326,15 @@ def check_server(connection: Connection, name: str) -> None:
 
 
 def read_writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """Read the writers of a stream from `stream_positions`. If that table lacks the stream, from the rows of its table.
+    """Read the writers of a stream from `stream_positions`, or from the stream's first table if `positions_name` is
+    empty.
 
     Synapse deletes writers that are no longer in its configuration from `stream_positions`.
     """
     names = "select instance_name from stream_positions where stream_name = %s"
-    if not stream.positions:
+    if not stream.positions_name:
         names += f" union select coalesce(instance_name, '{MASTER}') from {stream.queries[0].name}"
-    return {name for (name,) in connection.execute(names.encode(), [stream.positions]).fetchall()}
+    return {name for (name,) in connection.execute(names.encode(), [stream.positions_name]).fetchall()}
 
 
 def read_facts(
@@ -353,7 +354,7 @@ def read_facts(
     first, last = low + 1, top
     if stream.direction is Direction.BACKWARD:
         first, last = -top, -low - 1
-    every = " union all ".join(query.sql(number) for number, query in enumerate(stream.queries))
+    every = " union all ".join(query.row_statement(number) for number, query in enumerate(stream.queries))
     rows = connection.execute(
         f"""
         select abs(id), writer, row, mark, null from ({every}) as found where %(of)s::text is null or writer = %(of)s
@@ -425,7 +426,7 @@ def read_table_writers(
     """
     tables: dict[str, set[str]] = {}
     for stream in streams:
-        for table in [*stream.before, *(query.name for query in stream.queries)]:
+        for table in [*stream.earlier_tables, *(query.name for query in stream.queries)]:
             tables.setdefault(table, set()).add(stream.name)
     rows = connection.execute(
         """

@@ -96,8 +96,8 @@ def load_progress(
         evidence.truncate(connection, name, published, at)
         progress = _begin_timeline(connection, known, server, at, head)
     log.warning(
-        "Synapse's database was set back: a new timeline of the stream begins, and IDs beyond this ID are published"
-        " again",
+        "Synapse's database was set back: a new timeline of the stream begins, and facts with IDs beyond `id` are"
+        " published again",
         stream=name, reason=reason, id=at, published=known.reach, given_out=head,
     )  # fmt: skip
     return progress, published
