@@ -34,7 +34,7 @@ def test_an_id_that_was_given_out_again_is_another_fact() -> None:
     read = delivered(1, 2, 3, 4) + delivered(3, 4, of="new", late=True)
     count = compared(now, read, 4, back=2).count()
     assert count.is_complete
-    assert (count.written, count.read, count.late, count.lost, count.again) == (4, 4, 2, 2, 0)
+    assert (count.written, count.read, count.late, count.lost, count.received_again) == (4, 4, 2, 2, 0)
 
 
 def test_what_may_still_come_late_is_missed_in_the_end_only() -> None:
@@ -52,7 +52,7 @@ def test_late_news_of_what_was_read_meanwhile_comes_again() -> None:
     duplicated."""
     twice = delivered(3, of="new") + delivered(3, of="new", late=True)
     now = facts(3, of="new")
-    assert compared(now, twice, 3, back=2).count().again == 1
+    assert compared(now, twice, 3, back=2).count().received_again == 1
     assert compared(now, twice, 3, back=2).count().is_correct
     assert compared(now, twice, 3).count().duplicated == 1
     assert compared(now, twice, 3, back=3).count().duplicated == 1
@@ -64,7 +64,7 @@ def test_what_is_told_again_comes_late_each_time() -> None:
     """A database that went back twice tells what it had not settled twice, and no more often."""
     read = delivered(3) + delivered(3, 3, late=True)
     assert compared(facts(3), read, 3, back=2).count().duplicated == 1
-    assert replace(compared(facts(3), read, 3, back=2), restore_count=2).count().again == 1
+    assert replace(compared(facts(3), read, 3, back=2), restore_count=2).count().received_again == 1
     assert (
         replace(compared(facts(3), [*read, *delivered(3, late=True)], 3, back=2), restore_count=2).count().duplicated
         == 1

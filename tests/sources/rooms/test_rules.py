@@ -199,10 +199,13 @@ ROOT = an_event("root")
         (replace(ROOT, id="x" * 256), "its ID"),
         (replace(ROOT, id="\ud800"), "its ID"),
         (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "and the maximum is 20"),
-        (replace(ROOT, id="x", kind=EventKind.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (
+            replace(ROOT, id="x", kind=EventKind.OUT_OF_BAND),
+            "its kind is out-of-band, but it is not a membership event",
+        ),
         (
             RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, EventKind.OUT_OF_BAND),
-            "only an invite, its rejection or a knock",
+            "its kind is out-of-band, but it is not a membership event",
         ),
         (
             an_event("gap", ROOT, replace(ROOT, id="unknown")),

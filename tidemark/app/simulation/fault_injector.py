@@ -225,9 +225,9 @@ class FaultInjector:
     def inject(self, planned: PlannedFault) -> None:
         """Inject a fault, or begin a fault that takes longer.
 
-        If the target is down, a fault of the relay, or of a server that `tidemark up` starts, is tried again after
-        `RESTART_SECONDS`. Other faults are then skipped. Raises `ValueError` for faults that services inject in their
-        own transactions.
+        If the target is down, a fault of the relay is tried again after `RESTART_SECONDS`. So is a fault of a server,
+        if there is a local stack. Other faults are then skipped. Raises `ValueError` for faults that services inject in
+        their own transactions.
         """
         match planned.fault:
             case Fault.CRASH:
@@ -260,7 +260,7 @@ class FaultInjector:
                 )
         if target:
             self._count_fault(planned.fault, target)
-        elif planned.fault is Fault.RELAY or self._is_restarted_by_stack(planned.fault):
+        elif planned.fault is Fault.RELAY or self._is_target_restarted(planned.fault):
             self._scheduler.enter(RESTART_SECONDS, 0, partial(self.inject, planned))
 
     @property
@@ -270,8 +270,8 @@ class FaultInjector:
             self._source_faults is not None and self._source_faults.pending_count > 0
         )
 
-    def _is_restarted_by_stack(self, fault: Fault) -> bool:
-        """Whether the local stack restarts the target of the fault."""
+    def _is_target_restarted(self, fault: Fault) -> bool:
+        """Whether the target of the fault is a server, and there is a local stack: then the server is started again."""
         return fault in SERVER_FAULTS and self._databases.home.stack_env.exists()
 
     def _count_fault(self, fault: Fault, target: str) -> None:
@@ -376,8 +376,8 @@ class FaultInjector:
         return process.name
 
     def _leave(self, planned: PlannedFault) -> str:
-        """Stop one of the services without a restart. Returns the name of the service; '' if fewer than two services
-        run."""
+        """Stop one of the services, which is not restarted. Does not wait for its end. Returns the name of the service;
+        '' if fewer than two services run."""
         running = self._running_services()
         if len(running) < 2:
             return ""
@@ -422,8 +422,8 @@ class PostgresOwner(StrEnum):
 class ServicesPostgres:
     """A context manager that runs the services' Postgres, and starts the server again when it ends.
 
-    The start waits until the server answers. Raises `AlreadyRunning` if another simulation runs the server, and
-    `StartFailed`.
+    `__enter__` waits until the server answers. It raises `AlreadyRunning` if another simulation runs the server, and
+    `StartFailed` if the server does not start.
     """
 
     def __init__(self, home: Home) -> None:
@@ -487,7 +487,7 @@ class Replacement:
         return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
-        """Copy the old server. If the new server is a standby, also start it; a lagging standby is then disconnected
+        """Copy the old server. Also start the copy if the new server is a standby. Then disconnect a lagging standby
         from the old server."""
         self._replica.copy(as_standby=self.successor is not Successor.BASE_BACKUP)
         if self.successor is not Successor.BASE_BACKUP:
@@ -517,7 +517,7 @@ class Replacement:
             self._replica.replace_origin()
 
     def give_up(self) -> None:
-        """Kill the new server. Resumes the old server, if `switch` has suspended it."""
+        """Kill the new server, and resume the old server if `switch` has suspended the old server."""
         self._replica.discard()
 
 
@@ -581,8 +581,8 @@ class Servers:
         self._work, self._on_done = self._worker.submit(work), on_done
 
     def tick(self) -> None:
-        """If the work has ended, call its `on_done`. Does not wait. An exception of the work that is not an error of
-        Tidemark, psycopg, psutil or the operating system is raised instead."""
+        """If the work has ended, call `on_done`. Does not wait. If the exception of the work is not an error of
+        Tidemark, psycopg, psutil or the operating system, raises the exception instead."""
         if self._work is not None and self._work.done():
             error = self._work.exception()
             self._work = None

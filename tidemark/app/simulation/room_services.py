@@ -155,7 +155,7 @@ class _RoomThread:
                         raise RolledBack
 
     def _store_outliers(self, connection: Connection, event_ids: Iterable[str]) -> None:
-        """Store as outliers those of these events that the tables lack and `play.remote` has."""
+        """Copy events from `play.remote` to the tables as outliers. Leaves out events that are stored already."""
         ids = [*event_ids]
         missing = {*ids} - tables.load_events(connection, ids).keys()
         for event, _ in fetch_remote_events(connection, missing):
@@ -226,8 +226,8 @@ class _LiveThread(_RoomThread):
     def _receive_remote_event(self, connection: Connection, room: str, reserved_id: int | None) -> None:
         """Write a chain of events into `play.remote`, and store only the last event, as a live event or as an invite.
 
-        The other events of the chain reach the tables by backfill. `reserved_id` is a reserved stream ID for the event;
-        None: reserve one.
+        The other events of the chain reach the tables by backfill. `reserved_id`: the reserved stream ID of the stored
+        event; None to take the next ID.
         """
         event = self._new_fork_event(connection, room)
         groups = [group for _, group in tables.load_events(connection, event.prevs).values() if group is not None]

@@ -97,8 +97,8 @@ class StoredRooms:
         return next((version for row, version in newest_first if upto.covers(row)), 0)
 
     def expected_ids(self, member: str) -> set[int]:
-        """The stream IDs of the live events that a member must receive, and of the out-of-band events for the member.
-        Without the facts that report the ends of stays."""
+        """The stream IDs of the events that a member must receive: the live events of the member's stays, and the
+        out-of-band events for the member, without the facts that report the ends of stays."""
         return {
             id
             for id, row in self.timeline.items()
@@ -227,9 +227,9 @@ class RoomsDiffer(TidemarkError):
     def __init__(self, counts: Sequence[ReadCount], unanswered: Collection[tuple[str, str]] = ()) -> None:
         wrong = [str(room_count) for room_count in counts if not room_count.is_complete]
         wrong += [
-            f"{kind}: never answered" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
+            f"{kind}: no answers" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
         ]
-        wrong += [f"{kind} of {member}: no answer since the last restore" for kind, member in sorted(unanswered)]
+        wrong += [f"{kind} of {member}: no answer from the current database" for kind, member in sorted(unanswered)]
         super().__init__(f"answers or tables of the rooms differ from what was written: {'; '.join(wrong)}")
         self.counts = counts
 
@@ -245,18 +245,23 @@ class RoomsVerification(Verification):
     comparison_interval_seconds = 0.5
 
     def __init__(
-        self, facts_dsn: str, effects_dsn: str, heads: Callable[[], Mapping[str, int]], *, answers_stored: bool = True
+        self,
+        facts_dsn: str,
+        effects_dsn: str,
+        read_heads: Callable[[], Mapping[str, int]],
+        *,
+        answers_stored: bool = True,
     ) -> None:
         """
         Args:
             facts_dsn: the DSN of the services' database.
             effects_dsn: the DSN of the readers' database.
-            heads: returns stream -> highest ID of the stream in Tidemark.
+            read_heads: returns stream -> highest ID of the stream in Tidemark.
             answers_stored: whether the clients store all their answers (`RoomClientRole.store_all`). If False,
                 `counts` compares nothing.
         """
         self._answers_stored = answers_stored
-        self._heads = heads
+        self._read_heads = read_heads
         self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts_dsn, effects_dsn)]
         self._facts = session_of(facts_dsn, APPLICATION_NAME)
         self._effects = session_of(effects_dsn, APPLICATION_NAME)
@@ -292,7 +297,7 @@ class RoomsVerification(Verification):
         if successor is Successor.SYNCHRONOUS_STANDBY:
             return
         with _connect(server_dsn, self._names[0]) as connection:
-            connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
+            connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._read_heads()).decode()])
 
     def prepare_readers_server(self, server_dsn: str) -> None:
         """Drop the numbers of answers that the new server lacks: clients will store other answers with these numbers.
@@ -556,13 +561,13 @@ class RoomsWorkload(Workload):
         return ProcessRole(databases.facts_dsn, databases.effects_dsn, room_client=role)
 
     def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> RoomsVerification:
-        heads = partial(_read_heads, tidemark_dsn, self.streams)
-        return RoomsVerification(databases.facts_dsn, databases.effects_dsn, heads, answers_stored=self.verify)
+        read_heads = partial(_read_heads, tidemark_dsn, self.streams)
+        return RoomsVerification(databases.facts_dsn, databases.effects_dsn, read_heads, answers_stored=self.verify)
 
 
 def _read_heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
-    """Read stream -> highest ID of the stream in Tidemark; 0 if Tidemark does not have the stream. `dsn`: of Tidemark's
-    own database."""
+    """Read stream -> highest ID of the stream in Tidemark; 0 if Tidemark does not have the stream. `dsn`: the DSN of
+    Tidemark's own database."""
     with closing(session_of(dsn, simulation_tables.APPLICATION_NAME)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

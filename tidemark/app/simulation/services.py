@@ -1,4 +1,4 @@
-"""The services of the streams workload: services that write with several Postgres drivers, and services that read.
+"""The services of the streams workload, which write with several Postgres drivers, and its readers in Python.
 
 The drivers are psycopg, SQLAlchemy on psycopg, and asyncpg. SQLAlchemy and asyncpg are used if they are installed;
 `tidemark-streams[local]` does not install them.
@@ -243,23 +243,23 @@ def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
     run_threads([thread.work for thread in threads], stopping)
 
 
-def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
+def run_threads(functions: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
     """Run each function on its own thread, and wait until all have ended.
 
     A function that returns or raises `ConnectionLost` is called again, until `stopping` is set. If a function raises
     another exception, `stopping` is set, and the exception is raised when all functions have ended.
     """
 
-    def run_repeatedly(thread: Callable[[], None]) -> None:
+    def run_repeatedly(function: Callable[[], None]) -> None:
         while not stopping.is_set():
             try:
-                thread()
+                function()
             except ConnectionLost as problem:
                 log.warning("A call to Postgres or Redis failed; opening new connections", problem=str(problem))
                 stopping.wait(RECONNECT_SECONDS)
 
-    with ThreadPoolExecutor(len(threads)) as pool:
-        futures = [pool.submit(run_repeatedly, thread) for thread in threads]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = [pool.submit(run_repeatedly, function) for function in functions]
         wait(futures, return_when=FIRST_EXCEPTION)
         stopping.set()
     for future in futures:
@@ -267,8 +267,8 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
 
 
 def sleep_in_transaction(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """Sleep for the random duration of a transaction: about `TRANSACTION_SECONDS`. With the fault HANG, some durations
-    are in the range `HANG_SECONDS`; such a sleep ends early when `stopping` is set."""
+    """Sleep for a random time, which is `TRANSACTION_SECONDS` on average. With the fault HANG, some times are in the
+    range `HANG_SECONDS`; such a sleep ends early when `stopping` is set."""
     if Fault.HANG in faults and random.random() < HANG_PROBABILITY:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:

@@ -207,7 +207,7 @@ def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer
     position, and move the place past the late completion.
 
     The late facts are the facts of `writer` in (`prev`, `id`]; both IDs are signed. Does nothing and returns False if
-    another late completion is the next one of the place, or none is.
+    the next late completion of the place is another one, or there is none.
     """
     with connection.transaction():
         linear, late, late_part = _lock_place(connection, stream, sql_place)

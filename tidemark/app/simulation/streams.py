@@ -92,20 +92,20 @@ class PlacesPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Counts of one reader. `late`, `again` and `lost` are no errors: restores and sequences that are set back cause
-    them.
+    """Counts of one reader. `late`, `received_again` and `lost` are no errors: restores and sequences that are set back
+    cause them.
 
     Attributes:
         duplicated: facts of which the reader received a row twice. Before the first restore, also facts of which the
             reader received a row that does not exist.
         disordered: rows that came after a row with a higher ID. In vector mode, only rows of the same writer count.
         late: facts that came with a late completion.
-        again: facts that the reader received again because of a restore.
+        received_again: facts that the reader received again because of a restore.
         lost: facts that the reader received, and that no longer exist after a restore.
     """
 
     late: int = 0
-    again: int = 0
+    received_again: int = 0
     lost: int = 0
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class StreamsCount(ReadCount):
             f"{self.reader}: {self.written} facts written, {self.read} read, {self.missed} missed,"
             f" {self.duplicated} duplicated, {self.disordered} out of order"
         )
-        restored = {"late": self.late, "again": self.again, "lost": self.lost}
+        restored = {"late": self.late, "again": self.received_again, "lost": self.lost}
         return ", ".join([text, *(f"{count} {kind}" for kind, count in restored.items() if count)])
 
 
@@ -179,7 +179,8 @@ class Comparison:
         return {row.id for row in self.facts if row.mark not in delivered}
 
     def _is_missed(self, row: FactRow) -> bool:
-        """Whether an unread row counts as missed."""
+        """Whether an unread row counts as missed: the reader's position covers the row, and the row will not come with
+        a late completion."""
         may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.is_final
         return self.position.covers(row) and not may_come_late
 
@@ -415,7 +416,7 @@ class StreamsVerification(Verification):
                     )
                     for reader in READERS
                 ]
-                self._update_lost(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
+                self._update_lost_and_late(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
                 results = [comparison.count() for comparison in comparisons]
                 for comparison, count in zip(comparisons, results, strict=True):
                     counts[comparison.reader] += count + self._verified_counts[comparison.reader, stream]
@@ -426,7 +427,7 @@ class StreamsVerification(Verification):
     def _reader_streams(self, readers: Iterable[str]) -> list[tuple[str, str]]:
         return [(reader, stream.name) for reader in readers for stream in self._streams]
 
-    def _update_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+    def _update_lost_and_late(self, stream: str, comparisons: Sequence[Comparison]) -> None:
         """Update `lost_streams` and `late_streams`. Does nothing if the stream's database was never restored."""
         head = self._restored_heads.get(stream)
         if head is not None:

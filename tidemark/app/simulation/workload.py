@@ -139,7 +139,7 @@ class SimulatedProcess:
     start_count: int = 0
 
     def start(self) -> None:
-        """Start the process once more."""
+        """Start the process, and set `child`. The caller must have ended or detached an earlier process."""
         self.start_count += 1
         self.child = ChildProcess(self.make_role(self.start_count), self.home.log(f"simulate-{self.name}"))
 
@@ -218,9 +218,10 @@ def format_table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
 
 
 class Verification(ABC):
-    """Compares what was read with what was written. A context manager that closes its connections. Thread-safe.
+    """Compares what was read with what was written. A context manager that closes its connections.
 
-    Methods raise `Unavailable` if a database does not answer. Comparisons wait while the verification is paused.
+    Any thread may call the methods. They raise `Unavailable` if a database does not answer. Comparisons wait while the
+    verification is paused.
     """
 
     columns: ClassVar[Sequence[str]]

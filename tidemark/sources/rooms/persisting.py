@@ -94,7 +94,7 @@ class RoomStreams:
     caches: str = "caches"
 
     def name_of(self, stream: EventStream) -> str:
-        """The name of a stream of events."""
+        """The name of the stream of live events or of history."""
         return self.events if stream == "events" else self.backfill
 
 
@@ -127,7 +127,7 @@ class RoomStore:
             event: the event.
             stream: `events` for a live event, `backfill` for history.
             state_ids_before: the IDs of the events that make up the state before `event`. Required if a prev event of
-                `event` is not stored; otherwise ignored.
+                `event` is not stored, or is an outlier; otherwise ignored.
             reserved_id: the ID for the event's fact, which this transaction has reserved on this stream; None
                 to take the next ID.
 
@@ -224,7 +224,7 @@ class RoomStore:
             before: the room before the event.
             groups: the state groups of the room.
             newest: the group of the state after the event, if the event replaced its prev events as a forward
-                extremity. Then this state includes their states. Otherwise None.
+                extremity. Then this state includes the states after the prev events. Otherwise None.
         """
         current = before.group
         current_groups = dict.fromkeys(group for _, group in tables.load_forward_extremities(connection, room).values())

@@ -31,7 +31,7 @@ class VectorPosition:
         return max(self.linear, self.positions.get(writer, 0))
 
     def covers(self, row: "TimelineRow") -> bool:
-        """Whether the row is at or below the position of its writer. True for all rows of the stream `backfill`,
+        """Whether the row is at or below the position of the row's writer. True for all rows of the stream `backfill`,
         because their IDs are negative."""
         return row.stream_ordering <= self.position_of(row.writer)
 

@@ -55,12 +55,13 @@ class EventKind(StrEnum):
 
     @property
     def is_outlier(self) -> bool:
-        """Whether the event is an outlier, also one that is sent out of band."""
+        """Whether the event is an outlier, out-of-band or not."""
         return self in {EventKind.OUTLIER, EventKind.OUT_OF_BAND}
 
     @property
     def is_regular(self) -> bool:
-        """Whether the event is regular. Only a regular event can become a forward extremity, or end one directly."""
+        """Whether the event is regular. Only a regular event can become a forward extremity. Other events end forward
+        extremities only if a regular event follows them."""
         return self is EventKind.REGULAR
 
 
@@ -409,7 +410,7 @@ def group_after_event(
     Args:
         event: the event.
         prev_groups: the groups of the states after the stored prev events.
-        state_before: the state before the event that another server sent; None if all prev events are stored.
+        state_before: the state before the event that another server sent; None if no prev event is missing.
         groups: the groups of the room, to which a group is added if none of `prev_groups` has the state.
     """
     own_state = (

@@ -136,7 +136,7 @@ def _event_from_row(row: Sequence[Any]) -> RoomEvent:
 def load_successors(connection: Connection, room: str, id: str) -> list[EventSummary]:
     """Load the events that have an edge to the event `id`.
 
-    The kind in the result is not the kind of the event. It is `REGULAR` if the edge ends forward extremities, otherwise
+    The kind in the result is not the event's kind: `REGULAR` if the edge ends forward extremities, otherwise
     `SOFT_FAILED`.
     """
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
@@ -160,7 +160,7 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
     """Remove events from the forward extremities, because a regular event follows these events.
 
     If one of `events` is soft-failed or rejected, also removes the prev events of this event, recursively. Marks the
-    edges of soft-failed and rejected events among them as edges that end forward extremities.
+    edges of these soft-failed and rejected events as edges that end forward extremities.
     """
     connection.execute(
         """

@@ -243,7 +243,8 @@ class SynapseBridge(RunLoop):
         self._requested_at = time.monotonic()
 
     def _publish(self, synapse: Connection, own: Connection) -> None:
-        """Publish complete facts until `halt` is set."""
+        """Publish complete facts until `halt` is set. Then wait up to `DELIVERY_TIMEOUT` until Kafka has acknowledged
+        the sent records."""
         backoff, checked = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
@@ -324,7 +325,7 @@ class SynapseBridge(RunLoop):
         return heads
 
     def _send(self, own: Connection) -> None:
-        """Queue the records of the outbox that this connection has not sent in the producer. A record above the topic's
+        """Give the producer the records of the outbox that were not sent on this connection. A record above the topic's
         limit blocks its stream."""
         sent = {name: number for name, number in self._sent_numbers.items() if name not in self._oversized}
         unsent = state.read_outbox(own, sent)

@@ -44,7 +44,8 @@ ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
-    """The client of the channel. A thread receives lines from `__enter__` to `__exit__`, which waits for its end.
+    """The client of the channel. A thread receives lines from `__enter__` to `__exit__`. `__exit__` waits up to 10 s
+    for the end of the thread.
 
     Only one other thread may call `take` and `request_positions`.
 
@@ -151,7 +152,8 @@ class SynapseChannel:
                 raise redis.TimeoutError(f"Redis has sent nothing for {_TIMEOUT_SECONDS:.0f} s")
 
     def _send_request(self) -> None:
-        """Send a REPLICATE line. Its second word, which workers ignore, lets this bridge recognise its own line."""
+        """Send a REPLICATE line. Workers ignore the second word of the line. With this word, the bridge recognises its
+        own line."""
         self._request_pending.clear()
         line = f"REPLICATE {uuid.uuid4().hex}"
         self._own_requests.add(line)

@@ -77,7 +77,7 @@ class WriterEncoder:
     timeline: Timeline
 
     def join(self, id: int, *, unseen: bool = False) -> Join:
-        """The JOIN record. `unseen`: the IDs up to `id` may have facts that were not published."""
+        """Make the JOIN record. `unseen`: the IDs up to `id` may have facts that were not published."""
         signed = self.direction.signed(id)
         return Join(
             stream=self.stream,
@@ -89,7 +89,7 @@ class WriterEncoder:
         )
 
     def retire(self, id: int) -> Retire:
-        """The RETIRE record. `id`: the last position of the writer."""
+        """Make the RETIRE record. `id`: the last position of the writer."""
         return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.direction.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
@@ -200,7 +200,7 @@ class SynapseWriter:
 
     @property
     def may_send_backlog(self) -> bool:
-        """Whether all transactions with IDs up to the published position have ended."""
+        """Whether all transactions of the writer with IDs up to the published position have ended."""
         return self.announced_position >= self.sent_upto and not (self.is_uncertain or self.barriers)
 
     @property
@@ -376,8 +376,8 @@ class StreamDecider:
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Note that lines of the channel may be lost, including the first positions of new processes. No writer
-        advances until it announces another position."""
+        """Note that lines of the channel may be lost, including the first positions of new processes. Each writer
+        advances again only after its next announced position."""
         self._partial_rows.clear()
         self._at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
@@ -516,7 +516,7 @@ class StreamDecider:
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
-        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], fact_ids: Intervals
+        self, name: str, writer: SynapseWriter, top: int, facts_by_id: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         """Move the writer's position up to `top` if possible. Yields the advance, or nothing."""
         writer.has_moved = writer.announced_position > top
@@ -528,7 +528,7 @@ class StreamDecider:
             id = uncertain[0]
         if id <= prev:
             return
-        facts = [fact for _, fact in sorted(known.items()) if prev < fact.id <= id and fact.writer == name]
+        facts = [fact for _, fact in sorted(facts_by_id.items()) if prev < fact.id <= id and fact.writer == name]
         unseen = bool(without_fact.up_to(min(id, self.kept_above)).difference(writer.empty))
         writer.sent_upto = id
         writer.empty = writer.empty.above(id)

@@ -206,7 +206,7 @@ def create_stream(
 
 
 def add_writer(
-    connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
+    connection: Connection, progress: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
     """Store that a writer joins, and write its JOIN to the outbox. Returns the new progress.
 
@@ -216,68 +216,68 @@ def add_writer(
 
     Args:
         connection: to the bridge's database.
-        known: the progress of the stream.
+        progress: the progress of the stream.
         writer: the writer.
         at: the linear position.
         kept_above: rows with IDs up to this one may have been deleted.
     """
-    now, ended = read_clock(connection), known.retired.get(writer, known.floor)
+    now, ended = read_clock(connection), progress.retired.get(writer, progress.floor)
     row = connection.execute(
-        "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
+        "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [progress.name, writer]
     ).fetchone()
     joined, epoch = max(at, ended), max(now, row[0] + 1 if row else 0)
-    progress = replace(
-        known,
-        sent_upto={**known.sent_upto, writer: joined},
-        epochs={**known.epochs, writer: epoch},
-        retired={name: id for name, id in known.retired.items() if name != writer},
-        backlog={**known.backlog, writer: ended},
+    new_progress = replace(
+        progress,
+        sent_upto={**progress.sent_upto, writer: joined},
+        epochs={**progress.epochs, writer: epoch},
+        retired={name: id for name, id in progress.retired.items() if name != writer},
+        backlog={**progress.backlog, writer: ended},
     )
     with connection.transaction():
-        _upsert_writer(connection, progress, writer, joined)
-        unseen = joined > ended and (not known.stream.keeps_rows or ended < kept_above)
-        append_outbox(connection, known.name, [progress.encoder(writer).join(joined, unseen=unseen)])
-    return progress
+        _upsert_writer(connection, new_progress, writer, joined)
+        unseen = joined > ended and (not progress.stream.keeps_rows or ended < kept_above)
+        append_outbox(connection, progress.name, [new_progress.encoder(writer).join(joined, unseen=unseen)])
+    return new_progress
 
 
 def send_backlog(
-    connection: Connection, known: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
+    connection: Connection, progress: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
 ) -> StreamProgress:
     """Publish the backlog of a writer as late. Returns the new progress. `late`: the facts of the backlog."""
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set backlog_from = null where (stream, writer) = (%s, %s)",
-            [known.name, writer],
+            [progress.name, writer],
         )
-        publish_late(connection, known, published, late)
-    return replace(known, backlog={name: low for name, low in known.backlog.items() if name != writer})
+        publish_late(connection, progress, published, late)
+    return replace(progress, backlog={name: low for name, low in progress.backlog.items() if name != writer})
 
 
 def publish_late(
-    connection: Connection, known: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
+    connection: Connection, progress: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
 ) -> None:
     """Write facts at or below the positions of their writers to the outbox, and add them to `published`.
 
     Args:
         connection: to the bridge's database.
-        known: the progress of the stream.
+        progress: the progress of the stream.
         published: the published facts of the stream.
         late: the facts. Their writers may have retired.
     """
     with connection.transaction():
         rows = connection.execute(
-            "select writer, epoch from tidemark.synapse_writers where stream = %s", [known.name]
+            "select writer, epoch from tidemark.synapse_writers where stream = %s", [progress.name]
         ).fetchall()
-        encoders = replace(known, epochs=dict(rows))
+        encoders = replace(progress, epochs=dict(rows))
         for fact in late:
             advance = ProvenAdvance(fact.writer, fact.id - 1, fact.id, [fact])
-            append_outbox(connection, known.name, encoders.encoder(fact.writer).advance(advance))
-        evidence.remember(connection, known.name, published, late)
+            append_outbox(connection, progress.name, encoders.encoder(fact.writer).advance(advance))
+        evidence.remember(connection, progress.name, published, late)
 
 
 def advance_stream(
     connection: Connection,
-    known: StreamProgress,
+    progress: StreamProgress,
     published: PublishedFacts,
     advances: Sequence[ProvenAdvance],
     lsn: str,
@@ -287,22 +287,22 @@ def advance_stream(
 
     Args:
         connection: to the bridge's database.
-        known: the progress of the stream.
+        progress: the progress of the stream.
         published: the published facts of the stream, to which the new facts are added.
         advances: the advances.
         lsn: the end of the write-ahead log of Synapse's database, as text.
         head: the highest ID that was given out.
 
     Raises:
-        PrerequisitePending: another bridge has moved the stream since `known`.
+        PrerequisitePending: another bridge has moved the stream since `progress` was loaded.
     """
-    sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
+    sent_upto, epochs = dict(progress.sent_upto), dict(progress.epochs)
     with connection.transaction():
         connection.execute(
-            "update tidemark.synapse_streams set lsn = %s, head = %s where stream = %s", [lsn, head, known.name]
+            "update tidemark.synapse_streams set lsn = %s, head = %s where stream = %s", [lsn, head, progress.name]
         )
         for advance in advances:
-            encoder = known.encoder(advance.writer)
+            encoder = progress.encoder(advance.writer)
             values: list[Record] = [*encoder.advance(advance)]
             if advance.unseen:
                 epochs[advance.writer] = encoder.epoch + 1
@@ -310,37 +310,41 @@ def advance_stream(
             moved = connection.execute(
                 "update tidemark.synapse_writers set sent_upto = %s, epoch = %s"
                 " where (stream, writer, sent_upto, epoch) = (%s, %s, %s, %s)",
-                [advance.id, epochs[advance.writer], known.name, advance.writer, advance.prev, encoder.epoch],
+                [advance.id, epochs[advance.writer], progress.name, advance.writer, advance.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
                 raise PrerequisitePending(
-                    f"publishing stream {known.name}", "", f"another bridge has moved the position of {advance.writer}"
+                    f"publishing stream {progress.name}",
+                    "",
+                    f"another bridge has moved the position of {advance.writer}",
                 )
-            append_outbox(connection, known.name, values)
+            append_outbox(connection, progress.name, values)
             sent_upto[advance.writer] = advance.id
-        evidence.remember(connection, known.name, published, [fact for advance in advances for fact in advance.facts])
-    return replace(known, sent_upto=sent_upto, epochs=epochs)
+        evidence.remember(
+            connection, progress.name, published, [fact for advance in advances for fact in advance.facts]
+        )
+    return replace(progress, sent_upto=sent_upto, epochs=epochs)
 
 
-def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
+def retire(connection: Connection, progress: StreamProgress, writer: str) -> StreamProgress:
     """Store that a writer retires, and write its RETIRE to the outbox. Returns the new progress.
 
     All facts of the writer must be published.
     """
-    at = known.sent_upto[writer]
+    at = progress.sent_upto[writer]
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set state = 'retired' where (stream, writer) = (%s, %s)",
-            [known.name, writer],
+            [progress.name, writer],
         )
-        append_outbox(connection, known.name, [known.encoder(writer).retire(at)])
+        append_outbox(connection, progress.name, [progress.encoder(writer).retire(at)])
     sent_upto, epochs = (
-        {name: by_name[name] for name in by_name if name != writer} for by_name in (known.sent_upto, known.epochs)
+        {name: by_name[name] for name in by_name if name != writer} for by_name in (progress.sent_upto, progress.epochs)
     )
-    return replace(known, sent_upto=sent_upto, epochs=epochs, retired={**known.retired, writer: at})
+    return replace(progress, sent_upto=sent_upto, epochs=epochs, retired={**progress.retired, writer: at})
 
 
-def _upsert_writer(connection: Connection, known: StreamProgress, writer: str, at: int) -> None:
+def _upsert_writer(connection: Connection, progress: StreamProgress, writer: str, at: int) -> None:
     connection.execute(
         """
         insert into tidemark.synapse_writers (stream, writer, epoch, sent_upto, backlog_from)
@@ -349,7 +353,7 @@ def _upsert_writer(connection: Connection, known: StreamProgress, writer: str, a
         do update set epoch = excluded.epoch, sent_upto = excluded.sent_upto, backlog_from = excluded.backlog_from,
             state = 'active'
         """,
-        [known.name, writer, known.epochs[writer], at, known.backlog.get(writer)],
+        [progress.name, writer, progress.epochs[writer], at, progress.backlog.get(writer)],
     )
 
 

@@ -209,8 +209,8 @@ class StreamPublisher:
                 self._samples.note(own, now, self.head, self.bridged.stream.kept_seconds)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Compare Synapse's tables with the published facts. Publish facts that should have been published as late, at
-        most `MAX_LATE_FACTS` in a call, and log them.
+        """Compare Synapse's tables with the published facts. If facts at or below published positions are not
+        published, publish them as late, at most `MAX_LATE_FACTS` in a call, and log an error.
 
         Returns the late facts. A full audit also deletes old stored facts.
 
@@ -309,7 +309,7 @@ class StreamPublisher:
         self.decider.note_backlog_sent(writer)
         if facts:
             log.warning(
-                "A writer of Synapse had facts up to the ID at which it joined; they are published as late",
+                "Facts of a writer of Synapse, up to the ID at which the writer joined, are published as late",
                 stream=self.bridged.name,
                 writer=writer,
             )

@@ -72,40 +72,40 @@ def load_progress(
     """
     if (previous := _load_stored(connection, stream, name, server.name)) is None:
         return None
-    known, before = previous
+    progress, before = previous
     published = evidence.load(connection, name)
-    reason = _rollback_reason(connection, known, before, server, head, highest)
-    replaced = [] if reason or published is None else published.replaced(read_table(published.since, known.reach))
+    reason = _rollback_reason(connection, progress, before, server, head, highest)
+    replaced = [] if reason or published is None else published.replaced(read_table(published.since, progress.reach))
     if replaced:
         reason = f"other rows have IDs that were published, such as {replaced[0].id}"
     if not reason:
         if published is None:
-            lowest = min(known.sent_upto.values(), default=known.floor)
-            since = max(known.floor, lowest - MAX_FACTS)
+            lowest = min(progress.sent_upto.values(), default=progress.floor)
+            since = max(progress.floor, lowest - MAX_FACTS)
             facts = [
                 fact
-                for fact in read_table(since, known.reach)
-                if fact.id <= known.all_sent_upto.get(fact.writer, lowest)
+                for fact in read_table(since, progress.reach)
+                if fact.id <= progress.all_sent_upto.get(fact.writer, lowest)
             ]
             published = evidence.begin(connection, name, since, facts)
-        return known, published
-    at = min(_last_common_id(connection, known, published, read_table), head)
+        return progress, published
+    at = min(_last_common_id(connection, progress, published, read_table), head)
     if published is None:
         published = PublishedFacts(at)
     with connection.transaction():
         evidence.truncate(connection, name, published, at)
-        progress = _begin_timeline(connection, known, server, at, head)
+        new_progress = _begin_timeline(connection, progress, server, at, head)
     log.warning(
         "Synapse's database was set back: a new timeline of the stream begins, and facts with IDs beyond `id` are"
         " published again",
-        stream=name, reason=reason, id=at, published=known.reach, given_out=head,
+        stream=name, reason=reason, id=at, published=progress.reach, given_out=head,
     )  # fmt: skip
-    return progress, published
+    return new_progress, published
 
 
 def _rollback_reason(
     connection: Connection,
-    known: StreamProgress,
+    progress: StreamProgress,
     before: _PreviousState,
     server: SynapseServer,
     head: int,
@@ -120,28 +120,28 @@ def _rollback_reason(
     row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [before.lsn, server.lsn]).fetchone()
     if row is None or row[0]:
         return "the write-ahead log of the server is shorter than before"
-    if head < (last_head := max(known.reach, before.head, highest)):
-        return f"the sequence {known.stream.sequence} is below the ID that it gave out before ({last_head})"
+    if head < (last_head := max(progress.reach, before.head, highest)):
+        return f"the sequence {progress.stream.sequence} is below the ID that it gave out before ({last_head})"
     return ""
 
 
 def _last_common_id(
-    connection: Connection, known: StreamProgress, published: PublishedFacts | None, read_table: ReadTable
+    connection: Connection, progress: StreamProgress, published: PublishedFacts | None, read_table: ReadTable
 ) -> int:
     """The ID up to which Synapse's tables certainly have the published history; at least the floor of the stream.
 
     Reads the tables for the newest published facts, and if none of them is proof, for some anchors.
     """
     if published is None:
-        return known.floor
-    sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
-    sent_upto[""] = min(known.sent_upto.values(), default=0)  # for rows without a writer
-    if (id := published.last_common_id(read_table(published.since, known.reach), sent_upto)) is not None:
-        return max(id, known.floor)
-    for anchor in evidence.load_anchors(connection, known.name, published.since):
+        return progress.floor
+    sent_upto = {writer: at for writer, at in progress.all_sent_upto.items() if writer not in progress.backlog}
+    sent_upto[""] = min(progress.sent_upto.values(), default=0)  # for rows without a writer
+    if (id := published.last_common_id(read_table(published.since, progress.reach), sent_upto)) is not None:
+        return max(id, progress.floor)
+    for anchor in evidence.load_anchors(connection, progress.name, published.since):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in read_table(anchor.id - 1, anchor.id)):
-            return max(anchor.id, known.floor)
-    return known.floor
+            return max(anchor.id, progress.floor)
+    return progress.floor
 
 
 def _load_stored(
@@ -169,45 +169,47 @@ def _load_stored(
     epochs = {writer: epoch for writer, epoch, _, _, gone in rows if not gone}
     retired = {writer: at for writer, _, at, _, gone in rows if gone}
     backlog = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
-    known = StreamProgress(stream, name, Timeline(history, start, after), sent_upto, epochs, floor, retired, backlog)
-    return known, _PreviousState(database, lsn, head)
+    progress = StreamProgress(stream, name, Timeline(history, start, after), sent_upto, epochs, floor, retired, backlog)
+    return progress, _PreviousState(database, lsn, head)
 
 
 def _begin_timeline(
-    connection: Connection, known: StreamProgress, server: SynapseServer, at: int, head: int
+    connection: Connection, progress: StreamProgress, server: SynapseServer, at: int, head: int
 ) -> StreamProgress:
     """Begin a new timeline, because IDs beyond `at` may be given out again. Returns the new progress.
 
     Stores the positions, which are at most `at`, and writes the JOINs to the outbox. Runs in the caller's transaction.
     """
     token = uuid.uuid4().hex
-    timeline = Timeline(f"{server.database}/{token}", token, known.timeline.start)
+    timeline = Timeline(f"{server.database}/{token}", token, progress.timeline.start)
     now = state.read_clock(connection)
-    progress = replace(
-        known,
+    new_progress = replace(
+        progress,
         timeline=timeline,
-        sent_upto={writer: min(sent_upto, at) for writer, sent_upto in known.sent_upto.items()},
-        epochs={writer: max(epoch + 1, now) for writer, epoch in known.epochs.items()},
-        retired={writer: min(sent_upto, at) for writer, sent_upto in known.retired.items()},
-        backlog={writer: min(low, at) for writer, low in known.backlog.items()},
+        sent_upto={writer: min(sent_upto, at) for writer, sent_upto in progress.sent_upto.items()},
+        epochs={writer: max(epoch + 1, now) for writer, epoch in progress.epochs.items()},
+        retired={writer: min(sent_upto, at) for writer, sent_upto in progress.retired.items()},
+        backlog={writer: min(low, at) for writer, low in progress.backlog.items()},
     )
     connection.execute(
         "update tidemark.synapse_streams set database = %s, history = %s, lsn = %s, start = %s, after = %s, head = %s"
         " where stream = %s",
-        [server.database, timeline.database, server.lsn, timeline.start, timeline.after, head, known.name],
+        [server.database, timeline.database, server.lsn, timeline.start, timeline.after, head, progress.name],
     )
     connection.execute(
         "update tidemark.synapse_writers set sent_upto = least(sent_upto, %(at)s),"
         " backlog_from = case when backlog_from is not null then least(backlog_from, %(at)s) end"
         " where stream = %(name)s",
-        {"at": at, "name": known.name},
+        {"at": at, "name": progress.name},
     )
-    for writer, epoch in progress.epochs.items():
+    for writer, epoch in new_progress.epochs.items():
         connection.execute(
             "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
-            [epoch, known.name, writer],
+            [epoch, progress.name, writer],
         )
     state.append_outbox(
-        connection, known.name, [progress.encoder(writer).join(at) for writer, at in progress.sent_upto.items()]
+        connection,
+        progress.name,
+        [new_progress.encoder(writer).join(at) for writer, at in new_progress.sent_upto.items()],
     )
-    return progress
+    return new_progress
