@@ -145,8 +145,8 @@ REFUSED = [
     (replace(an_event("second", ROOT), prevs=("third",), depth=5), "its depth is 5, and an event after these"),
     (replace(ROOT, id="nul", content={"text": "\0"}), "the character NUL"),
     (replace(ROOT, id="nul", content={"text": "\\\0"}), "the character NUL"),
-    (replace(ROOT, id="stray", content={"text": "\ud800"}), "not JSON"),
-    (replace(ROOT, id="nan", content={"text": {1, object()}}), "not JSON"),
+    (replace(ROOT, id="stray", content={"text": "\ud800"}), "cannot be stored as JSON"),
+    (replace(ROOT, id="nan", content={"text": {1, object()}}), "cannot be stored as JSON"),
 ]
 
 
