@@ -27,7 +27,7 @@ class SteppedKeeper:
             self._session = self._session or session_of(self._dsn, "keeper")
             with self._session.use() as connection:
                 self._decider = self._decider or PositionDecider(connection, self._is_local)
-                self._steps = self._steps or self._decider.round()
+                self._steps = self._steps or self._decider.run_round()
                 try:
                     next(self._steps)
                 except StopIteration:

@@ -270,7 +270,8 @@ def test_a_sequence_behind_its_table_holds_the_stream(world: DisorderedWorld) ->
     world.services[0].append(world.stream, 1)
     observed(world)
     id = 8 * world._sign
-    assert f"{world.sequence} of stream {world.stream}: tidemark.append_outbox holds a row with ID {id}" in world.held
+    problem = f"it has not given out the ID of a row in tidemark.append_outbox; the highest ID in use is {id}"
+    assert f"{world.sequence} of stream {world.stream}: {problem}" in world.held
     assert f"run: SELECT setval('{world.sequence}', {id})" in world.held
     world._admin.execute(f"SELECT setval('{world.sequence}', {id})".encode())
     observed(world)

@@ -19,7 +19,7 @@ create table if not exists tidemark_reader.positions (
 );
 comment on table tidemark_reader.positions is 'How far each stream is complete: written by the relay of this database, or by `tidemark follow`';
 comment on column tidemark_reader.positions.source is
-    'database: all writers append in this database, and its transactions decide the position. published: a copy of the position that Tidemark has published. handover: no longer database; becomes published when the published position has reached this one';
+    'database: all writers append in this database, and its transactions decide the position. published: a copy of the position that Tidemark has published. handover: was database, and becomes published when the published position has reached the position here';
 comment on column tidemark_reader.positions.vector is 'Writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.positions.late is 'Number of the newest known late completion';
 comment on column tidemark_reader.positions.late_after is 'Late completions up to this number are not known here';
@@ -183,11 +183,11 @@ begin
 end
 $$;
 
--- Makes a `database` stream `published` permanently: it has writers elsewhere, or an operator has settled IDs that are open
--- here. `linear`, `vector`: the published positions. The stream stays in `handover`, and its position does not move, until they
--- have reached the position of this database. Until then, only this database can know that a restore has taken back IDs that
--- readers have passed. Readers do not get late completions up to number `late`, because these are older. Returns the source of
--- the stream now.
+-- Makes a `database` stream `published` permanently: the stream has writers elsewhere, or an operator has settled IDs that are
+-- open here. `linear` and `vector`: the published positions. While these have not reached the position of this database, the
+-- source is `handover`, and the position does not move: only this database can detect that a restore has taken back IDs that
+-- readers have passed. Readers do not get late completions up to number `late`, because these are older. Returns the new source;
+-- NULL if this database has no positions of the stream.
 create or replace function tidemark_reader.share(stream text, late bigint, linear bigint, vector jsonb) returns text
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
@@ -315,9 +315,9 @@ comment on function tidemark_reader.last_id is
     'The last ID of the stream that this database has given out. NULL: not known, for example because other databases write the
 stream too, or on a standby';
 
--- Locks the place of a reader until the transaction ends, and returns it. Creates the place of a new reader at _since.
--- NULL: another copy of the reader holds the lock, and _wait is false; or a new reader begins at a token that the stream has not
--- reached.
+-- Locks the place of a reader until the transaction ends, and returns the place. Creates the place of a new reader at _since.
+-- Returns NULL if another copy of the reader has the lock and _wait is false, or if a new reader begins at a token that the
+-- stream has not reached.
 create or replace function tidemark_reader.lock_place(
     _stream text, _reader text, _mode text, _wait boolean, _since text, _now tidemark_reader.positions
 ) returns tidemark_reader.places
@@ -425,7 +425,7 @@ begin
         raise exception using errcode = 'object_not_in_prerequisite_state',
             message = format('reader %L has read stream %L up to ID %s, and the stream went back to ID %s',
                 _place.reader, _place.stream, _farthest, _back_to),
-            detail = 'A sequence was set back, or a part of the database was restored. IDs beyond are given out again.',
+            detail = 'A sequence was set back, or a part of the database was restored. IDs beyond that ID may be given out again.',
             hint = format('Undo the effects of IDs beyond %s, then move the reader: select tidemark_reader.seek(%L, %L, ''m%s'')',
                 _back_to, _place.stream, _place.reader, _back_to);
     end if;
@@ -480,7 +480,7 @@ begin
             ) then
                 exit when _place.late > _first;  -- hand out the completions before it first, and raise at the next call
                 raise exception using errcode = 'object_not_in_prerequisite_state',
-                    message = format('%s facts of writer %L came late in (%s, %s] of stream %L, and other writers have IDs there',
+                    message = format('%s facts of writer %L came late in (%s, %s] of stream %L, and other writers may have IDs there',
                         _late.facts, _late.writer, _late.prev, _late.id, _place.stream),
                     hint = format('%sHandle the rows of that writer in that range, then: select tidemark_reader.pass_late(%L, %L)',
                         case when _late.why = 'regressed' then 'Undo what its earlier facts did. ' end, _place.stream, _place.reader);
@@ -576,7 +576,7 @@ begin
     elsif _now.stream is null then
         raise exception using errcode = 'undefined_object',
             message = format('this database has no positions of stream %L', _stream),
-            hint = 'Check the name. The relay of this database keeps them, or `tidemark follow`.';
+            hint = 'Check the name of the stream, and that `tidemark relay` of this database or `tidemark follow` runs.';
     elsif (
         select count(*) from tidemark_reader.places as other
         where other.stream = _stream and other.reader <> _reader and other.version > 0
@@ -811,8 +811,8 @@ begin
             message = format('stream %L is at %L and has not reached %L yet', seek.stream, _now.token, seek.token),
             hint = 'Try again later.';
     end if;
-    -- The writer of a parked fact is not stored: between the positions of several writers nobody knows whether the reader
-    -- reads the fact again.
+    -- The writer of a parked fact is not stored. So if a parked fact is between the positions of two writers, it is not known
+    -- whether the reader reads the fact again.
     select string_agg(known.id::text, ', ' order by abs(known.id)) into _between from tidemark_reader.parked as known
     where known.stream = seek.stream and known.reader = seek.reader
         and abs(known.id) > abs(_place.linear)
@@ -866,9 +866,13 @@ begin
     where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader;
     if _count <> 1 or repartition.partitions < 1 then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('the partitions of reader %L of stream %L are at %s different places', repartition.reader,
-                repartition.stream, _count),
-            hint = 'Stop the writers or the readers until all partitions are at one place: tidemark_reader.places.';
+            message = case
+                when _count = 0 then format('stream %L has no reader %L', repartition.stream, repartition.reader)
+                when _count = 1 then 'the number of partitions must be 1 or more'
+                else format('the partitions of reader %L of stream %L are at %s different places', repartition.reader,
+                    repartition.stream, _count) end,
+            hint = case when _count > 1 then 'Let all partitions reach one place (see tidemark_reader.places), stop the'
+                ' readers, and call the function again.' else 'Correct the arguments.' end;
     end if;
     select * into _place from tidemark_reader.places as known
     where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader limit 1;

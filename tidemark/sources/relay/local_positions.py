@@ -33,9 +33,9 @@ _LONGEST_IDLE_PAUSE = 0.5
 IDS_AT_ONCE = 50_000
 """The largest number of IDs that one query reads from the outbox."""
 _LOCK_KEY = 1
-"""Second half of the lock key, after `queries.LOCK`. The relay uses 0."""
+"""The second half of the key of the advisory lock. The first half is `queries.LOCK`. The relay's key ends with 0."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between two attempts after a failure."""
+"""Shortest and longest pause before the next attempt after a failure, in seconds."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,8 @@ class _DecidedStream:
     def vector(self) -> dict[str, int]:
         """Name of a writer -> the position to store (a magnitude).
 
-        A writer is left out if its position is not beyond the decided linear position and the position in `writers`.
+        A writer is left out unless its position is beyond the decided linear position and beyond its position in
+        `writers`.
         """
         complete, positions = self.evidence.decided_upto, dict[str, int]()
         if complete < self.evidence.head:
@@ -76,8 +77,9 @@ class _DecidedStream:
 
 
 class PositionDecider:
-    """Decides and stores the positions of all streams on one connection. A new connection needs a new decider, because
-    a server reuses transaction numbers after a crash.
+    """Decides and stores the positions of all streams on one connection.
+
+    A new connection needs a new decider, because a server reuses transaction numbers after a crash.
 
     Args:
         connection: must not be in a transaction.
@@ -97,7 +99,7 @@ class PositionDecider:
         """Whether the last round left ranges of the outbox unread. Then the next round need not be delayed."""
         return any(state.evidence.has_unread for state in self._streams.values())
 
-    def round(self) -> Generator[str, None, bool]:
+    def run_round(self) -> Generator[str, None, bool]:
         """Query all streams once, and store their positions. Also begins a new timeline for a stream that went back.
 
         Yields the name of each step before the step runs, so that tests can run other processes between two steps.
@@ -121,12 +123,13 @@ class PositionDecider:
         return self._store()
 
     def wait_for_ids(self, pause: float, max_seconds: float) -> bool:
-        """Wait in the database until a sequence gives out an ID or a stream is added. This takes a fifth of the CPU
-        time of rounds.
+        """Wait in the database until a sequence gives out an ID or a stream is added, or for `max_seconds`.
+
+        The wait takes a fifth of the CPU time of rounds.
 
         Args:
             pause: seconds between two queries of the sequences, inside the database.
-            max_seconds: the longest time to wait.
+            max_seconds: the longest wait, in seconds.
 
         Returns:
             False at once, without waiting, if an ID is open, a sequence is unfit, or there are too many streams. Then
@@ -275,11 +278,12 @@ class PositionDecider:
 
 
 class LocalPositions:
-    """Updates the positions for readers of one database until `halt` is set. One of several processes works; the others
-    are on standby.
+    """Updates the positions for readers of one database until `halt` is set.
+
+    One of several processes works. The others are on standby.
 
     Args:
-        session: the session for all queries. `run` closes it.
+        session: the session for all queries. `run` closes the session.
         halt: stops `run`.
         is_local: see `PositionDecider`.
     """
@@ -294,9 +298,10 @@ class LocalPositions:
         self._problem = ""
 
     def run(self) -> None:
-        """Run until `halt` is set. Retries while the database is unavailable. Closes the session at the end.
+        """Run until `halt` is set. Closes the session at the end.
 
-        Raises `SchemaMismatch` if the database has another version of the schema.
+        Retries while the database is unavailable or refuses a request. Raises `SchemaMismatch` if the database has
+        another version of the schema.
         """
         try:
             self._run()
@@ -315,7 +320,7 @@ class LocalPositions:
                         self._decide(PositionDecider(connection, self._is_local), backoff)
                 self._halt.wait(1.0)
             except (Retry, Refused, SchemaMismatch) as error:
-                # If a schema that this process has used is missing, it is being restored.
+                # Version 0 means that there is no schema: a restore is running if this process has used the schema.
                 if isinstance(error, SchemaMismatch) and (error.found != 0 or not has_schema):
                     raise
                 if self._problem != str(error):
@@ -329,7 +334,7 @@ class LocalPositions:
     def _decide(self, decider: PositionDecider, failures: Backoff) -> None:
         pause = Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2)
         while not self._halt.is_set():
-            if _run_steps(decider.round()):
+            if _run_steps(decider.run_round()):
                 pause.reset()
             failures.reset()
             self._problem = ""

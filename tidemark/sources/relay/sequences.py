@@ -87,15 +87,14 @@ class SequenceState:
         return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", remedy)
 
     def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
-        """The problem, and what to do, if a row of the outbox has the ID `highest`, which the sequence has not given
-        out.
+        """The problem, and what to do, if the sequence has not given out the ID of a row in the outbox.
 
         Args:
             stream: the stream of the sequence.
-            highest: the ID to which the sequence must be set (a magnitude).
+            highest: the highest ID in use, to which the sequence must be set (a magnitude).
         """
         id = stream.direction.signed(highest)
-        problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
+        problem = f"it has not given out the ID of a row in tidemark.append_outbox; the highest ID in use is {id}"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
 
     def _problem(self, stream: AppendStream, problem: str, remedy: str) -> UnsuitableSequence:
@@ -112,7 +111,7 @@ class StreamSnapshot:
         floor: every ID up to the floor is decided, and Kafka has the records.
         version: the version of the stream's epochs.
         upto: the stored upper bound of the published IDs (see `queries.store_heads`); 0 if none is stored.
-        foreign_write: 1 if a restore or a replication, not a relay, wrote the row with the floor; otherwise 0.
+        foreign_write: 1 if a restore or a replication wrote the row with the floor; 0 if a relay wrote the row.
     """
 
     sequence: SequenceState
@@ -182,9 +181,9 @@ def _check_result(connection: Connection, result: PGresult) -> PGresult:
 def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, known_head: int) -> int:
     """Return the highest ID that the sequence gave out (a magnitude).
 
-    If `snapshot` has no last ID, the sequence is new, restarted or unfit. Then the result is `snapshot.after`, except
-    for a fit sequence with a `known_head` beyond `snapshot.after`: the function queries the next ID of this sequence,
-    and returns the ID below.
+    If `snapshot` has no last ID, the sequence is new, restarted or unfit. If the sequence is fit and `known_head` is
+    beyond `snapshot.after`, the function queries the next ID of the sequence, and returns the ID before. Otherwise it
+    returns `snapshot.after`.
 
     Args:
         connection: a session of the database.
@@ -375,4 +374,8 @@ def begin_timelines_for_filled_ids(connection: Connection) -> None:
         """
     ).fetchall()
     for stream, back_to, _ in rows:
-        log.warning("A fact was committed at an ID that readers have passed", stream=stream, back_to=back_to)
+        log.warning(
+            "A fact was committed at an ID that readers here have passed: a new timeline begins for these readers",
+            stream=stream,
+            back_to=back_to,
+        )
