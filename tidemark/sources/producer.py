@@ -127,7 +127,7 @@ class RecordProducer:
         """The largest value, in bytes before compression, that certainly fits into the topic with this key."""
         return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
-    def backlog(self) -> int:
+    def poll_backlog(self) -> int:
         """Process Kafka's acknowledgements without waiting. Returns the number of records that Kafka has not
         acknowledged.
 

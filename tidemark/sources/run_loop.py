@@ -211,7 +211,9 @@ class AcknowledgementMonitor:
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Log once if records wait and none was acknowledged for `SILENCE_LOGGED_AFTER` seconds. Log the end too.
+        """Log once if Kafka has acknowledged none of the producer's records for `SILENCE_LOGGED_AFTER` seconds.
+
+        Also logs when Kafka acknowledges records again.
 
         Args:
             producer: the same producer in every call.
@@ -404,7 +406,7 @@ class RunLoop(ABC):
 
     def _poll_kafka(self) -> None:
         """Process Kafka's acknowledgements, and log if none arrive for a long time."""
-        self._kafka_wait.check(self._producer, self._producer.backlog())
+        self._kafka_wait.check(self._producer, self._producer.poll_backlog())
 
     def _switch_to_larger_producer(self) -> bool:
         """Change to a new producer if the topic now accepts an oversized record. Returns whether the producer changed.

@@ -82,7 +82,8 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
     for upto in (5, 4):
         queries.store_heads(sql, {orders: upto, history: 9})
     assert begun(sql) == [
-        replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
+        replace(old, published_bound=upto, writers=new.writers)
+        for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
     ]
     after = begun(sql, server="2")
     assert [(each.join_records()[0].id, each.join_records()[0].published) for each in after] == [(0, 5), (-7, -9)]

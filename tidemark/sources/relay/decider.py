@@ -298,11 +298,13 @@ class Decider:
             self.unknown_writers.setdefault(state.stream_epoch.stream.number, {}).update(missing)
             self.is_outdated = True
             return []
-        empty = state.evidence.note_rows(ranges.up_to(page.upto), [fact.id for fact in page.facts])
+        empty = state.evidence.note_rows(ranges.up_to(page.read_upto), [fact.id for fact in page.facts])
         if not (page.facts or empty):
             return []
-        published = state.stream_epoch.published
-        decision = Decision(state.stream_epoch, page.facts, empty.above(published), (), empty.up_to(published))
+        regressed_from = state.stream_epoch.regressed_from
+        decision = Decision(
+            state.stream_epoch, page.facts, empty.above(regressed_from), (), empty.up_to(regressed_from)
+        )
         if state.chains is not None:
             for writer, ids in decision.edge_ids().items():
                 state.chains.note_sent(writer, ids)

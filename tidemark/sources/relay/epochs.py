@@ -52,25 +52,25 @@ class StreamEpoch:
         stream: the stream.
         version: a number that rises when a relay must read the epochs again.
         floor: every ID up to the floor is decided, and Kafka has the records.
-        upto: the upper bound of the published IDs that is stored in the database; 0 if none is stored.
+        published_bound: the upper bound of the published IDs that is stored in the database; 0 if none is stored.
         timeline: the timeline of the JOINs.
         database_writer: the name of the database's own writer in `writers`.
         writers: name on Kafka -> writer, of the writers whose epochs have not ended.
         retiring: the writers whose epochs have ended, and whose RETIREs Kafka has not acknowledged.
-        published: every ID up to this one was published before the database went back. If such an ID has no row, it may
-            have had a fact, so it is not declared void. 0 if the database never went back.
+        regressed_from: every ID up to this one was published before the database went back. If such an ID has no row,
+            it may have had a fact, so it is not declared void. 0 if the database never went back.
         regression: why a new timeline begins now; empty if none begins.
     """
 
     stream: AppendStream
     version: int
     floor: int
-    upto: int
+    published_bound: int
     timeline: Timeline
     database_writer: str
     writers: Mapping[str, WriterEpoch]
     retiring: Sequence[WriterEpoch] = ()
-    published: int = 0
+    regressed_from: int = 0
     regression: str = ""
 
     def kafka_name(self, writer: str) -> str:
@@ -95,7 +95,7 @@ class StreamEpoch:
                 epoch=writer.epoch,
                 id=self.stream.direction.signed(writer.sent_upto),
                 unseen=first and writer.sent_upto > 0 and writer.name == self.database_writer,
-                published=self.stream.direction.signed(self.upto),
+                published=self.stream.direction.signed(self.published_bound),
                 timeline=self.timeline,
             )
             for writer in sorted(
@@ -246,7 +246,7 @@ def _begin_new_epochs(
             "numbers": [regression.stream.number for regression in regressions],
             "versions": [regression.version for regression in regressions],
             "floors": [regression.stream.direction.signed(regression.floor) for regression in regressions],
-            "uptos": [regression.upto for regression in regressions],
+            "uptos": [regression.published_bound for regression in regressions],
         },
     )
 

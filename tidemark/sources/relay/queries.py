@@ -97,14 +97,14 @@ class Page:
 
     Attributes:
         facts: the rows in ascending order of their IDs.
-        upto: the ranges were read up to this ID.
+        read_upto: the ranges were read up to this ID.
         floor: the floor of the stream, from the same snapshot; 0 if the stream was dropped.
         version: the version of the stream, from the same snapshot; -1 if the stream was dropped.
         bytes: the sum of `AppendedFact.bytes`.
     """
 
     facts: Sequence[AppendedFact]
-    upto: int
+    read_upto: int
     floor: int
     version: int
     bytes: int

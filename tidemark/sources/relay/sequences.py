@@ -110,7 +110,7 @@ class StreamSnapshot:
         after: the IDs of the stream begin beyond this one.
         floor: every ID up to the floor is decided, and Kafka has the records.
         version: the version of the stream's epochs.
-        upto: the stored upper bound of the published IDs (see `queries.store_heads`); 0 if none is stored.
+        published_bound: the stored upper bound of the published IDs (see `queries.store_heads`); 0 if none is stored.
         foreign_write: 1 if a restore or a replication wrote the row with the floor; 0 if a relay wrote the row.
     """
 
@@ -118,13 +118,13 @@ class StreamSnapshot:
     after: int
     floor: int
     version: int
-    upto: int
+    published_bound: int
     foreign_write: int
 
     @property
     def known_head(self) -> int:
         """The highest ID that must have been given out, from the stored state without the sequence."""
-        return max(self.floor, self.upto)
+        return max(self.floor, self.published_bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,8 @@ class Regression:
         version: the version of the stream at the query. A relay handles the regression only if the stream still has
             this version, so only one of several relays handles it.
         floor: the new floor of the stream.
-        upto: the new upper bound of the published IDs. Higher IDs may be given out again, although they were published.
+        published_bound: the new upper bound of the published IDs. Higher IDs may be given out again, although they were
+            published.
         reader_floor: the ID to which the positions for readers of this database go back.
         is_restore: whether the only evidence is that a restore or a replication wrote the row with the floor. Then
             readers whose positions were also restored continue from the restored positions.
@@ -308,7 +309,7 @@ class Regression:
     stream: AppendStream
     version: int
     floor: int
-    upto: int
+    published_bound: int
     reader_floor: int
     is_restore: bool
     why: str
@@ -339,11 +340,11 @@ def find_regressions(connection: Connection) -> list[Regression]:
             limits.setdefault(head, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
-            # After the restore, a relay may have stored a higher `upto`, and services may have taken IDs up to `upto`.
-            upto = snapshot.floor if snapshot.foreign_write else snapshot.upto
-            floor, upto = min(snapshot.floor, limit), min(upto, limit)
+            # After the restore, a relay may have stored a higher bound, and services may have taken IDs up to it.
+            bound = snapshot.floor if snapshot.foreign_write else snapshot.published_bound
+            floor, bound = min(snapshot.floor, limit), min(bound, limit)
             why = "; ".join(limits.values())
-            regressions.append(Regression(stream, snapshot.version, floor, upto, reader_floor, is_restore, why))
+            regressions.append(Regression(stream, snapshot.version, floor, bound, reader_floor, is_restore, why))
     return regressions
 
 
