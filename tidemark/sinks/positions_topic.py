@@ -54,7 +54,7 @@ _DECODER = msgspec.json.Decoder(PositionRecord)
 _ENCODER = msgspec.json.Encoder()
 
 
-class TopicIdentity(Protocol):
+class IdentifiedTopic(Protocol):
     """What distinguishes a topic from an earlier topic of the same name: its `id`. `partitions` is a number."""
 
     @property
@@ -67,7 +67,7 @@ class TopicLookup(Protocol):
     """Queries the brokers about a topic. Methods raise `Unavailable` and `TopicMissing`."""
 
     def identities(self, names: Iterable[str]) -> Mapping[str, Any]:
-        """Query the topics. Returns the name of each topic -> its `TopicIdentity`."""
+        """Query the topics. Returns the name of each topic -> its `IdentifiedTopic`."""
 
     def max_message_bytes(self, name: str) -> int:
         """Query the topic's limit for one batch of records, in bytes.
@@ -117,7 +117,7 @@ class PositionsTopic:
         self._compared_positions: dict[str, tuple[int, int]] = {}
         self._reported_faults: dict[str, str] = {}
         self._may_have_lost = True  # not reported by `check_for_loss` yet
-        self._identity: TopicIdentity | None = None
+        self._identity: IdentifiedTopic | None = None
         self._forget()
 
     def __enter__(self) -> Self:
@@ -352,7 +352,7 @@ class PositionsTopic:
 
     def _identify(self) -> None:
         """Query the identity of the topic. If the topic was created again, note the loss of its records."""
-        identity: TopicIdentity = self._topics.identities([self._topic])[self._topic]
+        identity: IdentifiedTopic = self._topics.identities([self._topic])[self._topic]
         if self._identity is not None and self._identity.id != identity.id:
             self._note_loss("it was created again")
         self._identity = identity
