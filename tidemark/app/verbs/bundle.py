@@ -204,7 +204,9 @@ def _read_url(url: str) -> str:
 
 @click.command("bundle", cls=Utf8Command)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--metrics", multiple=True, help="URL of metrics to include; may be repeated. Default: the pipeline's.")
+@click.option(
+    "--metrics", multiple=True, help="Include the answer of this URL; may be repeated. Default: pipeline metrics."
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
     """Write a bundle for a fault report to FILE (.tar.gz): settings without secrets, versions, positions, gaps, rows of

@@ -259,14 +259,14 @@ def read_offset_ranges(settings: Settings, kafka: RecordReader) -> dict[tuple[st
     }
 
 
-def read_file(name: str) -> Iterator[RecordedMessage]:
+def read_file(path: str) -> Iterator[RecordedMessage]:
     """Yield the records of a file that `tidemark tail --json` wrote; `-` is standard input.
 
     Shows the progress on a terminal. Raises `CommandFailed` for an invalid line, and `OSError` if the file cannot be
     read.
     """
-    size = 0 if name == "-" else Path(name).stat().st_size
-    with click.open_file(name, "rb") as lines, progress("reading the file", size, "byte") as advance:
+    size = 0 if path == "-" else Path(path).stat().st_size
+    with click.open_file(path, "rb") as lines, progress("reading the file", size, "byte") as advance:
 
         def lines_with_progress() -> Iterator[bytes]:
             for line in lines:

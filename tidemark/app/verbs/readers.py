@@ -72,7 +72,7 @@ class Readers:
     def _raise_missing(self, reader: str, stream: str) -> Never:
         """Raise `CommandFailed`: the reader does not exist."""
         raise CommandFailed(
-            f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
+            f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all readers"
         )
 
     def read_place(self, reader: str, stream: str) -> StoredPlace:

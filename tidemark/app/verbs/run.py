@@ -107,7 +107,7 @@ def sidecar() -> None:
     help="rooms: a chat server (docs/explanation/rooms.md); --streams has no effect.",
 )
 @click.option("--prefix", default="", help="Prefix of the names of streams and writers.")
-@click.option("--seed", type=int, help="Seed of the fault schedule and of random choices; timing still differs.")
+@click.option("--seed", type=int, help="Seed of the fault schedule and of random choices; the timing still differs.")
 @click.option(
     "--faults",
     "fault_names",

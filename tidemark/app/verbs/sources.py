@@ -233,6 +233,7 @@ def synapse_blockers(*, as_json: bool) -> None:
     """Show the long open transactions of Synapse that block a stream, oldest first, and how to end each of them."""
     settings = load_settings()
     from tidemark.app import synapse
+    from tidemark.sources.transactions import REPORTED_AFTER
 
     writers = synapse.blockers(settings)
     if as_json:
@@ -247,4 +248,4 @@ def synapse_blockers(*, as_json: bool) -> None:
         click.echo(f"{', '.join(sorted(writer.streams))}: {transaction.process}{query}")
         click.echo(f"    to end it, run in Synapse's database: {transaction.ending_statement}")
     if not writers:
-        click.echo("no transaction of Synapse has been open long enough to be reported")
+        click.echo(f"no transaction of Synapse has been open for {REPORTED_AFTER.total_seconds():g} s or longer")
