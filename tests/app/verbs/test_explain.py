@@ -90,7 +90,7 @@ def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) ->
     lines = explain("--at", minute(7, 30)).output.splitlines()
     assert lines[1:] == [
         "  blocked by b (epoch 1): IDs 9..10 open from 2026-09-21 14:20:20.000Z to 2026-09-21 14:21:20.000Z: an"
-        " operator settled it",
+        " operator settled its IDs",
         "  unblocked by batch 8 (tidemark.control/0 up to 12): the linear position moved to 12",
         "    b (epoch 1) moved from 8 to 12: facts 1 (committed), skipped 2 (settled by an operator)",
         "    SKIP of b (epoch 1) up to ID 10, by ann: because",
