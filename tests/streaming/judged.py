@@ -108,7 +108,7 @@ class Core:
         if core not in self.standings:
             stands = self.standings[core] = Standing.of(batch.stream)
             self.briefs[core] = self._numbers.setdefault(stands.brief, len(self._numbers))
-        return Fed(core, effects, tuple(sorted(refusal.reason for _, _, refusal in batch.refusals)))
+        return Fed(core, effects, tuple(sorted(refusal.reason for _, _, refusal in batch.rejections)))
 
     def _facts(self, record: Record, offset: int) -> list[AcceptedRecord]:
         key = record, offset

@@ -101,11 +101,11 @@ def test_a_writer_that_joins_anew_promises_anew() -> None:
 def test_a_heartbeat_is_missed_after_twice_its_time_that_a_pipeline_has_read() -> None:
     """Before, the record may be on its way; and what no pipeline reads says nothing about its writer."""
     source = Source("shop", 100_000, SourceReport(30, "", 0))
-    assert source.overdue(165.0, 0.0) is None
-    assert source.overdue(166.0, 0.0) == 66.0
-    assert source.overdue(1200.0, 1150.0) is None
-    assert source.overdue(1200.0, 1100.0) == 1100.0
-    assert Source("shop", 0, SourceReport(0, "", 0)).overdue(1e9, 0.0) is None
+    assert source.overdue_seconds(165.0, 0.0) is None
+    assert source.overdue_seconds(166.0, 0.0) == 66.0
+    assert source.overdue_seconds(1200.0, 1150.0) is None
+    assert source.overdue_seconds(1200.0, 1100.0) == 1100.0
+    assert Source("shop", 0, SourceReport(0, "", 0)).overdue_seconds(1e9, 0.0) is None
 
 
 WRITERS = ("a", "b")

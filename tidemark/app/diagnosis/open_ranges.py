@@ -233,7 +233,7 @@ def find_open_ranges(
 ) -> list[OpenRange]:
     """Find the open ranges, sorted by stream and then by age: ranges of unknown age first, then the oldest.
 
-    Leaves out a writer without a gap that has blocked the linear position for less than `BRIEF_WAIT`, because a
+    Leaves out a writer without a gap that has blocked the linear position for less than `BRIEF_WAIT_SECONDS`, because a
     transaction of usual length may be the cause.
 
     Args:
@@ -351,7 +351,7 @@ def missed_heartbeat_seconds(
     """
     if read_status is None or home_partition in read_status.lagging:
         return None
-    return source.overdue(now, read_status.since)
+    return source.overdue_seconds(now, read_status.since)
 
 
 def source_problem(

@@ -27,7 +27,7 @@ from tidemark.streaming.engine.jvm import Jvm, is_local
 from tidemark.streaming.engine.query import shard_keys
 from tidemark.streaming.engine.spark import TASKS_SETTING, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source
-from tidemark.streaming.ingest.compact import MAX_FACTS, RefusedOffsets
+from tidemark.streaming.ingest.compact import MAX_FACTS, NotStorableOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
 SLOW_PYTHON_START = "a Python process of Spark did not start within 10 s; check whether this machine is overloaded"
@@ -99,7 +99,7 @@ def make_packets(
     kafka: KafkaConnection,
     start: QueryStart,
     first_limit: int,
-    refused: RefusedOffsets,
+    refused: NotStorableOffsets,
     *,
     one_task: bool,
 ) -> DataFrame:

@@ -25,7 +25,7 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import (
-    BRIEF_WAIT,
+    BRIEF_WAIT_SECONDS,
     LinearBlocker,
     ShardEffects,
     Source,
@@ -381,14 +381,14 @@ class StreamCollector(Collector):
     def lagging_streams(self) -> dict[str, dict[str, Any]]:
         """The streams with a long linear lag: stream -> fields of its log line.
 
-        A lag is long after `behind_seconds` of the policy, or after `BRIEF_WAIT` if no policy has this setting.
+        A lag is long after `behind_seconds` of the policy, or after `BRIEF_WAIT_SECONDS` if no policy has this setting.
         """
         now, lagging = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
             for stream, entry in self._entries.active.items():
                 lag = entry.summary.linear_lag
                 seconds = self._age(lag.since, now) if lag is not None else 0.0
-                if lag is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT):
+                if lag is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT_SECONDS):
                     continue
                 fields = {"stream": stream, "linear": entry.linear, "ids": lag.ids, "seconds": round(seconds)}
                 if lag.blockers:
@@ -477,7 +477,7 @@ class StreamCollector(Collector):
         return sums.total[0] - sums.ended[0], sums.total[1] - sums.ended[1]
 
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
-        """Add a series for each blocker that has blocked for `BRIEF_WAIT` or longer, the oldest first.
+        """Add a series for each blocker that has blocked for `BRIEF_WAIT_SECONDS` or longer, the oldest first.
 
         Returns the number of blockers without a series. A blocker has none beyond the largest number of series, and
         beyond the largest number of blockers in the summary of a stream.
@@ -489,7 +489,7 @@ class StreamCollector(Collector):
                 rows = [
                     (self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers
                 ]
-                blockers += [row for row in rows if row[0] >= BRIEF_WAIT]
+                blockers += [row for row in rows if row[0] >= BRIEF_WAIT_SECONDS]
                 unnamed += entry.summary.linear_lag.count - len(entry.summary.linear_lag.blockers)
         blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))
         for age, stream, blocker in blockers[: self._streams]:
@@ -506,7 +506,7 @@ class StreamCollector(Collector):
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
-                if (seconds := source.overdue(now, self._reading_since)) is not None:
+                if (seconds := source.overdue_seconds(now, self._reading_since)) is not None:
                     silent_rows.append((seconds, stream, source.writer))
                 elif source.report.blocked:
                     blocked_rows.append((now - source.report.since / 1000, stream, source.writer))

@@ -61,7 +61,7 @@ from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import directory_lock, query_folder, store_folder
 from tidemark.streaming.engine.jvm import is_local
 from tidemark.streaming.engine.spark import executor_addresses, set_tasks
-from tidemark.streaming.ingest.compact import RefusedOffsets
+from tidemark.streaming.ingest.compact import NotStorableOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS
 from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Topic
@@ -218,7 +218,7 @@ class PipelineRun:
         stopping: threading.Event,
         highest_token: int,
         max_records: int,
-        refused: RefusedOffsets,
+        refused: NotStorableOffsets,
     ) -> None:
         self._settings = settings
         self._refused = refused
@@ -445,7 +445,7 @@ def is_light(streams: int, lag: int) -> bool:
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
-def _add_refused(refused: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:
+def _add_refused(refused: NotStorableOffsets, known: dict[str, dict[int, list[int]]]) -> None:
     """Add the offsets in `refused` to `known`."""
     for topic, partitions in refused.items():
         for partition, offsets in partitions.items():

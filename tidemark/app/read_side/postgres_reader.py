@@ -248,7 +248,7 @@ def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStat
     if stream is None:
         return True
     since = math.inf if reading is None else reading.since
-    return any(source.report.blocked or source.overdue(now, since) is not None for source in stream.sources)
+    return any(source.report.blocked or source.overdue_seconds(now, since) is not None for source in stream.sources)
 
 
 def _stream_details(

@@ -30,7 +30,7 @@ from tidemark.sinks.postgres.inspect import (
 from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import BRIEF_WAIT
+from tidemark.streaming.core.effects import BRIEF_WAIT_SECONDS
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import is_beyond
 from tidemark.streaming.values.limits import Evidence
@@ -136,13 +136,13 @@ def _retirements(current: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     history: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT` seconds or longer, oldest
+    """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT_SECONDS` seconds or longer, oldest
     first; only the first `MAX_STAYS`. `encoded`: the current state of the stream."""
     current = codec.decode(encoded)
     explanations: dict[int, Explanation] = {}
-    for time in [since, *history.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]:
+    for time in [since, *history.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT_SECONDS))]:
         stay = _stay_at(history, stream, current, time)
-        if stay is None or stay.linear in explanations or _blocked_seconds(stay, until) < BRIEF_WAIT:
+        if stay is None or stay.linear in explanations or _blocked_seconds(stay, until) < BRIEF_WAIT_SECONDS:
             continue
         explanations[stay.linear] = _explain_stay(history, stream, current, stay, until)
         if len(explanations) == MAX_STAYS:

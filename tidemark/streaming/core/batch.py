@@ -1,8 +1,8 @@
-"""One batch of one shard: packets in, effects and new states out. Pure; no Spark.
+"""Applies a batch of records to the streams of one shard: packets in, effects and new states out. Pure; no Spark.
 
 The records of a stream are sorted by offset and cut into segments at the markers (docs/decisions/0001-segments.md).
-`core.stream` applies the segments. Operators' markers are applied after the facts of the same batch: the records of the
-control topic have no order relative to the facts (docs/design.md 3), and the facts may make an override needless.
+`core.stream` applies the segments. Markers of the control topic are applied last, because they have no order relative
+to the facts of the batch (docs/design.md 3), and the facts may make an override needless.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.classify import BatchOutcome, LateRange, Refusal
+from tidemark.streaming.core.classify import BatchOutcome, LateRange, Rejection
 from tidemark.streaming.core.effects import (
     ClosedGap,
     Gap,
@@ -40,7 +40,7 @@ from tidemark.streaming.core.store import (
     split_segments,
 )
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterState
+from tidemark.streaming.core.writers import BatchRowOffsets, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, EncodedState, Reason, RejectedRecords
 from tidemark.streaming.wire.records import CURRENT_EPOCH
@@ -54,17 +54,17 @@ def apply_batch(shard: int, states: States, packets: list[Packet], now: int, bou
 
     Args:
         shard: number of the shard.
-        states: encoded states of the shard's streams; changed in place.
-        packets: records of the batch, in any order.
+        states: encoded states of the shard's streams. The new states replace them in this object.
+        packets: the records of the batch for this shard, in any order.
         now: time of the batch, milliseconds since 1970. Spark replays a batch with the same value.
         bounds: bounds of the streams' states.
     """
-    rejected: dict[tuple[str, int, Reason], list[Refusal]] = defaultdict(list)
+    rejected: dict[tuple[str, int, Reason], list[Rejection]] = defaultdict(list)
     for packet in packets:
         for bad in packet.rejected:
             reason = Reason(bad.reason)
-            refusal = Refusal.of_records(reason, np.frombuffer(bad.offsets, np.int64))
-            rejected[bad.topic, bad.partition, reason].append(refusal)
+            rejection = Rejection.of_records(reason, np.frombuffer(bad.offsets, np.int64))
+            rejected[bad.topic, bad.partition, reason].append(rejection)
     streams = []
     columns = RunColumns.of([packet.runs for packet in packets])
     inputs = group_by_stream(packets, columns, states, bounds)
@@ -81,23 +81,28 @@ def apply_batch(shard: int, states: States, packets: list[Packet], now: int, bou
             name, states.get(name) or (UNREADABLE_STATE if is_full else None), now, bounds.for_stream(name)
         )
         batch.feed(stream_input)
-        for topic, partition, refusal in batch.refusals:
-            rejected[topic, partition, refusal.reason].append(refusal)
+        for topic, partition, rejection in batch.rejections:
+            rejected[topic, partition, rejection.reason].append(rejection)
         streams.append(batch.finish())
         states[name] = batch.encoded.whole
     return ShardEffects(
         shard,
         now,
         streams,
-        [_merge_refusals(*key, refusals) for key, refusals in sorted(rejected.items())],
+        [_merge_rejections(*key, rejections) for key, rejections in sorted(rejected.items())],
         _progress(packets),
         any(packet.is_cut_short for packet in packets),
     )
 
 
-def _merge_refusals(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> RejectedRecords:
-    """Merge refusals of one partition and reason. Each record occurs once, with its rejected ID nearest to 0."""
-    offsets, ids = (np.concatenate([getattr(refusal, name) for refusal in refusals]) for name in ("offsets", "ids"))
+def _merge_rejections(topic: str, partition: int, reason: Reason, rejections: list[Rejection]) -> RejectedRecords:
+    """Merge rejections of one partition and reason. Each record occurs once in the result.
+
+    Its ID is the rejected ID nearest to 0, or 0 if the whole record is rejected.
+    """
+    offsets, ids = (
+        np.concatenate([getattr(rejection, name) for rejection in rejections]) for name in ("offsets", "ids")
+    )
     order = np.lexsort((np.abs(ids), offsets))
     offsets, firsts = np.unique(offsets[order], return_index=True)
     ids = ids[order][firsts]
@@ -105,7 +110,7 @@ def _merge_refusals(topic: str, partition: int, reason: Reason, refusals: list[R
 
 
 def _progress(packets: list[Packet]) -> list[Progress]:
-    """The next offset of each partition that occurs in the packets: the highest one of its packets."""
+    """The next offset to read of each partition: the highest `next_offset` of its packets."""
     offsets: dict[Partition, int] = {}
     for packet in packets:
         partition = packet.topic, packet.partition
@@ -125,9 +130,9 @@ class StreamBatch:
     Attributes:
         stream: the state, decoded.
         outcome: the changes of the batch so far.
-        refusals: rejected records as `(topic, partition, refusal)`; IDs are signed.
-        overrides: the applied operator overrides as `(marker, by, why)`.
-        requeues: deferred records that now fit within the bound of spans; set by `feed`.
+        rejections: rejected records and edges as `(topic, partition, rejection)`; IDs are signed.
+        overrides: the accepted operator overrides as `(marker, by, why)`.
+        requeues: deferred records to read again, because their edges now have room; set by `feed`.
         encoded: the new state; set by `finish`.
     """
 
@@ -135,7 +140,7 @@ class StreamBatch:
         self.name = name
         self.stream = StreamState() if stored is None else codec.decode(stored)
         self.outcome = BatchOutcome(now)
-        self.refusals: list[tuple[str, int, Refusal]] = []
+        self.rejections: list[tuple[str, int, Rejection]] = []
         self.overrides: list[tuple[Marker, str, str]] = []
         self.requeues: list[RequeuedRange] = []
         self.encoded = EncodedState(b"", b"", None)
@@ -145,7 +150,7 @@ class StreamBatch:
 
     def feed(self, stream_input: StreamInput) -> None:
         """Apply all records of the batch, then the bounds of the state."""
-        partitions = sorted(stream_input.partitions() | stream_input.refused.keys())
+        partitions = sorted(stream_input.partitions() | stream_input.possible_facts.keys())
         home = self.stream.home
         if home is None:
             home = min((partition for _, partition in stream_input.partitions()), default=None)
@@ -154,7 +159,9 @@ class StreamBatch:
         for partition in partitions:
             if self.stream.home in (None, partition[1]):
                 count = self.outcome.counts.total()
-                self._feed_facts(*partition, [*stream_input.items(partition), *stream_input.refused.get(partition, ())])
+                self._feed_facts(
+                    *partition, [*stream_input.items(partition), *stream_input.possible_facts.get(partition, ())]
+                )
                 if self.outcome.counts.total() > count:  # rejected records do not set the home partition
                     self.stream.home = partition[1]
             else:
@@ -170,12 +177,12 @@ class StreamBatch:
             ]
 
     def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
-        """Take all records of `partitions` as rejected, and apply the facts that they may contain.
+        """Apply the facts that the records of `partitions` may contain, as if all of these records were rejected.
 
         Also applies the facts that rejected records of the control topic may contain.
         """
         refused = [
-            *stream_input.refused_control,
+            *stream_input.possible_control_facts,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
         ]
         if refused:
@@ -187,7 +194,7 @@ class StreamBatch:
         for segment, marker in split_segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [
-                PartialRows(item.writer, item.epoch, _offsets(item), item.first_offset)
+                BatchRowOffsets(item.writer, item.epoch, _offsets(item), item.first_offset)
                 if isinstance(item, BatchRows)
                 else item
                 for item in segment
@@ -198,9 +205,11 @@ class StreamBatch:
             if marker is not None:
                 self._apply_marker(topic, partition, marker)
         sign = self.stream.direction.signed(1)
-        for refusal in self.outcome.refusals:
-            self.refusals.append((topic, partition, Refusal(refusal.reason, refusal.offsets, sign * refusal.ids)))
-        self.outcome.refusals.clear()
+        for rejection in self.outcome.rejections:
+            self.rejections.append(
+                (topic, partition, Rejection(rejection.reason, rejection.offsets, sign * rejection.ids))
+            )
+        self.outcome.rejections.clear()
         for item in items:
             if not isinstance(item, PossibleFacts):
                 self._note_seen(item)
@@ -222,14 +231,14 @@ class StreamBatch:
     def _reject_wrong_partition(self, topic: str, partition: int, items: Iterable[AcceptedRecord]) -> None:
         for item in items:
             offsets = np.array([item.offset]) if isinstance(item, Marker) else _offsets(item)
-            self.refusals.append((topic, partition, Refusal.of_records(Reason.WRONG_PARTITION, offsets)))
+            self.rejections.append((topic, partition, Rejection.of_records(Reason.WRONG_PARTITION, offsets)))
 
     def _apply_marker(self, topic: str, partition: int, marker: Marker) -> None:
         if marker.epoch == CURRENT_EPOCH:
             marker = msgspec.structs.replace(marker, epoch=self.stream.current_epoch(marker.writer))
         reason = self.stream.apply_marker(marker, self._bounds, self.outcome)
         if reason is not None:
-            self.refusals.append((topic, partition, Refusal.of_records(reason, np.array([marker.offset]))))
+            self.rejections.append((topic, partition, Rejection.of_records(reason, np.array([marker.offset]))))
         elif marker.by is not None and marker.why is not None:
             self.overrides.append((marker, marker.by, marker.why))
 

@@ -19,27 +19,28 @@ from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.values.limits import NO_EVIDENCE, Evidence
 
 NO_POSITION = -1
-"""Position of a writer that never joined. No edge begins at this position: the lowest `prev` of an edge is 0."""
+"""Position of the chain of an incarnation that has not joined. No edge begins here: the lowest `prev` is 0."""
 
 EMPTY_RANGES_MAX = 32
-"""The largest number of empty ranges that a chain stores, a few bytes each. An edge that contradicts an older range
+"""The largest number of empty ranges that a chain stores, a few bytes each. A fact in a range that is no longer stored
 counts as a duplicate.
 """
 
 DEFERRED_RANGES_MAX = 32
-"""The largest number of deferred ranges that a chain stores, a few bytes each. If it were lower, the ranges would be
+"""The largest number of deferred ranges that a chain stores, a few bytes each. With a lower number, the ranges would be
 wider, and more records would be read again without need.
 """
 
 SettledBy = Literal["completed", "joined", "retired", "skipped"]
-"""What settled an ID or closed a gap: an edge of the writer, a JOIN, a RETIRE, or an operator's SKIP."""
+"""What settled an ID or closed a gap: an edge of the writer, a JOIN, a RETIRE, or an operator's SKIP. A gap that
+disappears because its chain is set back counts as closed by `joined`.
+"""
 
 
 class DeferredRange(NamedTuple):
     """A range of Kafka offsets with deferred edges of one writer. The range is read again later.
 
-    The first and the last record were deferred. The records in between may be of other writers, or may have been
-    applied.
+    The records at both ends were deferred. The records in between may be of other writers, or may have been applied.
 
     Attributes:
         first: lowest offset of the range, in the stream's partition.
@@ -57,10 +58,10 @@ class DeferredRange(NamedTuple):
 
 
 def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
-    """Sort ranges by offset and merge them to at most `DEFERRED_RANGES_MAX`.
+    """Sort ranges by offset, and merge them until there are at most `DEFERRED_RANGES_MAX`.
 
-    Merges ranges that touch or overlap. Then merges the two neighbours with the shortest union, until there are few
-    enough ranges.
+    First merges all ranges that touch or overlap. Then merges two neighbours at a time, those with the shortest union
+    first.
     """
     merged: list[DeferredRange] = []
     for deferred in sorted(ranges):
@@ -82,7 +83,7 @@ class Span:
     Attributes:
         evidence: how the IDs of the span were settled.
         edges: number of completed edges in the span.
-        since: time (ms) since when the gap below the span is open.
+        since: time (ms) at which the gap below the span appeared.
     """
 
     prev: int
@@ -116,13 +117,13 @@ class Chain:
     """The settled ranges of one writer.
 
     Attributes:
-        position: every ID of the writer up to this one is settled; `NO_POSITION` if the writer never joined.
-        pending: spans above the position, ascending, with a gap between two spans.
-        uncertain_up_to: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if the ID is not
-            known; 0 if there is none. Open IDs up to this one may be facts, even if the writer later declares them
-            empty.
-        empty_ranges: the highest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in such a range
-            contradicts the writer (docs/design.md, rule 10).
+        position: every ID of the writer up to this one is settled; `NO_POSITION` if the incarnation has not joined.
+        pending: the spans above the position, ascending. There is a gap below each of them.
+        uncertain_up_to: rejected records of the writer may contain facts up to this ID; `runs.UNBOUNDED` if the ID is
+            not known; 0 if there are no such records. Open IDs up to this one may be facts, even if the writer later
+            declares them empty.
+        empty_ranges: ranges that the writer declared empty: the highest ones, at most `EMPTY_RANGES_MAX`. A fact in
+            such a range contradicts the writer (docs/design.md, rule 10).
         deferred: Kafka records of deferred edges, which are read again later.
     """
 
@@ -147,7 +148,7 @@ class Chain:
 
     @property
     def pending_edges(self) -> int:
-        """Number of completed edges above the position."""
+        """Number of completed edges in the spans above the position."""
         return sum(span.edges for span in self.pending)
 
     def has_pending_beyond(self, id: int) -> bool:
@@ -157,7 +158,7 @@ class Chain:
     def settled_ranges(self, prev: int, id: int) -> list[tuple[int, int]]:
         """The settled ranges `(low, high]` that overlap `(prev, id]`, ascending.
 
-        The ranges are not cut to `(prev, id]`. The first one may be `(0, position]`.
+        The ranges are whole: they may begin before `prev` and end after `id`. The first one may be `(0, position]`.
         """
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
@@ -188,10 +189,10 @@ class Chain:
 
         Args:
             evidence: how the IDs were settled.
-            edges: number of completed edges.
+            edges: number of completed edges in the range.
             how: what settles the range, and so closes the gaps that the range fills.
-            since: time (ms) since when a new gap below the range is open. If the range divides a gap, the new gap keeps
-                the age of the divided one.
+            since: time (ms) from which the age of a new gap below the range counts. If the range divides an older gap,
+                the new gap gets the age of the older one.
         """
         self._save_gaps()
         if prev == self.position:
@@ -226,11 +227,11 @@ class Chain:
             self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
     def mark_uncertain_up_to(self, id: int) -> None:
-        """Note that a rejected record may have contained a fact with an ID up to `id`."""
+        """Note that a rejected record may contain facts with IDs up to `id`."""
         self.uncertain_up_to = max(self.uncertain_up_to, id)
 
     def defer(self, deferred: DeferredRange, highest: int) -> None:
-        """Store the offsets of records whose edges exceed the bound of spans, to read the records again later.
+        """Store the offsets of records whose edges have no room, to read the records again later.
 
         Also marks IDs up to `highest` as uncertain, because Kafka may remove the records before they are read again.
 
@@ -244,9 +245,9 @@ class Chain:
     def pop_deferred(self, spans_max: int) -> DeferredRange | None:
         """Remove and return the next deferred range to read again.
 
-        A range that the position has reached needs no span, so it is returned at once. Other ranges are returned only
-        while at least half of `spans_max` is free. Otherwise the pipeline would read a whole range again for each span
-        that becomes free.
+        If the position has reached the `prev` of a range, the lowest edge of the range needs no span. So such a range
+        is returned at once. Other ranges are returned only while at least half of `spans_max` is free. Otherwise the
+        pipeline would read a whole range again for each span that becomes free.
 
         Args:
             spans_max: bound of the spans of this chain.
@@ -267,7 +268,8 @@ class Chain:
     def cut_above(self, limit: int) -> list[Span]:
         """Remove the spans, and the parts of spans, beyond `limit`. Also removes the empty ranges beyond `limit`.
 
-        The position, and empty ranges up to the position, stay. The gaps below removed spans count as `joined`.
+        The position, and empty ranges up to the position, stay. The gaps below removed spans are recorded as closed by
+        `joined`.
 
         The counts of a span across `limit` cannot be divided. Each part gets the full counts, limited to its width.
 
@@ -288,19 +290,19 @@ class Chain:
         return removed
 
     def restart_at(self, position: int) -> None:
-        """Set the position back to `position`, and remove the empty ranges beyond. Call `cut_above(position)` first."""
+        """Set the position back, and remove the empty ranges beyond it. Call `cut_above(position)` first."""
         self.position = position
         self.empty_ranges = self.empty_ranges.up_to(position)
 
     def settled_intervals(self) -> Intervals:
-        """All settled IDs."""
+        """All settled IDs, up to the position and in the spans."""
         return Intervals.of([*self.settled_ranges(0, self.highest_settled)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
-        """Make settled `ranges` open again. If a range is below the position, the position goes back.
+        """Make settled `ranges` open again. If ranges are below the position, it goes back to the start of the lowest.
 
-        Evidence that was reported with an advance is not reported again. Each part of a divided span gets the counts of
-        the span, limited to the width of the part.
+        If IDs below the old position are passed again, their evidence is not reported again. Each part of a divided
+        span gets the counts of the span, limited to the width of the part.
 
         Args:
             since: time (ms) from which the age of the new gaps counts.
@@ -316,10 +318,10 @@ class Chain:
             self._record_closed(top, "joined")
 
     def adopt(self, other: "Chain", published_position: int) -> None:
-        """Settle the open IDs that `other` has settled, and take over the empty ranges and uncertain IDs of `other`.
+        """Settle the open IDs that `other` has settled, and add the empty ranges and uncertain IDs of `other`.
 
         Args:
-            other: the chain of an incarnation that had not joined. It has no position.
+            other: the chain of an incarnation that had not joined (`NO_POSITION`).
             published_position: the published position of the writer. Evidence up to this ID is not reported again.
         """
         self.mark_uncertain_up_to(other.uncertain_up_to)
@@ -339,14 +341,14 @@ class Chain:
                 yield _part(span, max(prev, span.prev), min(id, span.id))
 
     def gaps(self) -> Iterator[tuple[int, int, int]]:
-        """Every gap as `(low, top, since)`, ascending."""
+        """Yield every gap as `(low, top, since)`, ascending. `since`: the time (ms) at which the gap appeared."""
         low = self.position
         for span in self.pending:
             yield low, span.prev, span.since
             low = span.id
 
     def take_changes(self) -> ChainChanges:
-        """Return the combined changes since the last call, and forget them.
+        """Return the combined changes since the last call. The next call does not return them again.
 
         A gap that appeared and was closed since then is left out. A gap that was closed and opened again is in both
         `changed_gaps` and `closed_gaps`.
@@ -381,7 +383,7 @@ class Chain:
             self._gaps_before = {gap[1]: gap for gap in self.gaps()}
 
     def _index(self, prev: int) -> int:
-        """Index of the first span whose `prev` is not below `prev`."""
+        """Index of the first span whose `prev` is not below `prev`; the number of spans if there is none."""
         return bisect_left(self.pending, prev, key=attrgetter("prev"))
 
     def _overlapping(self, prev: int, id: int) -> Iterator[Span]:

@@ -4,8 +4,8 @@ The edges of one writer and epoch cover its chain without gaps and overlaps (doc
 settled is a duplicate; the edge is late if its writer had declared that the ID has no fact. An edge whose range is
 settled in part is a conflict, unless an earlier timeline settled that part: edges of two timelines need not match.
 
-The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross an end of a late
-range, or of a range that an earlier timeline settled, are handled one by one: at most two for each range.
+Python loops run over settled ranges, and numpy handles the edges. Only edges that cross an end of a late range, or of a
+range that an earlier timeline settled, are handled one by one: at most two for each range.
 
 A `BatchOutcome` collects the changes of one stream by one batch. `streaming.core.batch` makes the effects from it.
 """
@@ -24,8 +24,8 @@ from tidemark.streaming.values.limits import NO_EVIDENCE, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
 
 Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
-"""How a record, or an edge of a RUN, is counted. `batch`: a row of a fact with several rows, but not the last row.
-`forgotten`: a completed ID that was dropped, at the bound or with a new timeline.
+"""How a record, or an edge of a RUN, is counted. `batch`: a batch row (`records.ROW`). `forgotten` counts completed IDs
+that were dropped, at the bound or with a new timeline; their records are counted under another outcome too.
 """
 
 LateReason = Literal["skipped", "regressed", "final", "announced"]
@@ -34,11 +34,11 @@ LateReason = Literal["skipped", "regressed", "final", "announced"]
 - `skipped`: an operator had settled the ID.
 - `regressed`: the database was restored, or an operator's override was taken back.
 - `final`: the linear position had passed the ID, or another writer had completed it.
-- `announced`: the writer had declared that it has no fact with this ID.
+- `announced`: the writer itself had declared that the ID has no fact of the writer.
 """
 
 RollbackSignal = Literal["position", "database", "start"]
-"""The evidence in a JOIN that its database was restored.
+"""The evidence in a JOIN that the writer's database was restored.
 
 - `position`: the JOIN is below IDs that its writer had completed.
 - `database`: the JOIN names another database (`Timeline.database`).
@@ -60,12 +60,12 @@ class LateRange:
 
 @dataclass(frozen=True, slots=True)
 class TimelineStart:
-    """The start of a timeline by a JOIN.
+    """A timeline that began with a JOIN.
 
     Attributes:
         writer: the writer that joined.
         id: IDs above this one may be given out again.
-        position: the writer's position before the JOIN.
+        position: the writer's position before the JOIN; 0 if it never joined.
         number: number of the new timeline.
         why: the evidence that the database was restored.
     """
@@ -79,12 +79,13 @@ class TimelineStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """Edges or records that are rejected for one reason.
 
     Attributes:
-        offsets: Kafka offsets, ascending. A record occurs once for each of its rejected edges.
-        ids: for each offset the ID of the rejected edge; 0 if the whole record is rejected.
+        offsets: Kafka offsets, ascending. A RUN occurs once for each of its rejected edges.
+        ids: for each offset the ID of the rejected edge, a magnitude until `core.batch` adds the sign; 0 if the whole
+            record is rejected.
     """
 
     reason: Reason
@@ -92,8 +93,8 @@ class Refusal:
     ids: Ids
 
     @classmethod
-    def of_records(cls, reason: Reason, offsets: Ids) -> "Refusal":
-        """Make the refusal of whole records. The `offsets` may be in any order."""
+    def of_records(cls, reason: Reason, offsets: Ids) -> "Rejection":
+        """The rejection of whole records. The `offsets` may be in any order."""
         return cls(reason, np.sort(offsets), np.zeros_like(offsets))
 
 
@@ -102,12 +103,12 @@ class BatchOutcome:
     """The changes of a stream by a batch.
 
     Attributes:
-        now: time (ms) of the batch.
+        now: time (ms) of the batch, since 1970.
         has_unordered_rejections: True if the batch rejected records that have no order relative to the stream's other
             records.
         counts: number of records, or of edges of RUNs, by outcome.
         touched: writer -> Kafka time (ms) of the oldest record that may have changed the writer's state.
-        refusals: rejected records and edges, but no markers: `StreamState.apply_marker` returns the reason for a
+        rejections: rejected records and edges, but no markers: `StreamState.apply_marker` returns the reason for a
             rejected marker.
         late_ranges: late completions.
         timelines: timelines that began.
@@ -118,7 +119,7 @@ class BatchOutcome:
     has_unordered_rejections: bool = False
     counts: Counter[Outcome] = field(default_factory=Counter)
     touched: dict[str, int] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
     late_ranges: list[LateRange] = field(default_factory=list)
     timelines: list[TimelineStart] = field(default_factory=list)
     dropped_writers: list[str] = field(default_factory=list)
@@ -131,24 +132,24 @@ class BatchOutcome:
     def record_contradiction(self, run: Run) -> None:
         """Count all edges of `run` as late, because their writer had declared that the IDs have no fact.
 
-        Records only the IDs as late, because other edges may overlap the ranges of these edges.
+        Records the single IDs as late, not the range of `run`, because other edges may overlap the range.
         """
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):
             self.late_ranges.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
 
     def touch(self, writer: str, time: int) -> None:
-        """Note a record of `writer` with the Kafka time `time` (ms)."""
+        """Note that a record with the Kafka time `time` (ms) may have changed the state of `writer`."""
         self.touched[writer] = min(time, self.touched.get(writer, time))
 
 
 CompletedRun = tuple[Run, Outcome]
-"""Edges that this batch settled or that are late, and their outcome."""
+"""A run of edges that this batch settled or that are late, and the outcome of all its edges."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
 """Classes of an edge outside the late ranges. If several classes apply to an edge, the highest one counts."""
 _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
-"""An edge is outside the late ranges, inside one of them, or partly inside."""
+"""Whether an edge is outside the late ranges, inside one of them, or partly inside."""
 
 
 @dataclass(slots=True)
@@ -159,10 +160,10 @@ class Classifier:
         chain: the writer's chain.
         spans_max: bound of the spans on the chain. An edge that would add one more is deferred.
         batch: collects the changes.
-        outcome: the outcome of an accepted edge.
+        outcome: the outcome of edges that settle a range: `applied` or `buffered`.
         late_ranges: ranges in which a completion is late. `apply` removes the ranges of late edges.
-        published_position: late completions up to this ID have the reason `regressed`; those beyond this ID, `skipped`.
-        timeline_start_id: an earlier timeline may have settled IDs up to this one.
+        published_position: a completion in a late range has the reason `regressed` up to this ID, `skipped` beyond it.
+        timeline_start_id: an earlier timeline may have settled IDs up to this one; 0 if there is none.
     """
 
     chain: Chain
@@ -239,7 +240,7 @@ class Classifier:
         return classes
 
     def _settle(self, run: Run) -> Iterator[CompletedRun]:
-        """Settle a run and yield it. If the bound of spans is reached, defer the run and yield nothing."""
+        """Settle a run and yield it. If it would add a span beyond the bound, defer the run and yield nothing."""
         if not self._has_room(run.start, run.end):
             self._defer(run)
             self.batch.counts["deferred"] += len(run)
@@ -252,8 +253,8 @@ class Classifier:
     def _apply_across_timeline(self, edge: Run) -> Iterator[CompletedRun]:
         """Apply one edge that crosses the end of a range that an earlier timeline settled.
 
-        If the edge's ID is open, the open range right below the ID is settled with the evidence of the edge. If the ID
-        is settled, the edge is a duplicate. The remaining open parts of the edge are settled without evidence.
+        If the edge's ID is open, the open range that ends at the ID is settled with the evidence of the edge. If the ID
+        is settled, the edge is a duplicate or late. The remaining open parts of the edge are settled without evidence.
         """
         *_, (low, high) = self.chain.open_ranges(edge.start, edge.end)
         if high == edge.end:
@@ -269,7 +270,7 @@ class Classifier:
         return len(self.chain.pending) < self.spans_max or self.chain.adjoins(prev, id)
 
     def _count_settled(self, run: Run, edges: Mask) -> Iterator[CompletedRun]:
-        """Count the edges of `run` that are in the mask `edges`. Their ranges are settled.
+        """Count the edges of `run` that are in the mask `edges`, and whose ranges are settled already.
 
         A fact whose ID the writer had declared empty is late, and is yielded. All other edges are duplicates.
         """
@@ -283,14 +284,14 @@ class Classifier:
     def _reject(self, run: Run, edges: Mask, reason: Reason) -> None:
         offsets, ids = run.offsets[edges], run.ids[edges]
         order = np.argsort(offsets, kind="stable")
-        self.batch.refusals.append(Refusal(reason, offsets[order], ids[order]))
+        self.batch.rejections.append(Rejection(reason, offsets[order], ids[order]))
         self.chain.mark_uncertain_up_to(int(run.ids[edges][-1]))
 
     def _defer(self, run: Run) -> None:
         self.chain.defer(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
 
     def _record_late(self, run: Run) -> Iterator[CompletedRun]:
-        """Apply edges inside a late range: facts and voids are late, announcements are duplicates."""
+        """Apply edges in late ranges: facts and voids are late, announcements are duplicates. Yields all of them."""
         completed, is_published = run.completes, run.ids <= self.published_position
         self.batch.counts["duplicate"] += int(np.count_nonzero(~completed))
         reasons: list[tuple[LateReason, Mask]] = [
@@ -306,8 +307,8 @@ class Classifier:
     def _settle_without_evidence(self, run: Run) -> None:
         """Settle the open parts of a run whose edges are counted already, and remove the run from the late ranges.
 
-        If there could be more late ranges than `spans_max`, the late ranges are not changed. If a part would be one
-        span too many, the run is deferred; its records are counted as late again when they are read again.
+        If removing the run could leave more late ranges than `spans_max`, the late ranges are not changed. If there is
+        no room for a part, the run is deferred. Then its records are counted as late again when they are read again.
         """
         for prev, id in self.chain.open_ranges(run.start, run.end):
             if self._has_room(prev, id):
@@ -323,8 +324,8 @@ class Classifier:
         """Apply one edge that is partly in a late range.
 
         If the edge's ID is outside the late ranges, the part from the last late range to the ID is applied like a
-        separate edge. If the ID is inside, the completion is late. The remaining open parts of the edge are settled
-        without evidence.
+        separate edge. If the ID is inside a late range, the completion is late. The remaining open parts of the edge
+        are settled without evidence.
         """
         *_, (low, high) = [(0, 0), *self.late_ranges.missing(edge.start, edge.end)]
         if high == edge.end:

@@ -1,10 +1,10 @@
 """The encoding of a stream's state in Spark's state store and in Postgres. Pure.
 
-A state is encoded as nested msgpack arrays. The first element is the number of the format; a newer format stops the
-pipeline. IDs are stored as intervals only, so a million pending IDs above one gap take a few bytes.
+A state is encoded as nested msgpack arrays. The first element is the number of the format. A number above `FORMAT`
+stops the pipeline. IDs are stored as intervals only, so a million pending IDs above one gap take a few bytes.
 
-The table of retired writers is the last element. It may have ten thousand rows, and few batches change it. So it can be
-cut off and stored separately (`EncodedState`).
+The table of retired writers is the last element. The table may have ten thousand rows, and few batches change it. So
+the table can be cut off and stored separately (`EncodedState`).
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from tidemark.streaming.values.intervals import Intervals
 from tidemark.streaming.values.limits import EncodedState
 
 FORMAT = 1
+"""The number of the format that this version writes, and the highest number that it can read."""
 
 
 class _StoredUnjoined(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -41,7 +42,7 @@ class _StoredUnjoined(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The encoded form of a `PackedTable`. An empty table is stored as None."""
+    """The encoded form of a `PackedTable`. For an empty table, None is stored instead."""
 
     columns: bytes
     rows: bytes
@@ -56,8 +57,10 @@ class _FormatOnly(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
-    """The encoded form of a `StreamState`. `completed` is packed by `Intervals.pack`; the writers are in four groups
-    (`core.writer_table`).
+    """The encoded form of a `StreamState`.
+
+    `completed` is packed by `Intervals.pack`. `writers`, `active`, `waiting` and `retired` are the four groups of
+    `core.writer_table`.
     """
 
     direction: int
@@ -86,13 +89,13 @@ _decoder = msgspec.msgpack.Decoder(StoredStream)
 
 
 def encode(stream: StreamState) -> bytes:
-    """Encode a state. Equal states give equal bytes."""
+    """Encode a complete state. Equal states give equal bytes."""
     return encode_parts(stream).whole
 
 
 def encode_parts(stream: StreamState) -> EncodedState:
-    """Encode a state, with the table of retired writers as a separate part. The part is None if the batch did not
-    change the table.
+    """Encode a state, whole and in parts. `retired` is None if the table of retired writers has not changed since the
+    state was decoded.
     """
     writers, active, retired, waiting = stream.writers.pack()
     table = StoredTable.of(retired)
@@ -139,7 +142,7 @@ def encode_stored(stored: StoredStream, retired: StoredTable | None) -> EncodedS
 
 
 def decode_stored(data: bytes) -> StoredStream:
-    """Decode a state without decoding its writers.
+    """Decode a state, but leave its tables of writers and its waiting writers encoded.
 
     Raises:
         StateTooNew: a later version of Tidemark wrote the state.
@@ -194,7 +197,7 @@ def forget_home(data: bytes) -> EncodedState:
     """Remove the home partition and the deferred offsets from a state, because the stream's partition may have changed.
 
     Returns:
-        The state, with the table of retired writers as a separate part.
+        The new state. `retired` has the table of retired writers even if it has not changed.
     """
     stream = decode(data)
     stream.home = None
@@ -203,12 +206,12 @@ def forget_home(data: bytes) -> EncodedState:
 
 
 def mark_uncertain(data: bytes) -> EncodedState:
-    """Mark all writers of a state as uncertain, and remove the deferred offsets.
+    """Mark all writers of a state as uncertain, including writers that are not yet known. Remove the deferred offsets.
 
     For a stream whose records may have been removed from Kafka before they were read.
 
     Returns:
-        The state, with the table of retired writers as a separate part.
+        The new state. `retired` has the table of retired writers even if it has not changed.
     """
     stream = decode(data)
     stream.mark_uncertain()
@@ -217,7 +220,7 @@ def mark_uncertain(data: bytes) -> EncodedState:
 
 
 def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
-    """Decode a state and yield all of its deferred ranges (`Chain.deferred`)."""
+    """Decode a state, and yield all deferred ranges (`Chain.deferred`), with their writers."""
     stream = decode(data)
     stream.writers.decode_waiting()
     chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.decoded.items()]

@@ -1,15 +1,14 @@
-"""Effects: the changes of a shard's streams by a batch. Effects are the only output of the state machine.
+"""Effects: the changes of a shard's streams by a batch, and their new states. The state machine has no other output.
 
 IDs are signed. "Beyond" means farther from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
 sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver passes the effects to the sinks.
-Effects are not stored.
 
 *Linear lag* is how far the linear position is below the highest allocated ID. Each active writer that has not settled
 the next ID blocks the linear position, and so does each writer that never joined. A writer can block the linear
 position without a gap: a gap appears only when the writer completes a higher ID.
 
-`Summary` and `blockers` describe a stream's state for people. This module does not import numpy, because services that
-only read import it too.
+`Summary` and `blockers` describe a stream's state for people. This module must not import numpy: services that only
+read import this module, and do not need numpy.
 """
 
 from collections.abc import Iterator
@@ -29,19 +28,19 @@ BlockReason = Literal["transaction", "gap", "silent", "unknown"]
 BLOCKERS_MAX = 10
 """The largest number of blockers of a stream that are named (`LinearLag.blockers`)."""
 
-BRIEF_WAIT = 10.0
-"""Waits shorter than this many seconds are not reported, because a transaction may take that long."""
+BRIEF_WAIT_SECONDS = 10.0
+"""Lags and blockers younger than this are not reported to people, because a normal transaction may take that long."""
 
 
 class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer that blocks the linear position, with the reason, for people. IDs are signed.
 
     Attributes:
-        reason: `transaction`: the writer reported an open transaction. `gap`: it completed IDs above open ones.
-            `silent`: it has sent nothing beyond `position`. `unknown`: it never joined.
-        position: position of the writer's chain; 0 if it never joined.
-        since: time (ms) at which the writer began to block: the start of its oldest gap, the first record of an unknown
-            writer, or else the start of the linear lag; None if that is not known.
+        reason: `transaction`: the writer reported an open transaction. `gap`: the writer completed IDs above open ones.
+            `silent`: the writer has sent nothing beyond `position`. `unknown`: the writer never joined.
+        position: position of the writer's chain; 0 if the writer never joined.
+        since: time (ms) at which the writer began to block. This is the start of its oldest gap, or the first record of
+            an unknown writer. For other writers it is the start of the linear lag; None if that is not known.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
@@ -57,8 +56,8 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How far the linear position is below the allocated IDs.
 
     Attributes:
-        ids: the distance in IDs; 0 if there are only unknown writers.
-        since: time (ms) of the batch that first saw allocated IDs beyond the linear position, or an earlier time; None
+        ids: the distance in IDs. It may be 0 if unknown writers block the linear position.
+        since: time (ms) of the batch that allocated the first ID beyond the linear position, or an earlier time; None
             if that is not known.
         blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then the writers
             with the lowest positions.
@@ -72,12 +71,12 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def is_brief(since: int | None, now: float) -> bool:
-    """True if a wait since `since` (ms) is at `now` (s) still shorter than `BRIEF_WAIT`."""
-    return since is not None and now - since / 1000 < BRIEF_WAIT
+    """True if at `now` (s) less than `BRIEF_WAIT_SECONDS` have passed since `since` (ms). False if `since` is None."""
+    return since is not None and now - since / 1000 < BRIEF_WAIT_SECONDS
 
 
 def linear_lag(stream: "StreamState") -> LinearLag | None:
-    """The linear lag of a stream, with signed positions. None if there is no lag and no unknown writer."""
+    """The linear lag of a stream, with signed positions of blockers. None without a lag and without unknown writers."""
     ids = stream.allocated - stream.linear.position
     if ids <= 0 and not stream.unjoined:
         return None
@@ -106,10 +105,10 @@ def _blocker(stream: "StreamState", writer: "BlockingWriter", since: int | None)
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer's position moved from `prev` to `id`. At most one per writer, stream and batch.
+    """The move of a writer's position from `prev` to `id`. At most one per writer, stream and batch.
 
-    `facts`, `empty`, `unseen` and `skipped` are the evidence of the IDs in `(prev, id]`. `oldest` is the Kafka time
-    (ms) of the writer's oldest record in the batch.
+    `facts`, `empty`, `unseen` and `skipped` are the evidence of the IDs in `(prev, id]`. `oldest` is the lowest Kafka
+    time (ms) of the records that may have changed the writer's state in the batch.
     """
 
     writer: str
@@ -128,7 +127,7 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The state, after the batch, of a joined writer whose position, epoch or `retired` has changed."""
+    """A joined writer after the batch. Only for writers whose position, epoch or retirement has changed."""
 
     writer: str
     epoch: int
@@ -137,7 +136,7 @@ class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`(low, top]` of `writer` is open since `since` (ms). `top` identifies the gap until it closes; `low` may rise."""
+    """The gap `(low, top]` of `writer`, open since `since` (ms). `low` may change; `top` names the gap while it is open."""
 
     writer: str
     epoch: int
@@ -147,7 +146,7 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ClosedGap(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The gap `top` of `writer` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
+    """The gap `top` of `writer` has closed. `how`: what closed the gap (`core.chain.SettledBy`)."""
 
     writer: str
     top: int
@@ -158,10 +157,8 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Late completions in `(prev, id]`: the range had been settled without them.
 
     Attributes:
-        facts: number of facts among them.
-        why: `skipped`: an operator's SKIP, RETIRE or JOIN settled the IDs. `regressed`: the database was restored, or
-            an operator's override was taken back. `final`: the linear position had passed the ID, or another writer
-            had completed it. `announced`: the writer had declared that it has no fact there.
+        facts: number of facts among the completions.
+        why: see `core.classify.LateReason`.
     """
 
     writer: str
@@ -173,7 +170,7 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The offsets `first` to `last` of a partition. They contain deferred edges of a writer that now have room.
+    """The offsets `first` to `last` (included) of a partition, with deferred records of a writer that now have room.
 
     The publisher produces the records of this writer and epoch in the range to the facts topic again.
     """
@@ -186,7 +183,7 @@ class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class OperatorOverride(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A marker from the control topic that was applied, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
+    """A marker from the control topic that was not rejected, for the audit table. `kind`: SKIP, RETIRE or JOIN."""
 
     writer: str
     epoch: int
@@ -198,13 +195,13 @@ class OperatorOverride(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Timeline `number` of the stream began with a JOIN of `writer`: a database was restored (docs/design.md 3).
+    """A timeline that began with a JOIN of `writer`, because a database was restored (docs/design.md 3).
 
     Attributes:
         id: IDs beyond this one may be given out again.
-        position: the writer's position before the JOIN.
-        why: the evidence of the restore. `position`: the JOIN is below IDs that its writer had completed. `database`:
-            the JOIN names another database. `start`: the start does not follow the writer's last start.
+        position: the writer's position before the JOIN; 0 if it never joined.
+        number: the number of the timeline.
+        why: the evidence of the restore; see `core.classify.RollbackSignal`.
     """
 
     writer: str
@@ -216,7 +213,10 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What blocks a position: a gap `(low, top]`, or a writer that never joined (`unknown`), since `since` (ms)."""
+    """What blocks a position since `since` (ms): a gap `(low, top]`, or a writer that never joined (`is_unknown`).
+
+    `low` and `top` are 0 for a writer that never joined.
+    """
 
     writer: str
     epoch: int
@@ -227,12 +227,12 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The last OPEN of a writer of a stream. A relay or a bridge sends it in the name of the writer.
+    """What the last OPEN of a writer reports, except open transactions.
 
     Attributes:
         heartbeat: seconds within which the writer sends the next record of the stream; 0: no promise.
         blocked: why the writer sends no new record of the stream; empty if it is not blocked.
-        since: time (ms) of the batch that first read this reason.
+        since: time (ms) of the batch that first read this reason; 0 if the writer is not blocked.
     """
 
     heartbeat: int
@@ -241,7 +241,7 @@ class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer that sends OPEN records. `last_seen`: time (ms) of the batch that read its newest record."""
+    """A writer with a report. `last_seen`: time (ms) of the batch that read the writer's newest record."""
 
     writer: str
     last_seen: int
@@ -250,41 +250,41 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def heartbeat_timeout(self) -> float:
         """Seconds without a record after which the writer has missed its heartbeat; 0 if it promised no heartbeats."""
-        return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
+        return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK_SECONDS if self.report.heartbeat else 0.0
 
-    def overdue(self, now: float, reading_since: float) -> float | None:
-        """Return the seconds since the last record if the writer has missed its heartbeat, else None.
+    def overdue_seconds(self, now: float, reading_since: float) -> float | None:
+        """Return the seconds since the writer's last record if the writer has missed its heartbeat, else None.
 
         Args:
             now: the time in seconds since 1970.
-            reading_since: the time (s) since which the pipeline has read records without a break.
+            reading_since: the time, in seconds since 1970, since which the pipeline has read records without a break.
         """
         silent = now - max(self.last_seen / 1000, reading_since)
         return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
 
 
 MISSED_HEARTBEATS = 2
-"""A writer is overdue after this many heartbeat intervals without a record."""
+"""A writer has missed its heartbeat after this many intervals without a record, and `HEARTBEAT_SLACK_SECONDS`."""
 
-HEARTBEAT_SLACK = 5.0
-"""The longest time in seconds that a record takes from its writer to the state, even on a busy machine."""
+HEARTBEAT_SLACK_SECONDS = 5.0
+"""Seconds that a record may take from its writer to the state, even on a busy machine."""
 
 
 class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The summary of a stream's state for metrics and `tidemark status`.
 
     Attributes:
-        pending: number of completed edges above their writer's position.
-        gaps: number of gaps.
+        pending: number of completed edges above the positions of their writers.
+        gaps: number of gaps of all writers.
         oldest: the oldest blocker; None if there is none.
         unknown: writers that never joined, as `writer/epoch`.
         completed: number of intervals of completed IDs above the linear position.
         linear_lag: how far the linear position is below the allocated IDs; None if there is no lag and no unknown
             writer.
-        transactions: per writer, the open transactions that it reported.
+        transactions: writer -> open transactions that its last OPEN reported.
         deferred: writers with deferred records, as `writer/epoch`.
-        spans: the largest number of pending spans of a writer.
-        sources: the writers that send OPEN records.
+        spans: the number of pending spans of the writer that has the most.
+        sources: the writers with a report (`SourceReport`).
     """
 
     pending: int
@@ -307,15 +307,17 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         linear: the linear position after the batch.
         allocated_prev: the highest allocated ID before the batch.
         allocated: the highest allocated ID after the batch.
+        advances: the moves of writers' positions.
         writers: the writers whose position, epoch or retirement the batch changed.
         gaps: gaps that are new or have changed.
         closed: gaps that were closed.
         late: late completions.
         dropped: retired writers that left the state.
-        counts: number of records by outcome (`core.classify.Outcome`). Rejected records are in `ShardEffects.rejected`.
+        counts: outcome (`core.classify.Outcome`) -> number of records and of edges of RUNs, if not 0. Rejected records
+            are in `ShardEffects.rejected`.
         state: the new state (`core.codec`) without the table of its retired writers.
         retired: the table of retired writers; None if the batch did not change it.
-        requeues: deferred records that now fit within the bound of spans.
+        requeues: deferred records to read again, because their edges now have room.
     """
 
     stream: str
@@ -352,9 +354,9 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         now: time (ms) of the batch.
-        streams: the streams that had records, by name.
-        progress: the next offset of each partition that was read.
-        is_cut_short: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
+        streams: the streams that had records, sorted by name.
+        progress: the next offset to read of each partition that the shard's packets name.
+        is_cut_short: True if a task stopped before the offsets that Spark planned (`streaming.ingest.compact`).
         computation_start: time (ms) at which the computation of the shard began; 0 if it was not measured.
     """
 
@@ -379,13 +381,13 @@ def decode(data: bytes) -> ShardEffects:
 
 
 def blockers(stream: "StreamState") -> list[Blocker]:
-    """All blockers of the positions of `stream`, the oldest first, with signed IDs. Decodes the waiting writers."""
+    """All gaps and unknown writers of `stream`, the oldest first, with signed IDs. Decodes the waiting writers."""
     stream.writers.decode_waiting()
     return sorted(_blockers(stream), key=_age_key)
 
 
 def summarize(stream: "StreamState") -> Summary:
-    """Describe a stream's state. Of the writers that are still encoded, decodes only those that send OPEN records."""
+    """Describe a stream's state. Writers that are still encoded stay encoded, except writers with a report."""
     blocked = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
     chains = [writer.chain for writer in stream.writers.decoded.values()]
@@ -413,7 +415,7 @@ def summarize(stream: "StreamState") -> Summary:
 
 
 def sources(stream: "StreamState") -> list[Source]:
-    """The writers that send OPEN records, by name."""
+    """The writers with a report (`SourceReport`), sorted by name."""
     return [
         Source(name, stream.writers[name].last_seen, report)
         for name, report in sorted(stream.reports.items())
@@ -431,5 +433,5 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
 
 
 def _age_key(blocker: Blocker) -> tuple[int, str, int]:
-    """The sort key by which the oldest blocker is the first."""
+    """The sort key that puts the oldest blocker first."""
     return blocker.since, blocker.writer, blocker.epoch

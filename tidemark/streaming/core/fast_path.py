@@ -1,8 +1,8 @@
 """The fast path: advances all in-order streams of a batch at once, with numpy. Pure; no Spark.
 
 A stream is *in order* in a batch if two conditions are met. The state has nothing pending, buffered or late, before and
-after the batch. The batch has only runs that continue the chains of their writers, and with them the linear position
-reaches the highest allocated ID. Nearly all streams are in order in nearly all batches.
+after the batch. The batch has only runs that continue the chains of their writers, so that the linear position reaches
+the highest allocated ID. Nearly all streams are in order in nearly all batches.
 
 `core.stream` advances all streams that are not certain to be in order. For in-order streams, both modules give the same
 effects and state, byte for byte.
@@ -35,7 +35,7 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 class EdgeColumns:
     """The edges of some streams as parallel arrays, sorted by stream, writer and ID.
 
-    All edges of one writer are one run, because they continue the writer's chain without a gap.
+    All edges of one writer are one run, because they continue the writer's chain without a gap. IDs are magnitudes.
 
     Attributes:
         ids: ID of each edge.
@@ -62,7 +62,10 @@ class EdgeColumns:
         self._prevs[self.run_firsts] = self.run_prevs
 
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
-        """Test for each stream whether its linear position reaches its head, the highest allocated ID.
+        """Test for each stream whether its linear position reaches its head.
+
+        This is so if the batch completes each ID from the floor to the head, completes no ID twice, and completes no ID
+        up to the linear position.
 
         Args:
             linears: for each stream the linear position before the batch.
@@ -71,8 +74,8 @@ class EdgeColumns:
             heads: for each stream the highest allocated ID after the batch.
 
         Returns:
-            A mask of the streams in which the batch completes each ID beyond the floor, completes no ID twice, and
-            completes no ID up to the linear position.
+            A mask of the streams: True if the linear position reaches the head. If the numbers are too large to test
+            for repeated IDs, False.
         """
         announced = self._non_facts[self.kinds[self._non_facts] == POSITION]
         counts = np.diff(self.stream_firsts, append=len(self.ids))
@@ -89,7 +92,7 @@ class EdgeColumns:
         return reached
 
     def _streams_with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
-        """The streams in which an ID is completed twice. All streams if their ID ranges together exceed 62 bits."""
+        """The indexes of streams in which an ID is completed twice. All streams if the test would need over 62 bits."""
         # Give each stream a separate range of numbers, as wide as the distance from its linear position to its head.
         widths = heads - linears
         if widths.sum(dtype=np.float64) >= 2**62:
@@ -105,7 +108,7 @@ class EdgeColumns:
         return repeated
 
     def count_facts_and_empty(self) -> tuple[list[int], list[int]]:
-        """For each run the number of facts, and the number of IDs that were declared empty."""
+        """For each run the number of facts, and the number of IDs that were declared empty (`Evidence.empty`)."""
         others, runs = self._non_facts, self._runs_of(self._non_facts)
         facts = np.diff(self.run_firsts, append=len(self.ids)) - np.bincount(runs, minlength=len(self.run_firsts))
         widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
@@ -117,7 +120,7 @@ class EdgeColumns:
         """The ranges that writers declared empty (`Run.empty`).
 
         Returns:
-            For each run with such ranges: the index of the run, and the highest `count_max` of its ranges.
+            For each run with such ranges: the index of the run, and its highest ranges, at most `count_max`.
         """
         highs = self.ids - (self.kinds == RDATA)
         edges = np.flatnonzero(self._prevs < highs)
@@ -145,13 +148,13 @@ class MergedRun(NamedTuple):
     """All edges of one writer in the batch, as one run.
 
     Attributes:
-        writer: number of the writer among the writers of all candidates.
+        writer: number of the writer, counted over the writers of all candidates.
         end: position of the writer's chain after the batch.
         facts: number of facts.
         empty: number of IDs that were declared empty.
-        oldest: Kafka time (ms) of the oldest record.
-        newest: Kafka time (ms) of the newest record.
-        empty_ranges: the newest ranges that the writer declared empty; None if there are none.
+        oldest: lowest Kafka time (ms) of the records.
+        newest: highest Kafka time (ms) of the records.
+        empty_ranges: the highest ranges that the writer declared empty in the batch; None if there are none.
     """
 
     writer: int
@@ -164,7 +167,7 @@ class MergedRun(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A stream that may be in order. `first` is the number of its first writer among the writers of all candidates."""
+    """A stream that may be in order. `first`: number of its first writer, counted over all candidates."""
 
     name: str
     stored: StoredStream
@@ -218,7 +221,7 @@ class CandidateRuns:
 
     @classmethod
     def of(cls, candidates: list[Candidate], columns: RunColumns, runs: Ids, writers: Ids) -> "CandidateRuns":
-        """Sort the runs, and drop each candidate with a run that does not continue its writer's chain.
+        """Sort the runs. Leave out each candidate with a run that does not continue its writer's chain.
 
         Args:
             columns: the runs of all streams.
@@ -252,7 +255,7 @@ class CandidateRuns:
         return sorted_runs if continues.all() else sorted_runs._drop({*run_candidates[~continues].tolist()})
 
     def in_order_streams(self) -> Iterator[InOrderStream]:
-        """The candidates that are in order."""
+        """Yield the candidates that are in order, with their merged runs."""
         if not self.candidates:
             return
         rows, begins = self.columns.rows[self.runs], self.columns.begins[self.runs]
@@ -309,7 +312,7 @@ class CandidateRuns:
 
 
 def _differs_from_previous(numbers: Ids) -> Mask:
-    """Mask of the numbers that differ from the previous number. The first number is in the mask."""
+    """A mask of the numbers that differ from the previous number. True for the first number."""
     return np.concatenate(([True], numbers[1:] != numbers[:-1]))
 
 
@@ -327,7 +330,7 @@ def _join_edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tup
 
 
 def _highest_inactive_position(stored: StoredStream) -> int:
-    """The highest position of a retired writer's chain, or the linear position if that is higher."""
+    """The highest position of the chains of retired writers, or the linear position if that is higher."""
     retired = 0 if stored.retired is None else int(_table_columns(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
@@ -341,7 +344,7 @@ _DIRECTIONS = {int(direction): direction for direction in Direction}
 
 
 class StreamResult(NamedTuple):
-    """The effects of the batch on an in-order stream. `whole`: the complete new state."""
+    """The effects of the batch on an in-order stream. `whole`: the complete new state (`EncodedState.whole`)."""
 
     effects: StreamEffects
     whole: bytes
@@ -360,7 +363,8 @@ def advance_in_order(
         bounds: bounds of the streams' states.
 
     Returns:
-        A result for each in-order stream. The caller advances the other streams with `core.stream`.
+        Name of the stream -> result, for the in-order streams. The caller advances the other streams with
+        `core.stream`.
     """
     candidates: list[Candidate] = []
     runs: list[int] = []
@@ -470,7 +474,7 @@ class CaughtUpStream(NamedTuple):
     Attributes:
         linear: the linear position.
         positions: the position of each active writer, by name.
-        sources: the writers that send OPEN records.
+        sources: the writers with a report (`SourceReport`).
     """
 
     linear: int
@@ -482,8 +486,8 @@ def read_if_caught_up(data: bytes) -> CaughtUpStream | None:
     """Read the positions of a stream without linear lag from its encoded state.
 
     Returns:
-        None if the stream has linear lag or reported transactions. Also None if only decoding the whole state would
-        show whether the stream has linear lag.
+        None if the stream has linear lag, or if a writer has reported open transactions. Also None if this function
+        cannot read the linear lag without decoding the whole state.
     """
     stored = decode_stored(data)
     if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
@@ -498,11 +502,17 @@ def _candidate_state(
 ) -> StoredStream | None:
     """Return the state of a stream if the stream is a candidate, else None.
 
-    The batch has only runs of a candidate, all in its home partition. The state of a candidate has only positions, and
-    no retired writer that the bounds would drop.
+    All records of a candidate are runs in its home partition. The state of a candidate has only positions, and no
+    retired writer that the bounds would drop.
+
+    Args:
+        data: the encoded state; None for a new stream.
     """
     has_other_records = (
-        stream_input.rows_and_markers or stream_input.refused or stream_input.refused_control or stream_input.control
+        stream_input.rows_and_markers
+        or stream_input.possible_facts
+        or stream_input.possible_control_facts
+        or stream_input.control
     )
     if data is None or has_other_records or len(stream_input.runs) != 1:
         return None
@@ -518,7 +528,7 @@ def _candidate_state(
 
 
 def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[int]:
-    """The numbers of the writers `names`, counted from `first`. Empty if one of the writers cannot be in order."""
+    """The numbers of the writers `names`, counted from `first`. Empty if one of them is unknown or not in order."""
     known = {writer.name: number for number, writer in enumerate(stored.writers, first)}
     numbers = [known.get(name, -1) for name in names]
     for number in {*numbers}:
@@ -528,7 +538,7 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
 
 
 def _has_only_positions(stored: StoredStream) -> bool:
-    """True if the state has only positions of active writers, and fields that runs do not change."""
+    """True if the state has nothing pending, buffered or deferred, and all writers that are not retired are decoded."""
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
     for writer in stored.writers:  # a generator would be slower; at a start, a million streams are checked

@@ -1,8 +1,8 @@
 """The encoded states of a shard's streams, in three layers. Pure; no Spark.
 
 A shard may have a hundred thousand streams, and a batch may touch ten of them. A lookup must not decode other states.
-The states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has the
-states that have changed since the query began: `packed` states, and `recent` states that shadow packed ones.
+The states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has only
+the states that have changed since the query began: `packed` states, and `recent` states that shadow packed ones.
 
 `group_by_stream` groups the records of a batch by stream, and cuts them into segments at the markers.
 """
@@ -34,7 +34,7 @@ decodes and encodes a MiB within a few milliseconds.
 
 
 _LOOKUP_COST = 16
-"""A lookup by bisection takes as long as an iteration over this many states."""
+"""A lookup by bisection takes as long as a loop over this many states."""
 
 
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
@@ -62,7 +62,7 @@ class PackedStates:
     """Immutable encoded states by name of their stream. A lookup takes a few microseconds, for any number of states.
 
     Attributes:
-        data: all states, encoded (`_Columns`), as passed to the constructor. States are read from `data` one by one.
+        data: all states, encoded (`_Columns`), as passed to the constructor. A lookup decodes no other states.
         unreadable_count: number of states that are `UNREADABLE_STATE`.
     """
 
@@ -76,6 +76,7 @@ class PackedStates:
 
     @classmethod
     def of(cls, states: Mapping[str, bytes]) -> "PackedStates":
+        """Pack encoded states. `states`: name of the stream -> state."""
         ordered = sorted((name.encode(), data) for name, data in states.items())
         names, values = [name for name, _ in ordered], [data for _, data in ordered]
         unread = values.count(UNREADABLE_STATE)
@@ -86,7 +87,7 @@ class PackedStates:
         return len(self._name_ends)
 
     def prepare_lookups(self, count: int) -> None:
-        """Prepare for `count` lookups. Builds a dictionary if that is cheaper than `count` bisections."""
+        """Build a dictionary of all states if that is cheaper than `count` bisections, for the next `get` calls."""
         if self._by_name is None and _LOOKUP_COST * count > len(self):
             self._by_name = dict(self.items())
 
@@ -98,7 +99,7 @@ class PackedStates:
         return self._state(index) if index < len(self) and self._name(index) == wanted else None
 
     def items(self) -> Iterator[tuple[str, bytes]]:
-        """Pairs of name and state, sorted by name."""
+        """Yield pairs of name and state, sorted by name."""
         return zip(self.names(), _split(self._states, self._state_ends), strict=True)
 
     def names(self) -> Iterator[str]:
@@ -131,7 +132,7 @@ NO_STATES = PackedStates.of({})
 
 
 class ShardedStates:
-    """The encoded states of all streams, packed by shard.
+    """The encoded states of the streams of several shards.
 
     Args:
         shards: number of shards.
@@ -184,7 +185,7 @@ class States:
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:
-        """Encode all layers but the seed. If the recent states are too large, they move to the packed layer."""
+        """Encode the recent and the packed layer. If the recent states are too large, pack them first."""
         size = sum(map(len, self._recent.values()))
         if size > max(_RECENT_BYTES_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
@@ -192,7 +193,7 @@ class States:
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
 
     def prepare_lookups(self, count: int) -> None:
-        """Prepare for `count` lookups (`PackedStates.prepare_lookups`)."""
+        """Prepare the packed layers for `count` calls of `get` (`PackedStates.prepare_lookups`)."""
         self._packed.prepare_lookups(count)
         self._seed.prepare_lookups(count)
 
@@ -208,7 +209,7 @@ class States:
         self._recent[name] = data
 
     def unreadable_count(self) -> int:
-        """Number of streams whose state is `UNREADABLE_STATE`."""
+        """Number of streams whose current state is `UNREADABLE_STATE`."""
         count = self._packed.unreadable_count + self._seed.unreadable_count
         if self._seed.unreadable_count:
             count -= sum(self._seed.get(name) == UNREADABLE_STATE for name, _ in self._packed.items())
@@ -225,7 +226,7 @@ Partition = tuple[str, int]
 """Topic and number of a Kafka partition."""
 
 AcceptedRecord = PackedRun | BatchRows | Marker
-"""A record of the facts topic that is not rejected, or several such records as a run."""
+"""A record that compaction did not reject, or several such records as a run or as batch rows."""
 
 
 @dataclass(slots=True)
@@ -236,16 +237,16 @@ class StreamInput:
         columns: the runs of all streams.
         runs: indexes of this stream's runs in `columns`, by partition.
         rows_and_markers: batch rows, and markers of writers, by partition.
-        refused: the facts that rejected records of the facts topic may contain, by partition.
-        refused_control: the facts that rejected records of the control topic may contain.
+        possible_facts: the facts that rejected records of the facts topic may contain, by partition.
+        possible_control_facts: the facts that rejected records of the control topic may contain.
         control: markers of operators, with their partitions.
     """
 
     columns: RunColumns
     runs: dict[Partition, list[int]] = field(default_factory=dict)
     rows_and_markers: dict[Partition, list[AcceptedRecord]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[Partition, list[PossibleFacts]] = field(default_factory=lambda: defaultdict(list))
-    refused_control: list[PossibleFacts] = field(default_factory=list)
+    possible_facts: dict[Partition, list[PossibleFacts]] = field(default_factory=lambda: defaultdict(list))
+    possible_control_facts: list[PossibleFacts] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
     def partitions(self) -> set[Partition]:
@@ -259,12 +260,12 @@ class StreamInput:
     def as_rejected(self, partition: Partition) -> Iterator[PossibleFacts]:
         """The facts that the records of a partition may contain, if all of the records are rejected.
 
-        Yields two items for each writer and epoch, with the highest reach of its records: one at the lowest offset of
-        the records and one at the highest. So the items do not depend on how edges were packed into runs, and a record
-        after the first record of another writer is never taken for an earlier one.
+        Yields two items for each writer and epoch, one at the lowest offset of its records and one at the highest. Both
+        have the highest reach of these records. So the items do not depend on how edges were packed into runs. The item
+        at the highest offset is not taken for an item before the first record of another writer.
         """
         merged: dict[tuple[str | None, int], tuple[PossibleFacts, int]] = {}
-        for facts, last_offset in self._possible_facts(partition):
+        for facts, last_offset in self._facts_if_rejected(partition):
             key = facts.writer, facts.epoch
             first, highest = merged.get(key, (facts, last_offset))
             reach, offset = max(first.reach, facts.reach), min(first.first_offset, facts.first_offset)
@@ -274,9 +275,9 @@ class StreamInput:
             yield facts
             yield msgspec.structs.replace(facts, first_offset=last_offset)
 
-    def _possible_facts(self, partition: Partition) -> Iterator[tuple[PossibleFacts, int]]:
-        """The facts that each record or run may contain, with the highest offset of the run."""
-        for refused in self.refused.get(partition, ()):
+    def _facts_if_rejected(self, partition: Partition) -> Iterator[tuple[PossibleFacts, int]]:
+        """Yield the facts that each record or run may contain, with its highest offset."""
+        for refused in self.possible_facts.get(partition, ()):
             yield refused, refused.first_offset
         for item in self.items(partition):
             if isinstance(item, PackedRun):
@@ -294,13 +295,13 @@ def group_by_stream(
 ) -> dict[str, StreamInput]:
     """Group the records of `packets` by stream.
 
-    A rejected record whose writer cannot be read may name a new stream. Such streams are admitted in the order of their
-    names while the shard has fewer than `bounds.unreadable` of them. A new stream that only a key names is not admitted
-    if the value names another stream.
+    A rejected record whose writer cannot be read may name a new stream. Such streams are added in the order of their
+    names while the shard has fewer than `bounds.unreadable` of them; further ones are left out. A new stream that only
+    a key names is left out if the value names another stream.
 
     Args:
         columns: the runs of all packets, in the order of the packets.
-        states: the known streams.
+        states: the states of the known streams; not changed.
     """
     inputs: dict[str, StreamInput] = defaultdict(lambda: StreamInput(columns))
     number = 0
@@ -332,9 +333,9 @@ def group_by_stream(
         if record.stream not in admitted:
             continue
         if packet.role is Topic.CONTROL:
-            inputs[record.stream].refused_control.append(record)
+            inputs[record.stream].possible_control_facts.append(record)
         else:
-            inputs[record.stream].refused[packet.topic, packet.partition].append(record)
+            inputs[record.stream].possible_facts[packet.topic, packet.partition].append(record)
     return inputs
 
 

@@ -1,11 +1,11 @@
 """The state machine of one stream: its writers, their positions and the linear position.
 
-Pure: no Spark, no I/O, no clock. IDs are magnitudes; the sign is applied at the edges of the system. An invalid record
-never raises an error. Each record is counted under one outcome (`classify.Outcome`), or it is rejected with its reason
-(docs/design.md, rule 5).
+Pure: no Spark, no I/O, no clock. IDs are magnitudes; the callers remove and add the sign. An invalid record never
+raises an error. Each record, or edge of a RUN, is counted under one outcome (`classify.Outcome`), or is rejected with
+its reason (docs/design.md, rule 5).
 
-Records come in *segments*. `StreamState.apply_segment` takes the edges between two neighbouring markers (JOIN, RETIRE,
-SKIP, OPEN) of the stream; then `StreamState.apply_marker` takes the marker.
+Records come in *segments*. `StreamState.apply_segment` applies the records between two neighbouring markers (JOIN,
+RETIRE, SKIP, OPEN) of the stream; then `StreamState.apply_marker` applies the second marker.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tidemark.streaming.core.classify import (
     BatchOutcome,
     Classifier,
     CompletedRun,
-    Refusal,
+    Rejection,
     RollbackSignal,
     TimelineStart,
 )
@@ -28,9 +28,9 @@ from tidemark.streaming.core.effects import SourceReport
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
     OVERFLOW_SLOT,
+    BatchRowOffsets,
     Incarnation,
     LinearPosition,
-    PartialRows,
     UnjoinedWriter,
     UnjoinedWriters,
     WriterState,
@@ -48,12 +48,12 @@ from tidemark.streaming.values.limits import Bounds, Reason, replace_unprintable
 from tidemark.streaming.wire.records import ANY_WRITER, Kind
 from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, PossibleFacts, Run
 
-UnknownWriterItem = Run | PartialRows | PossibleFacts
+UnknownWriterItem = Run | BatchRowOffsets | PossibleFacts
 """Records, or possible facts, of an incarnation that has not joined or has retired."""
 
 
 def _split_at_retirement(writer: WriterState, item: UnknownWriterItem) -> tuple[list[Run], list[UnknownWriterItem]]:
-    """Split an item of a retired writer: runs up to the writer's position, and items that are or may be beyond."""
+    """Split an item of a retired writer: runs up to the writer's position, and items that may have IDs beyond it."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
     beyond = item.ids > writer.position
@@ -65,8 +65,8 @@ class StreamState:
     """The state of one stream.
 
     Attributes:
-        direction: the sign of the IDs; set by the first record with an ID other than 0.
-        home: Kafka partition of the stream; None before its first record.
+        direction: the sign of the IDs; set by the first accepted record with an ID other than 0.
+        home: Kafka partition of the stream; None before its first accepted record, and after `codec.forget_home`.
         linear: the linear position, with the completed IDs above it.
         writers: writers that have joined, by name.
         unjoined: incarnations that have sent records without a JOIN. While there is one, the linear position does not
@@ -74,12 +74,12 @@ class StreamState:
         timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
         database: the newest `Timeline.database` that a JOIN named; None if no JOIN named one.
         highest_retired_position: the highest position that a writer of this timeline had when it retired.
-        uncertain_up_to: the highest ID of rejected records that may be facts of writers that were not yet known;
-            `runs.UNBOUNDED` if the ID is not known; 0 if there is none.
-        timeline_start_id: the ID at which the timeline began.
+        uncertain_up_to: rejected records may contain facts up to this ID, of writers that are not in `writers` or
+            `unjoined`; `runs.UNBOUNDED` if the ID is not known; 0 if there are no such records.
+        timeline_start_id: the ID at which the timeline began; 0 for the first timeline.
         active_count: number of active writers that joined in this timeline.
-        transactions: per writer, the open transactions that it reported, one line of text each, for people.
-        reports: per writer, the rest of its last OPEN, for people.
+        transactions: writer -> open transactions that its last OPEN reported, one line of text each, for people.
+        reports: writer -> the rest of its last OPEN; not for an OPEN without `blocked` and `heartbeat`.
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -97,12 +97,12 @@ class StreamState:
     reports: dict[str, SourceReport] = field(default_factory=dict)
 
     def set_direction(self, direction: Direction) -> None:
-        """Set the direction of the stream, if it is still unknown. Call this for each accepted record."""
+        """Set the direction of the stream, if the direction is still unknown. Call this for each accepted record."""
         self.direction = self.direction or direction
 
     @property
     def allocated(self) -> int:
-        """The highest allocated ID: the highest settled ID of any writer, or the linear position if that is higher."""
+        """The highest ID that is settled for any writer, joined or not, or the linear position if that is higher."""
         reaches = (writer.chain.highest_settled for writer in self.unjoined.values())
         return max([self.linear.position, self.writers.highest_settled(), *reaches])
 
@@ -119,7 +119,7 @@ class StreamState:
         return max([last, *(epoch for _, epoch in self.unjoined.incarnations(name))])
 
     def mark_uncertain(self) -> None:
-        """Note that a rejected record may be a fact of any writer, including writers that are not yet known."""
+        """Note that a rejected record may contain a fact of any writer, including writers that are not yet known."""
         self.uncertain_up_to = UNBOUNDED
         self.writers.mark_uncertain()
         for unjoined in self.unjoined.values():
@@ -172,8 +172,8 @@ class StreamState:
     def retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
         """Apply a RETIRE: settle the writer's IDs up to `marker.id`, and mark the writer as retired.
 
-        A writer's own RETIRE is buffered if its incarnation has not joined. Otherwise the RETIRE also reopens ranges
-        above `marker.id` that only an operator settled.
+        A writer's own RETIRE is buffered if its incarnation has not joined. If the writer is active, its own RETIRE
+        also reopens ranges above `marker.id` that only an operator settled.
 
         An operator's RETIRE is not buffered. It also retires a writer that never joined, and an incarnation that sent
         records after its own retirement. If the RETIRE names a later epoch than the joined one, it discards the
@@ -261,7 +261,7 @@ class StreamState:
     def apply_bounds(self, bounds: Bounds, batch: BatchOutcome) -> None:
         """Apply the bounds, once after a batch: drop excess completed IDs, and excess or expired retired writers.
 
-        Only retired writers at or below the linear position are dropped.
+        Retired writers beyond the linear position, and writers that the batch touched, are not dropped.
         """
         batch.counts["forgotten"] += self.linear.forget_excess(bounds.completed)
         # Keep writers that the batch touched, because their moves are not published yet.
@@ -274,17 +274,19 @@ class StreamState:
             batch.dropped_writers.append(name)
 
     def pop_deferred(self, bounds: Bounds) -> Iterator[tuple[str, int, DeferredRange]]:
-        """Remove and return the deferred ranges to read again from Kafka. Call it once after each batch.
+        """Remove the deferred ranges that have room now, and yield them to be read again from Kafka.
+
+        Call this method once after each batch, and exhaust the iterator.
 
         Yields:
-            Name and epoch of a writer, and its range. At most one range per writer.
+            Name and epoch of a joined writer, and its range. At most one range per writer.
         """
         for name, writer in sorted(self.writers.decoded.items()):
             if (deferred := writer.chain.pop_deferred(bounds.pending)) is not None:
                 yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
-        """Remove the deferred ranges, because Kafka offsets are no longer valid. Their IDs stay uncertain."""
+        """Remove the deferred ranges of all writers, if Kafka offsets are no longer valid. Their IDs stay uncertain."""
         self.writers.decode_waiting()
         chains = [writer.chain for writer in self.writers.decoded.values()]
         for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
@@ -312,14 +314,14 @@ class StreamState:
         )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Note that records of unknown writers were dropped at the bound. Blocks the linear position."""
+        """Note that records were rejected at the bound `Bounds.unjoined`. Blocks the linear position."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
     # -- markers
 
     def _repeat_join(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Apply a repeated JOIN of the writer's current epoch."""
+        """Apply a repeated JOIN of the writer's current epoch. Returns the reason if the JOIN is rejected."""
         if marker.id > writer.position:
             return Reason.CONFLICT
         if not marker.is_override and not writer.join_crc:
@@ -368,15 +370,17 @@ class StreamState:
     def _begin_timeline(
         self, marker: Marker, known: WriterState | None, why: RollbackSignal, batch: BatchOutcome
     ) -> None:
-        """Begin a timeline at `marker`.
+        """Begin a timeline with the JOIN `marker`.
 
-        Writers that a relay already joined with the same start join the new timeline too.
+        If a relay has already joined other writers with the same start, these writers join the new timeline too.
 
-        If the JOIN does not follow the writer's last start, a timeline that is not in the database may have given out
-        IDs from `marker.id` to `marker.published` again. So completions of these IDs are counted again, as late.
+        If the JOIN does not follow the writer's last start, the database may have lost a whole timeline. The lost
+        timeline may have given out the IDs from `marker.id` to `marker.published` again. So completions of these IDs
+        are counted again, as late.
 
         Args:
             known: the joining writer, in its state before the JOIN; None if it never joined.
+            why: the evidence that the database was restored.
         """
         position = 0 if known is None else known.position
         follows_older_start = known is not None and has_another_start(known, marker)
@@ -434,14 +438,18 @@ class StreamState:
     # -- segments
 
     def apply_segment(
-        self, runs: Sequence[Run], others: Sequence[PartialRows | PossibleFacts], bounds: Bounds, batch: BatchOutcome
+        self,
+        runs: Sequence[Run],
+        others: Sequence[BatchRowOffsets | PossibleFacts],
+        bounds: Bounds,
+        batch: BatchOutcome,
     ) -> None:
         """Apply the edges of one segment.
 
         Args:
-            runs: runs of edges, each of one writer and epoch.
+            runs: the edges.
             others: batch rows, and facts that rejected records may contain.
-            bounds: limits of the state.
+            bounds: the bounds of the stream's state.
             batch: collects the changes.
         """
         known, unknown = self._split_known_and_unknown(runs, others, batch)
@@ -462,23 +470,24 @@ class StreamState:
         self.advance_linear()
 
     def _split_known_and_unknown(
-        self, runs: Sequence[Run], others: Sequence[PartialRows | PossibleFacts], batch: BatchOutcome
+        self, runs: Sequence[Run], others: Sequence[BatchRowOffsets | PossibleFacts], batch: BatchOutcome
     ) -> tuple[list[Run], list[UnknownWriterItem]]:
-        """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
+        """Return the runs of joined writers, and the items of unknown writers. Handle all other items.
 
-        The first writer of a new stream joins by its first edge, if its epoch is 0.
+        Items without a writer are left out. The first writer of a new stream joins by its first record, if its epoch is
+        0.
 
         A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
         record of an active writer marks IDs of the writer as uncertain.
         """
         known: list[Run] = []
         unknown: list[UnknownWriterItem] = []
-        items: list[Run | PartialRows | PossibleFacts] = [*runs, *others]
+        items: list[Run | BatchRowOffsets | PossibleFacts] = [*runs, *others]
         for item in sorted(items, key=attrgetter("first_offset")):
             if item.writer is None:
                 continue
             if isinstance(item, Run) and self.direction.opposes(item.direction):
-                batch.refusals.append(Refusal.of_records(Reason.MIXED_SIGN, item.offsets))
+                batch.rejections.append(Rejection.of_records(Reason.MIXED_SIGN, item.offsets))
                 continue
             writer = self.writers.get(item.writer)
             if writer is None and item.epoch == 0 and self._is_new() and not unknown:
@@ -491,7 +500,7 @@ class StreamState:
                 self.active_count += 1
             if writer is not None and item.epoch < writer.epoch:
                 if not isinstance(item, PossibleFacts):
-                    batch.refusals.append(Refusal.of_records(Reason.ZOMBIE, item.offsets))
+                    batch.rejections.append(Rejection.of_records(Reason.ZOMBIE, item.offsets))
                 continue
             if isinstance(item, Run):
                 self.set_direction(item.direction)
@@ -504,7 +513,7 @@ class StreamState:
                 unknown.extend(after)
             elif isinstance(item, PossibleFacts):
                 writer.chain.mark_uncertain_up_to(item.reach)
-            elif isinstance(item, PartialRows):
+            elif isinstance(item, BatchRowOffsets):
                 batch.counts["batch"] += len(item.offsets)
             else:
                 known.append(item)
@@ -528,8 +537,8 @@ class StreamState:
     def _add_completed(self, completed: Sequence[CompletedRun], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
 
-        An ID is final if the linear position has passed it, or if a writer has completed it (docs/design.md, rule 10).
-        Another completion of a final ID is late.
+        An ID is final if the linear position has passed the ID, or if a writer has completed the ID (docs/design.md,
+        rule 10). Another completion of a final ID is late.
         """
         if not completed:
             return
@@ -565,11 +574,11 @@ class StreamState:
         unjoined = find_or_add_unjoined(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, PossibleFacts):
-                batch.refusals.append(Refusal.of_records(Reason.BUFFER_OVERFLOW, item.offsets))
+                batch.rejections.append(Rejection.of_records(Reason.BUFFER_OVERFLOW, item.offsets))
             return None
         if isinstance(item, Run):
             return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").apply(item)]
         unjoined.chain.mark_uncertain_up_to(item.reach)
-        if isinstance(item, PartialRows):
+        if isinstance(item, BatchRowOffsets):
             batch.counts["batch"] += len(item.offsets)
         return []

@@ -3,7 +3,7 @@
 Writers are stored in four groups:
 
 - Active writers without pending spans and deferred records are rows of a packed table. A small table is not worth its
-  cost, so up to `UNPACKED_MAX` of these writers are stored decoded.
+  cost: if a stream has at most `UNPACKED_MAX` of these writers, they are stored decoded.
 - Retired writers without pending spans and deferred records are rows of another packed table.
 - An active writer with `PACKED_SPANS_MIN` or more pending spans is stored as one encoded row (`WaitingWriter`).
 - All other writers are stored decoded.
@@ -131,7 +131,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         gaps: number of gaps, which is also the number of pending spans.
         low: lower end of the oldest gap.
         top: upper end of the oldest gap.
-        since: time (ms) since when the oldest gap is open.
+        since: time (ms) at which the oldest gap appeared.
         row: the encoded `StoredWriter`.
         has_deferred: True if records of the writer are deferred.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
@@ -178,8 +178,8 @@ class BlockingWriter(NamedTuple):
 
     Attributes:
         position: position of the writer's chain.
-        open_since: time (ms) at which its oldest gap opened; 0 without a gap.
-        last_seen: time (ms) of the batch that read its newest record; 0 if unknown.
+        open_since: time (ms) at which the oldest gap of the writer appeared; 0 if there is no gap.
+        last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
     position: int
@@ -208,7 +208,7 @@ COLUMNS = np.dtype(
 """The columns of a table.
 
 - `length`: size of the row in bytes.
-- `uncertain`: True if the writer's `Chain.uncertain_up_to` is UNBOUNDED. Overrides the value in the row.
+- `uncertain`: if True, the writer's `Chain.uncertain_up_to` is UNBOUNDED, whatever the row has.
 - `chain`: position of the chain.
 - `position`: position of the writer.
 - `retired`: time (ms) at which the writer retired; 0 if it is active.
@@ -233,7 +233,7 @@ class PackedTable:
         return np.cumsum(self.columns["length"], dtype=np.int64)
 
     def find(self, name: str) -> int | None:
-        """The row number of the writer; None if there is no writer of this name."""
+        """The row number of the writer; None if the table has no writer of this name."""
         row = self._insertion_row(name)
         return row if row < len(self) and self.name(row) == name else None
 
@@ -253,9 +253,9 @@ class PackedTable:
         return PackedTable(columns.tobytes(), self.rows)
 
     def with_changes(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
-        """A copy without the rows `removed` and with the writers `added`.
+        """A copy without the rows with the numbers `removed`, and with the writers `added`.
 
-        The cost depends on the number of changes; other rows are copied in blocks.
+        The number of Python steps depends on the number of changes only: other rows are copied in blocks.
         """
         if not removed and not added:
             return self
@@ -278,7 +278,7 @@ class PackedTable:
         return PackedTable(np.concatenate(columns).tobytes(), b"".join(rows))
 
     def _insertion_row(self, name: str) -> int:
-        """The row number of the writer, or of the row before which it would be inserted."""
+        """The row number of the writer, or the row number at which the writer would be inserted."""
         return bisect_left(range(len(self)), name, key=self.name)
 
     def _start(self, row: int) -> int:
@@ -292,25 +292,23 @@ EMPTY_TABLE = PackedTable()
 
 
 UNPACKED_MAX = 32
-"""The largest number of active writers without pending spans that are stored decoded. If a stream has more of them, all
-are packed.
-"""
+"""If a stream has more active writers without pending spans and deferred records than this, all of them are packed."""
 
 PACKED_SPANS_MIN = 32
-"""The number of pending spans from which an active writer is stored encoded."""
+"""An active writer with this many pending spans or more is stored encoded."""
 
 
 class Writers(MutableMapping[str, WriterState]):
     """Joined writers by name.
 
-    `get` and `[]` decode the writer. `values` and `items` decode all writers. Code that makes a writer active again, or
-    sets its chain back, must call `refresh_floor`.
+    `get`, `[]` and `in` decode the writer. `values` and `items` decode all writers. Code that makes a writer active
+    again, or sets its chain back, must call `refresh_floor`.
 
     Attributes:
         decoded: writers that are decoded.
         waiting: active writers with many pending spans, encoded.
-        decode_count: number of writers that were decoded on demand.
-        before_batch: name of each decoded writer -> its epoch before the batch, and whether it was retired.
+        decode_count: number of writers that were decoded on demand, for tests.
+        before_batch: name -> epoch before the batch, and whether the writer was retired; for decoded writers only.
         stored_retired: the table of retired writers that is stored; None if the table must be stored again.
     """
 
@@ -331,7 +329,7 @@ class Writers(MutableMapping[str, WriterState]):
         self._retired = _PackedWriters(retired or EMPTY_TABLE)
         self.stored_retired: PackedTable | None = retired or EMPTY_TABLE
         self._floor_heap: list[tuple[int, str]] | None = None
-        """Heap of the decoded active writers by position. An entry may be too low, or of a writer that has retired."""
+        """Heap of the decoded active writers by position. An entry may be too low, or of a writer that is no longer here."""
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]
         return self.decoded.get(name) or self._decode(name)
@@ -364,7 +362,7 @@ class Writers(MutableMapping[str, WriterState]):
             heappush(self._floor_heap, (self.decoded[name].chain.position, name))
 
     def floor(self) -> int | None:
-        """The lowest position among the chains of active writers; None if no writer is active."""
+        """The lowest position of the chains of active writers; None if no writer is active."""
         if self._floor_heap is None:
             self._floor_heap = [
                 (writer.chain.position, name) for name, writer in self.decoded.items() if writer.retired_at is None
@@ -394,10 +392,10 @@ class Writers(MutableMapping[str, WriterState]):
         return max([self._active.highest_position(), self._retired.highest_position(), *waiting, *decoded])
 
     def blocking_writers(self, linear: int, limit: int) -> tuple[list[BlockingWriter], int]:
-        """Active writers whose chains have not passed `linear`.
+        """Find the active writers whose chains are at or below the linear position `linear`.
 
         Returns:
-            Up to `limit` of them, the lowest first, and their total number.
+            The writers with the lowest positions, ascending, at most `limit`; and the number of all such writers.
         """
         blocking_writers, more = self._active.blocking_writers(linear, limit)
         blocking_writers += [
@@ -413,7 +411,7 @@ class Writers(MutableMapping[str, WriterState]):
         return sorted(blocking_writers)[:limit], len(blocking_writers) + more
 
     def find_beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
-        """Decode and yield all writers that have settled an ID beyond `id`, and possibly other writers."""
+        """Decode and yield all writers that have settled an ID beyond `id`. May yield other writers too."""
         for packed in (self._active, self._retired):
             for name in packed.names_beyond(id):
                 self._decode(name)
@@ -422,12 +420,12 @@ class Writers(MutableMapping[str, WriterState]):
         yield from self.decoded.items()
 
     def decode_waiting(self) -> None:
-        """Decode all writers with many pending spans."""
+        """Decode all writers of `waiting`."""
         for name in [*self.waiting]:
             self._decode(name)
 
     def mark_uncertain(self) -> None:
-        """Mark all writers as uncertain."""
+        """Mark all IDs of all writers as uncertain (`Chain.uncertain_up_to`)."""
         self.decode_waiting()
         for writer in self.decoded.values():
             writer.chain.mark_uncertain_up_to(UNBOUNDED)
@@ -438,7 +436,7 @@ class Writers(MutableMapping[str, WriterState]):
         """The names of the retired writers to drop, in the order of retirement. Does not drop them.
 
         Args:
-            linear: a writer beyond this position is not dropped, and does not count for `keep`.
+            linear: the linear position. A writer beyond this position is not dropped, and does not count for `keep`.
             keep: the largest number of writers to keep. If there are more, those that retired first are dropped.
             retired_before: writers that retired at this time (ms) or earlier are dropped.
             touched: writers that the batch has touched. They are not dropped, and do not count for `keep`.
@@ -460,7 +458,7 @@ class Writers(MutableMapping[str, WriterState]):
         return [name for _, name in islice(merge(retired, decoded), count)]
 
     def pack(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
-        """Return the four groups as arguments of a new `Writers`: decoded, active, retired and waiting."""
+        """Return the four groups as arguments of a new `Writers`: decoded, active, retired and waiting writers."""
         decoded, active, retired, waiting = {}, {}, {}, dict(self.waiting)
         for name, writer in sorted(self.decoded.items()):
             if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired_at is None:
@@ -495,7 +493,7 @@ _NO_ROWS: Ids = np.empty(0, np.int64)
 
 
 class _PackedWriters:
-    """A table of writers without the rows that were decoded or dropped since the table was loaded."""
+    """A table of writers, without the rows that were decoded or dropped since the table was loaded."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
@@ -529,7 +527,7 @@ class _PackedWriters:
         return row is not None
 
     def lowest_position(self) -> int | None:
-        """The lowest position among the writers' chains; None if there are no rows."""
+        """The lowest position of the writers' chains; None if there are no rows."""
         if not len(self):
             return None
         chains = self._table.columns["chain"]
@@ -540,14 +538,14 @@ class _PackedWriters:
         return int(chains[self._order[self._lowest_index]])
 
     def highest_position(self) -> int:
-        """The highest position among the writers' chains; 0 if there are no rows."""
+        """The highest position of the writers' chains; 0 if there are no rows."""
         return int(self._column("chain").max()) if len(self) else 0
 
     def blocking_writers(self, linear: int, limit: int) -> tuple[list[BlockingWriter], int]:
-        """Writers whose chains have not passed `linear`.
+        """Find the writers whose chains are at or below `linear`.
 
         Returns:
-            At most `limit` of these writers, with the lowest positions, unsorted; and how many of them were left out.
+            The writers with the lowest positions, unsorted, at most `limit`; and how many writers were left out.
         """
         if not len(self):
             return [], 0
@@ -560,13 +558,13 @@ class _PackedWriters:
         return [BlockingWriter.of(self.name(row), self._table.writer(row)) for row in rows.tolist()], more
 
     def names_beyond(self, id: int) -> list[str]:
-        """Names of writers whose chains are beyond `id`."""
+        """The names of writers whose chains are beyond `id`."""
         if not len(self):
             return []
         return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
     def retired_up_to(self, linear: int) -> tuple[Ids, Ids]:
-        """Row numbers of the writers with a position up to `linear`, and the times (ms) at which they retired."""
+        """The row numbers of the writers with a position up to `linear`, and the times (ms) at which they retired."""
         if not len(self):
             return _NO_ROWS, _NO_ROWS
         passed = self._column("position") <= linear

@@ -1,7 +1,8 @@
 """The state of one writer of a stream, joined or not; the effects of a JOIN; and the linear position. Pure.
 
-The functions of this module change the writers and the `BatchOutcome` that they get as arguments; `core.stream` calls
-them. For IDs that a JOIN or RETIRE settles, the marker is the only evidence (docs/design.md 3). IDs are magnitudes.
+`core.stream` calls the functions of this module. Functions with an argument `batch` change their arguments, and record
+the changes in `batch`. For IDs that a JOIN or RETIRE settles, the marker is the only evidence (docs/design.md 3). IDs
+are magnitudes.
 """
 
 from bisect import bisect_right
@@ -24,7 +25,7 @@ Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
-"""The entry of `UnjoinedWriters` for all incarnations whose records were dropped at the bound `Bounds.unjoined`. The
+"""The entry of `UnjoinedWriters` for all incarnations whose records were rejected at the bound `Bounds.unjoined`. The
 entry stays, and blocks the linear position, until an operator retires `*`.
 """
 
@@ -33,7 +34,7 @@ entry stays, and blocks the linear position, until an operator retires `*`.
 class WriterState:
     """The state of a writer that has joined.
 
-    If a range is settled and also in `late_ranges`, only an operator settled the range.
+    If a range of an active writer is settled and also in `late_ranges`, only an operator settled the range.
 
     Attributes:
         epoch: the current epoch.
@@ -43,10 +44,10 @@ class WriterState:
         published_position: the position that was published before the chain was set back; 0 if this never happened.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
-        timeline: number of the timeline in which the writer joined last.
+        timeline: number of the newest timeline that the writer has joined.
         start_token: token of the writer's last start (`Timeline.start`); None if no JOIN named a token.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
-        join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if unknown.
+        join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if an operator or no JOIN began it.
     """
 
     epoch: int
@@ -70,7 +71,7 @@ class WriterState:
         return max(self.chain.position, self.published_position)
 
     def take_changes(self) -> ChainChanges:
-        """Return the changes of the chain since the last call, with the move of the writer's position."""
+        """Return the changes since the last call: the gaps of the chain, and the move of the writer's position."""
         moves = self.chain.take_changes()
         # The counts of a partly published span are upper bounds, limited to the width of the move.
         evidence = moves.evidence.at_most(self.position - self._position_before)
@@ -81,7 +82,7 @@ class WriterState:
     def roll_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
         """Set the chain back to `limit`, because a restored database may give out IDs beyond `limit` again.
 
-        Records completions beyond `limit` that were not published as late.
+        Records unpublished completions beyond `limit` as late in `batch`.
 
         Args:
             name: name of the writer.
@@ -111,7 +112,7 @@ class WriterState:
             now: time (ms) of the batch, from which the age of the new gaps counts.
 
         Returns:
-            False if there is no range beyond `id` that only an operator settled.
+            True if a range was reopened; False if there is no such range.
         """
         overridden = self.chain.settled_intervals().intersection(self.late_ranges.above(id))
         if not len(overridden):
@@ -176,10 +177,10 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
 def find_or_add_unjoined(
     unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """Return the state of an incarnation that has not joined. Adds an unknown incarnation, with an empty state.
+    """Return the state of an incarnation that has not joined. Adds an empty state for a new incarnation.
 
     Returns:
-        None if the incarnation is unknown and `bounds.unjoined` is reached.
+        None if the incarnation is new and `bounds.unjoined` is reached.
     """
     if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
@@ -187,10 +188,10 @@ def find_or_add_unjoined(
 
 
 def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch: BatchOutcome) -> int:
-    """Remove an incarnation that has not joined, and record the IDs that it completed as late.
+    """Remove an incarnation that has not joined. Records its settled ranges as late in `batch`.
 
     Returns:
-        The highest ID of rejected records of the incarnation that may be facts (`Chain.uncertain_up_to`).
+        The `Chain.uncertain_up_to` of the incarnation, which its rejected records determine.
     """
     chain = unjoined.pop(incarnation).chain
     for span in chain.pending:
@@ -199,8 +200,8 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialRows:
-    """Batch rows: rows of facts with several rows, without the last row of each fact, which has the ID.
+class BatchRowOffsets:
+    """The offsets of batch rows of one writer and epoch: rows of facts, without the row that has the ID of its fact.
 
     Batch rows move no position. If the writer has not joined, batch rows count like rejected facts, because the record
     with the ID may never come.
@@ -220,7 +221,8 @@ class PartialRows:
 def join_checksum(marker: Marker) -> int:
     """The checksum of a JOIN's content: 32 bits, never 0. A repeated JOIN has the same checksum.
 
-    The checksum does not include `published`, because a relay reads this value again when it repeats the JOIN.
+    The checksum does not include `published`: a relay that repeats the JOIN reads this value again, and it may have
+    changed.
     """
     return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
 
@@ -233,8 +235,8 @@ def detect_rollback(
     If the database was restored, it may give out IDs above `marker.no_reuse_up_to` again.
 
     A JOIN below the linear position, or below the position of another writer, is no evidence: the writer read the
-    allocated ID before others advanced. The JOIN of a writer that had not joined in this timeline is no evidence
-    either: the restore that began the timeline also restored its database.
+    allocated ID before others advanced. If the writer has not joined in this timeline, its own chain and start are no
+    evidence: the restore that began the timeline explains the difference.
 
     Args:
         writer: the writer that joins, in its state before the JOIN; None if it never joined.
@@ -259,8 +261,12 @@ def detect_rollback(
 def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
+    An operator's JOIN never contradicts. A JOIN with another checksum contradicts if the writer has not joined in this
+    timeline.
+
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the epoch began by an operator's JOIN or without a JOIN, only another database or start is a contradiction.
+    the epoch began by an operator's JOIN or without a JOIN, there is no checksum: then only another database or start
+    is a contradiction.
     """
     if marker.epoch != writer.epoch:
         return False
@@ -282,7 +288,7 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
 
 
 def has_another_start(writer: WriterState, marker: Marker) -> bool:
-    """True if the start in a JOIN is neither the writer's last start, nor the next start with a new epoch.
+    """True if the start in a JOIN is neither the writer's last start, nor the start after that one in a new epoch.
 
     False if the JOIN names no start, or the writer's last start is not known.
     """
@@ -304,21 +310,21 @@ def begin_epoch(
 ) -> tuple[WriterState, int | None]:
     """Begin the epoch of a JOIN.
 
-    IDs that earlier epochs completed up to `marker.no_reuse_up_to` keep their evidence. The JOIN settles the IDs that
-    these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_up_to`, the ID was rolled back
-    with the writer's database (docs/design.md 3), and is late.
+    IDs that earlier epochs completed up to `marker.no_reuse_up_to` keep their evidence. The JOIN settles the IDs up to
+    `marker.id` that these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_up_to`, the ID
+    was rolled back with the writer's database (docs/design.md 3), and is late.
 
     IDs of rejected records are uncertain (`Chain.uncertain_up_to`). After the JOIN, IDs of earlier epochs' records are
     certain again. IDs of the following rejected records stay uncertain:
 
     - records of the JOIN's epoch that came before the JOIN;
     - records that have no order relative to the JOIN;
-    - records that were dropped at the bound of incarnations without a JOIN.
+    - records that were rejected at the bound `Bounds.unjoined`.
 
     Args:
         writers: the joined writers. A new writer is added.
         unjoined: incarnations that have not joined. The writer's incarnations up to the epoch of the JOIN are removed.
-        uncertain_up_to: the highest ID of rejected records that may be facts of a writer that was not yet known.
+        uncertain_up_to: `StreamState.uncertain_up_to`, for a new writer.
 
     Returns:
         The writer, and the ID of the RETIRE that was buffered for this JOIN; None without such a RETIRE.
@@ -359,13 +365,12 @@ def begin_epoch(
 def record_rolled_back(
     epoch: int, spans: Iterable[Span], overridden: Intervals, writer: str, batch: BatchOutcome
 ) -> None:
-    """Record unpublished completions of an earlier timeline as late.
-
-    Ranges that certainly have no fact are left out.
+    """Record settled ranges of an earlier timeline as late. Ranges that certainly have no fact are left out.
 
     Args:
-        spans: settled ranges of the earlier timeline.
-        overridden: ranges that an operator settled, and in which no writer completed an ID.
+        epoch: the epoch that settled the ranges.
+        spans: the settled ranges, none of them published.
+        overridden: ranges that only an operator settled; they are left out too.
     """
     for span in spans:
         for low, high in overridden.missing(span.prev, span.id):
@@ -378,7 +383,7 @@ def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: Settle
     """Settle a writer's open IDs in `(prev, marker.id]`, because of a marker.
 
     If an operator sent the marker, later completions of these IDs are late. IDs up to the published position get no
-    evidence, because their evidence was already published.
+    evidence, because their evidence was already published. Also marks the writer as touched in `batch`.
 
     Returns:
         The ranges that were open.
@@ -400,7 +405,8 @@ def settle_by_marker(writer: WriterState, prev: int, marker: Marker, how: Settle
 def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evidence:
     """The evidence of the open range `(low, high]` that `marker` settles.
 
-    A writer is not informed when its records are rejected. So IDs up to `uncertain_up_to` count as `unseen`.
+    IDs up to `uncertain_up_to` count as `unseen`: a rejected record may contain their facts, and the writer does not
+    learn of a rejection.
     """
     width = high - low
     if marker.is_override:
@@ -410,8 +416,8 @@ def _evidence(marker: Marker, low: int, high: int, uncertain_up_to: int) -> Evid
 
 
 HEADS_MAX = 16
-"""The largest length of `LinearPosition.heads`. If it is exceeded, every second entry is dropped. Some IDs then appear
-older than they are; none appears younger.
+"""The largest length of `LinearPosition.heads`. If `heads` is longer, every second entry is dropped. Some IDs then
+appear older than they are; none appears younger.
 """
 
 
@@ -421,9 +427,9 @@ class LinearPosition:
 
     Attributes:
         position: every ID up to this one is settled, whichever writer it belongs to.
-        completed: completed IDs above the position: facts and voids of any writer.
-        heads: the history of the linear lag as `(head, since)`, ascending: IDs beyond `head` have been allocated since
-            the time `since` (ms). The first `head` is the position itself. Empty if there is no linear lag.
+        completed: completed IDs above the position: facts and voids of any writer, in the current timeline.
+        heads: the history of the highest allocated ID as `(head, since)`, ascending. At the time `since` (ms), a batch
+            first allocated IDs beyond `head`. The first `head` is the position itself. Empty if there is no linear lag.
     """
 
     position: int = 0
@@ -439,8 +445,8 @@ class LinearPosition:
             eligible: mask of the IDs to store.
 
         Returns:
-            Mask of the IDs that were already final: the position has passed the ID, or a previous batch or a record at
-            a lower offset completed it.
+            Mask of the IDs that were already final: the position has passed the ID, an earlier call stored the ID, or
+            an eligible record at a lower offset completes the ID.
         """
         final = (ids <= self.position) | self.completed.contains(ids)
         added = Intervals.from_ids(ids)
@@ -456,7 +462,7 @@ class LinearPosition:
         return final
 
     def advance(self, floor: int) -> None:
-        """Advance to `floor`, the lowest position of the active writers, and over the completed IDs above it."""
+        """Advance to `floor`, and over the completed IDs that follow without a hole. Never goes back."""
         self.position = self.completed.contiguous_end(max(self.position, floor))
         self.completed = self.completed.above(self.position)
 
@@ -484,13 +490,13 @@ class LinearPosition:
                 del self.heads[1::2]
 
     def forget_above(self, id: int) -> int:
-        """Remove completed IDs beyond `id`, which may be given out again. Returns their number."""
+        """Remove the completed IDs beyond `id`, which may be given out again. Returns the number of removed IDs."""
         return self._replace_completed(self.completed.up_to(id))
 
     def forget_excess(self, intervals_max: int) -> int:
         """Keep only the lowest `intervals_max` intervals of completed IDs. Returns the number of removed IDs.
 
-        If a completed ID is removed, the linear position may wait longer. It never moves too early.
+        If a completed ID is removed, the linear position may move later, but never too early.
         """
         return self._replace_completed(self.completed.lowest(intervals_max))
 

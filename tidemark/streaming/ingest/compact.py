@@ -172,7 +172,7 @@ _FLUSH_BYTES = 1 << 20  # of packets that are passed to the JVM together
 _encoder = msgspec.msgpack.Encoder()
 
 
-RefusedOffsets = Mapping[str, Mapping[int, Sequence[int]]]
+NotStorableOffsets = Mapping[str, Mapping[int, Sequence[int]]]
 """Topic -> partition -> offsets of the records whose effects the database cannot store."""
 
 RangeRecords = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
@@ -185,7 +185,7 @@ def compact(
     keys: Sequence[int],
     names: dict[Topic, str],
     max_facts: int,
-    not_storable: RefusedOffsets | None = None,
+    not_storable: NotStorableOffsets | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Compact the ranges of a task.
 

@@ -13,7 +13,7 @@ DirectionName = Literal["forward", "backward"]
 class Direction(IntEnum):
     """The sign of a stream's IDs. States and Postgres store the number.
 
-    `UNKNOWN`: the stream has had no record with an ID other than 0.
+    `UNKNOWN`: the stream has not accepted a record with an ID other than 0.
     """
 
     FORWARD = 1
