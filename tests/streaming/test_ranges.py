@@ -105,7 +105,7 @@ def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: 
     with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 1 to 3"):
         numbers(impatient, 0, 3)
     impatient.close()
-    with pytest.raises(Unavailable, match="ends at 1; the next to read is 2"):
+    with pytest.raises(Unavailable, match="ends at offset 1, but the next to read is 2"):
         EndOffsets(log.connection.client_settings(), patience=6).fetch({log.name: {0: 2}})
 
 

@@ -1,8 +1,8 @@
 """Applies a batch of records to the streams of one shard: packets in, effects and new states out. Pure; no Spark.
 
 The records of a stream are sorted by offset and cut into segments at the markers (docs/decisions/0001-segments.md).
-`core.stream` applies the segments. Markers of the control topic are applied last, because they have no order relative
-to the facts of the batch (docs/design.md 3), and the facts may make an override needless.
+`core.stream` applies the segments. Markers of the control topic have no order relative to the facts (docs/design.md 3).
+They are applied last, because the facts of the batch may make an override needless.
 """
 
 from collections import defaultdict

@@ -136,7 +136,7 @@ class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The gap `(low, top]` of `writer`, open since `since` (ms). `low` may change; `top` names the gap while it is open."""
+    """The gap `(low, top]` of `writer`, open since `since` (ms). `low` may change; `top` identifies the gap."""
 
     writer: str
     epoch: int

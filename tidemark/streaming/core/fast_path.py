@@ -64,8 +64,8 @@ class EdgeColumns:
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
         """Test for each stream whether its linear position reaches its head.
 
-        This is so if the batch completes each ID from the floor to the head, completes no ID twice, and completes no ID
-        up to the linear position.
+        This is so if the batch completes each ID from the floor to the head, no ID twice, and no ID up to the linear
+        position.
 
         Args:
             linears: for each stream the linear position before the batch.

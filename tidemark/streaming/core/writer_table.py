@@ -329,7 +329,7 @@ class Writers(MutableMapping[str, WriterState]):
         self._retired = _PackedWriters(retired or EMPTY_TABLE)
         self.stored_retired: PackedTable | None = retired or EMPTY_TABLE
         self._floor_heap: list[tuple[int, str]] | None = None
-        """Heap of the decoded active writers by position. An entry may be too low, or of a writer that is no longer here."""
+        """Heap of the decoded active writers by position. An entry may be too low, or of a writer that was removed."""
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]
         return self.decoded.get(name) or self._decode(name)

@@ -1,1 +1,1 @@
-"""Spark: its JVM, session, executors, checkpoint and the query that calls `core` and `ingest`."""
+"""Spark: its JVM, session, executors and checkpoint, and the query that calls `core` and `ingest`."""

@@ -1,8 +1,7 @@
 """Folders for Spark's checkpoints, on local disks or in a shared store.
 
-Each query has its own folder, which is deleted when the query ends. A query never continues from a checkpoint: it
-begins from Postgres (docs/decisions/0024-batch-ahead.md). The next driver deletes the folders of a driver that was
-killed.
+Each query has its own folder, which is deleted when the query ends. No query continues from a checkpoint: each query
+begins from Postgres (docs/decisions/0024-batch-ahead.md). The next query deletes the folders that a killed driver left.
 """
 
 import fcntl
@@ -26,23 +25,23 @@ log = get_logger(__name__)
 
 _PREFIX = "query-"
 _FOLDER_PATTERN = _PREFIX + "[0-9a-f]" * 32
-"""Only folders with such a name are deleted on a disk, because a wrong path may contain other programs' files."""
+"""On a disk, only folders with such a name are deleted, because a wrong path may contain files of other programs."""
 
 
 @contextmanager
 def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Hold the lock on the directory of checkpoints. Waits while another process of this machine has the lock.
+    """Lock the directory of checkpoints during the block. First waits while another process has the lock.
 
     The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
-    processes of different databases from deleting each other's folders.
+    processes of different databases on one machine from deleting each other's folders.
 
     Args:
-        path: the directory. The lock is a file next to the directory.
+        path: the directory. The lock is a file next to it, `NAME.lock`, which is created and never deleted.
         stopping: set this event to end the wait.
 
     Raises:
         Stopping: `stopping` was set before the lock was free.
-        CheckpointNotWritable: the lock file cannot be written.
+        CheckpointNotWritable: the lock file cannot be opened for writing.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +69,9 @@ def query_folder(directory: Path) -> Iterator[str]:
 
     Also deletes the folders of other queries in `directory`, which killed drivers left there.
 
-    Executors on other machines keep the states under the same path on their own disks. Within one query each version of
-    a state is unique. So a state on an executor's disk is right or missing, and a missing state fails the query. States
-    of another query would be wrong, so each query has its own path.
+    Executors on other machines store the states under the same path on their own disks. A state of another query would
+    be wrong, so each query has its own path. Then a state on an executor's disk is right or missing, and the query
+    fails if a state is missing.
 
     Yields:
         The path of the folder.
@@ -120,17 +119,18 @@ _PERMANENT_ERRORS = (
 
 @contextmanager
 def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
-    """Create a folder below `store` for one query, and delete it at the end.
+    """Create a folder below the URI `store` for one query, and delete it at the end.
 
     Also deletes the folders of other queries in `store`. So only the pipelines of one database may use `store`: the
-    lease lets only one of these pipelines run queries.
+    lease lets only one of these pipelines run queries. If a deletion at the end fails, the next query deletes the
+    folder.
 
     Yields:
         The URI of the folder.
 
     Raises:
-        CheckpointNotWritable: a person must resolve the problem.
-        Unavailable: the store does not answer.
+        CheckpointNotWritable: the store refuses access, or its URI is wrong. A person must resolve the problem.
+        Unavailable: the store does not answer, or has another problem that may pass.
     """
     with _translate_errors(spark, store):
         jvm: Any = spark._jvm
@@ -146,13 +146,13 @@ def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
     try:
         yield str(folder.toString())
     finally:
-        with suppress(Py4JError, OSError):  # if this fails, the next query deletes it
+        with suppress(Py4JError, OSError):
             files.delete(folder, _RECURSIVE)
 
 
 @contextmanager
 def _translate_errors(spark: SparkSession, store: str) -> Iterator[None]:
-    """Raise errors of the store as `CheckpointNotWritable` or `Unavailable`."""
+    """Convert errors of Hadoop in the block to `CheckpointNotWritable` or `Unavailable`."""
     try:
         yield
     except IllegalArgumentException as error:

@@ -1,7 +1,7 @@
 """The process from which Spark forks Python workers (`spark.python.daemon.module`). Imports the workers' modules first.
 
-Spark's own daemon imports no modules, because a fork loses the threads of libraries. Each worker then takes almost 1 s
-of CPU to import pandas and Arrow, at the start and after each minute without traffic. Environment variables
+Spark's own daemon imports none of these modules, because a fork loses the threads of libraries. Then each worker takes
+almost 1 s of CPU to import pandas and Arrow, at the start and after each minute without traffic. Environment variables
 (streaming.engine.spark) keep these libraries from starting threads before the fork.
 """
 
@@ -13,5 +13,5 @@ if __name__ == "__main__":
     from tidemark.streaming.ingest import source
 
     imported = (source, query, worker)
-    freeze()  # otherwise a worker's garbage collector would write to shared pages, and so copy them
+    freeze()  # otherwise a worker's garbage collector would write to pages that it shares, and so copy them
     daemon.manager()

@@ -1,8 +1,7 @@
-"""Spark's executors in separate processes, on a standalone cluster or in pods: their settings, and the code sent to
-them.
+"""Spark's executors in separate processes, on a standalone cluster or in pods: their settings and Tidemark's code.
 
 Not used with a local master. Executors need a Python with Tidemark's dependencies. The driver sends Tidemark's code to
-them, so that both run the same version.
+the executors, so that all run the same version.
 """
 
 import socket
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 SETTINGS = {
     # Java listens on IPv6 too, if the host has it.
     "spark.driver.bindAddress": "0.0.0.0",
-    # Start tasks only when all executors have registered; otherwise the first executors would get all states.
+    # Start tasks when all executors have registered, or after 30 s. Otherwise the first executors would get all states.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
     # Executors write their own logs.
     "spark.log.level": "ERROR",
@@ -25,7 +24,7 @@ SETTINGS = {
 
 # For a checkpoint without a store: a shard's state is on its executor's disk (streaming.engine.checkpoint).
 LOCAL_STATE_SETTINGS = {
-    # A task on another executor would not find its state, and the query would fail. So tasks wait for busy executors.
+    # A task on another executor would not find its state, and the query would fail. So tasks wait for their executor.
     # Spark also waits for dead executors, so the pipeline checks for them (app.pipeline.engine).
     "spark.locality.wait": "60s",
     # Removing an executor would lose its states.
@@ -35,7 +34,7 @@ LOCAL_STATE_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Executors on Kubernetes. If an attribute is None, Spark's default applies.
+    """The settings of executors on Kubernetes. If an attribute is None, Spark's default applies.
 
     Attributes:
         image: the container image of the executors.
@@ -64,13 +63,13 @@ class Pods:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Executors at a master that is not local.
+    """The settings of executors at a master that is not local.
 
     Attributes:
         driver_host: the name by which executors reach this process.
         executors: the number of executors; the smallest number if `max_executors` is set.
         cores: CPU cores of each executor.
-        memory: heap of each executor, such as `1g`.
+        memory: the Java heap of each executor, in Spark's notation (`1g`).
         driver_port: the port of the driver; 0 for any free port.
         block_manager_port: the port of each block manager; 0 for any free port.
         pods: how executors run on Kubernetes; ignored for other masters.
@@ -120,7 +119,8 @@ class Cluster:
 
 
 def package(directory: Path) -> Path:
-    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`.
+    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`. Creates the
+    directory.
 
     Returns:
         The path of the zip file.
@@ -148,7 +148,11 @@ def _uri_host(host: str) -> str:
 
 
 def local_address_for(master: str) -> str:
-    """The local address from which this host reaches `master`. Raises OSError if the host name is unknown."""
+    """The local address from which this host sends packets to `master`. Does not contact `master`.
+
+    Raises:
+        OSError: the host name is unknown, or there is no route to its address.
+    """
     # Uses the first of several masters (spark://one:7077,two:7077). `connect` of a UDP socket sends no packet.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[

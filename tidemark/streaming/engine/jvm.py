@@ -1,6 +1,6 @@
 """Spark's JVM as a child process: its environment, its output, and the cause of its end.
 
-Output of the JVM and of its Python workers is logged at `debug`. Errors of a query are also raised as exceptions.
+Output of the JVM and of its Python workers is logged at `debug`. Errors of a query are raised as exceptions too.
 """
 
 import os
@@ -40,20 +40,20 @@ PYTHONPATH=${paths#:} exec %s "$@"
 log = get_logger(__name__)
 
 STORED_LINES = 50
-"""Number of first lines and of last lines of the JVM's output that are stored, to find the cause of an exit."""
-DRAIN_SECONDS = 5.0  # to read the rest of the output of a JVM that did not start
+"""So many of the first lines of the JVM's output, and so many of the last, are stored to find the cause of an exit."""
+DRAIN_SECONDS = 5.0  # time limit for reading the rest of the output of a JVM that did not start
 _own_variables: set[str] = set()
 """Variables that this module has set in this process for an earlier JVM."""
 
 
 class Jvm:
-    """A running JVM, which ends with this process.
+    """A JVM, which ends at the latest with this process.
 
-    The constructor starts the JVM, and waits some seconds until the JVM answers. The constructor also adds an option to
-    `conf`, and changes the environment of this process (`set_environment`).
+    The constructor starts the JVM, and blocks some seconds until the JVM answers. The constructor also adds an option
+    to `conf`, and changes the environment of this process (`set_environment`).
 
     Args:
-        conf: the settings of Spark.
+        conf: the settings of Spark; changed.
 
     Attributes:
         gateway: the connection to the JVM.
@@ -88,12 +88,12 @@ class Jvm:
         self._process: Popen[bytes] = self.gateway.proc
 
     def exit_cause(self) -> str | None:
-        """The exit code of the JVM and the cause from its output, in one line; None while the JVM runs."""
+        """The exit code of the JVM and the likely cause from its output, as one line; None while the JVM runs."""
         code = self._process.poll()
         return None if code is None else f"it ended with code {code}: {self._cause()}"
 
     def _cause(self) -> str:
-        """The likely cause of an exit, from the output of the JVM."""
+        """The likely cause of an exit, from the stored output of the JVM."""
         return failure_cause([*self._first_lines, *self._last_lines]) or "it wrote nothing"
 
     def _read_output(self, descriptor: int) -> None:
@@ -107,7 +107,7 @@ class Jvm:
         os.close(descriptor)
 
     def _handle_line(self, line: str) -> None:
-        """Log a line of output, and store the line if it may have the cause of an exit."""
+        """Log a line of output, and store the line if it may name the cause of an exit."""
         log.debug("Output of Spark", line=line)
         _, mark, warning = line.partition(SLOW_DECODING)
         if mark and warning not in self._logged_warnings:  # each new worker repeats the warning
@@ -120,9 +120,9 @@ class Jvm:
 def set_environment(conf: SparkConf) -> None:
     """Set the environment variables of Spark in this process, for the JVM and its child processes.
 
-    Removes the variables of another Spark installation, and logs a warning. Spark then runs from this installation of
-    pyspark, with the settings of `conf` only. Workers run this Python interpreter, because another one may lack the
-    required packages.
+    Removes the variables of another Spark installation, and logs a warning if there are any. Then Spark runs from this
+    installation of pyspark, with the settings of `conf` only. Workers run this Python interpreter, because another one
+    may lack the required packages.
     """
     if ignored := [name for name in remove_foreign_variables([VariableGroup.SPARK]) if name not in _own_variables]:
         log.warning(
@@ -140,9 +140,9 @@ def set_environment(conf: SparkConf) -> None:
         "PYSPARK_PYTHON": conf.get("spark.pyspark.python", interpreter),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
     }
-    if local:  # otherwise Spark would look up the host name, and fail if it is unknown
+    if local:  # without this variable, Spark looks up the name of this host, and fails if the name is unknown
         variables["SPARK_LOCAL_HOSTNAME"] = "localhost"
-    if os.environ.get("LC_ALL") in {"C", "POSIX"}:  # with these, Java cannot open files with non-ASCII names
+    if os.environ.get("LC_ALL") in {"C", "POSIX"}:  # with these values, Java cannot open files with non-ASCII names
         variables["LC_ALL"] = LOCALE
     os.environ.update(variables)
     _own_variables.update(variables)
@@ -155,8 +155,8 @@ def local_directory(conf: SparkConf) -> Path:
 def write_python_wrapper(directory: Path) -> str:
     """Write a command to `directory` that runs this interpreter without the zip archives of pyspark in `PYTHONPATH`.
 
-    Spark puts the archives before the installed pyspark. Each process would then compile the modules of the archives
-    again, which takes 0.7 s of CPU. The planner of a data source must start within 10 s.
+    Spark puts the archives before the installed pyspark in the search path. Then each process would compile the modules
+    of the archives again, which takes 0.7 s of CPU. The planner of a data source must start within 10 s.
 
     Returns:
         The path of the command. If files in `directory` cannot be executed, the path of the interpreter.
@@ -171,5 +171,5 @@ def write_python_wrapper(directory: Path) -> str:
 
 
 def is_local(master: str) -> bool:
-    """Whether tasks run in the JVM of the driver."""
+    """Whether `master` is a local master: tasks then run in the JVM of the driver."""
     return master.startswith("local")

@@ -1,4 +1,4 @@
-"""The query of Spark: from packets to the effects of each shard, with a stored state for each shard.
+"""Spark's query: from packets to the effects of each shard, with a stored state for each shard.
 
 `advance_shard` runs in Spark's Python workers, which import the function by name. The other public functions run in
 the driver.
@@ -31,13 +31,13 @@ _packet_decoder = msgspec.msgpack.Decoder(Packet)
 
 
 _seeds_by_lineage: dict[str, dict[int, bytes]] = {}
-"""In a worker: lineage -> shard -> seed, for the current query only."""
+"""In a worker: lineage -> shard -> seed, for the newest query only."""
 
 
 def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
-    """The seeds of a query by shard, cached in this worker for the newest query.
+    """The seeds of a query by shard. This worker caches the seeds of the newest query.
 
-    After a task that does not use a broadcast, such as a task that reads Kafka, Spark removes the broadcast from the
+    After a task that does not use the broadcast, such as a task that reads Kafka, Spark removes the broadcast from the
     worker. Reading the broadcast again takes about 90 MB for a million streams.
     """
     if lineage not in _seeds_by_lineage:
@@ -47,7 +47,7 @@ def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, b
 
 
 def pack_by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Pack the encoded states of streams: shard -> `PackedStates.data`. These are the seeds of a query."""
+    """Pack the encoded states of streams as the seeds of a query: shard -> `PackedStates.data`."""
     states_by_shard: dict[int, dict[str, bytes]] = {}
     for stream, state in states.items():
         states_by_shard.setdefault(shard_of(stream, shards), {})[stream] = state
@@ -66,17 +66,17 @@ def advance_shard(
 ) -> Iterator[pd.DataFrame]:
     """Advance one shard by one batch, and update `state`.
 
-    Spark stores the states that have changed since the query began. All other states are in the seeds, which Spark
+    Spark stores only the states that have changed since the query began. All other states are in the seeds, which Spark
     sends to each worker.
 
     Args:
         key: Spark's group-by key; `key % shards` is the shard.
         frames: data frames with a column `packet`.
-        state: the changed states (`States.pack`); replaced by the new ones.
+        state: the states that have changed since the query began (`States.pack`); replaced by the new ones.
         shards: number of shards.
         seeds: shard -> packed states at the start of the query (`pack_by_shard`).
         bounds: bounds of the streams' states.
-        lineage: identifies the query and its `seeds`.
+        lineage: a text that identifies the query and its seeds.
 
     Yields:
         One row of `EFFECTS_SCHEMA`.
@@ -103,13 +103,13 @@ def compute_effects(
     lineage: str,
     one_task: bool,
 ) -> DataFrame:
-    """Turn packets (`streaming.ingest.source`) into one row of `EFFECTS_SCHEMA` for each shard and batch.
+    """Define the query: from packets to one row of `EFFECTS_SCHEMA` for each batch and each shard with packets.
 
     Args:
-        packets: see `streaming.ingest.source`.
+        packets: from `streaming.ingest.source.packets`.
         seeds: from `pack_by_shard`. They must be the same in all batches of one `lineage`.
-        lineage: identifies the query (`app.pipeline.preflight.Seed`).
-        one_task: whether one task computes the whole batch. Spark's plan then has no exchange, and a batch takes only
+        lineage: a text that identifies the query (`app.pipeline.preflight.Seed`).
+        one_task: True if one task computes the whole batch. Then Spark's plan has no exchange, and a batch takes only
             67 % of the CPU. Call `set_tasks` (`streaming.engine.spark`) with the same value before the query starts.
     """
     if one_task:
@@ -124,10 +124,10 @@ def compute_effects(
 
 
 def collect(batch: DataFrame) -> list[bytes]:
-    """Run the batch and return its effects, still encoded.
+    """Run the batch, which blocks until Spark has computed it, and return its effects, still encoded.
 
-    Effects may have to be kept until the previous batch is published. Encoded effects take far less memory than decoded
-    ones.
+    The caller may have to keep the effects until the previous batch is published. Encoded effects take far less memory
+    than decoded ones.
     """
     return [bytes(row["effects"]) for row in batch.collect()]
 

@@ -20,8 +20,9 @@ _HADOOP = "spark.hadoop."
 _LOCAL_FILE_SYSTEM = f"{_HADOOP}fs.file.impl"
 TASKS_SETTING = "spark.sql.shuffle.partitions"
 """Spark's setting of the number of tasks after the shuffle."""
-# The JVMs only plan and pass on data, with a few hundred milliseconds of CPU per second. The second compiler (C2) would
-# take hours to pay off. Large pages make a batch 10 % faster, because a batch uses much memory and each page once.
+# The JVMs only plan and copy data, with a few hundred milliseconds of CPU per second. The second compiler (C2) would
+# save less CPU in hours than it takes. Large pages make a batch 10 % faster, because a batch uses much memory, each
+# page once.
 _JVM_OPTIONS = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
@@ -31,8 +32,8 @@ SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    # The default writes the checkpoint through a checksumming file system, with a hidden file for each file. On a local
-    # disk a plain rename is as atomic, and reduces a batch from 210 ms to 135 ms.
+    # By default, Spark writes the checkpoint through a file system with checksums, which adds a hidden file to each
+    # file. On a local disk, a plain rename is as atomic, and reduces a batch from 210 ms to 135 ms.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
@@ -41,7 +42,7 @@ SETTINGS = {
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers use a Unix socket instead of loopback TCP, which reduces a batch from 125 ms to 90 ms.
     "spark.python.unix.domain.socket.enabled": "true",
-    # Pieces of Arrow data that fit into the processor's cache.
+    # Arrow data in pieces that fit into the processor's cache.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
     # Packets are large, so limit the bytes too.
     "spark.sql.execution.arrow.maxBytesPerBatch": "4m",
@@ -49,13 +50,13 @@ SETTINGS = {
     "spark.sql.adaptive.enabled": "false",
     # Packets are packed integers: compressing them costs more than writing them.
     "spark.shuffle.compress": "false",
-    # An idle system runs no batches; threads of the driver do maintenance.
+    # An idle query runs no batches, because threads of the driver do the maintenance.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    # By default an idle query polls Kafka 100 times a second, and each poll takes 2 ms of CPU in the JVM. After an idle
-    # time, records wait half of this delay on average. Under steady traffic there is no delay.
+    # By default an idle query polls Kafka 100 times a second, and each poll takes 2 ms of CPU in the JVM. With this
+    # value, the first records after an idle time wait 100 ms on average. Under steady traffic there is no delay.
     "spark.sql.streaming.pollingDelay": "200ms",
-    # A batch has four broadcasts of a few KB, and each allocates a whole block. With the default of 4 MiB, they were
-    # most of the garbage.
+    # A batch has four broadcasts of a few KB, and each allocates a whole block. With the default of 4 MiB, these blocks
+    # were most of the garbage.
     "spark.broadcast.blockSize": "256k",
     # Spark keeps a thousand finished jobs by default, even without a page that shows them.
     "spark.ui.retainedJobs": "10",
@@ -66,29 +67,29 @@ SETTINGS = {
     "spark.sql.streaming.minBatchesToRetain": "10",
     # Spark retries no task. The pipeline starts a failed query again, if the error may be retried.
     "spark.task.maxFailures": "1",
-    # A batch that waits for a server must not delay a stop: its records are read again.
+    # A batch that is blocked by a server must not delay the stop of a query: its records are read again.
     "spark.sql.streaming.stopTimeout": "3s",
     "spark.sql.session.timeZone": "UTC",
     # Workers import installed modules, not modules in the working directory of the pipeline.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
     DRIVER_OPTIONS: _JVM_OPTIONS,
     "spark.executor.extraJavaOptions": _JVM_OPTIONS,
-    # The arrays of all batches have similar sizes, so a worker should not return memory to the system: page faults took
-    # 8 % of the CPU time for RUN records. Only glibc reads these variables.
+    # A worker keeps its memory, because the arrays of all batches have similar sizes. With the defaults, page faults
+    # took 8 % of the CPU time for RUN records. Only glibc reads these variables.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
-# For a local master only: other executors get Tidemark's modules after their daemon has started.
+# For a local master only: executors elsewhere get Tidemark's modules only after their daemon has started.
 LOCAL_SETTINGS = {
     "spark.python.daemon.module": "tidemark.streaming.engine.daemon",
-    # The daemon forks, so no library may start threads before.
+    # The daemon forks, so no library may start threads before the fork.
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
     "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
-    # Spark hashes all rows and blocks of a shuffle, to notice a repeated task that gives other rows. A local master
-    # repeats no task. For RUN records this was 15 % of the JVM's CPU.
+    # By default, Spark hashes all rows and blocks of a shuffle, to detect a repeated task that gives other rows. A
+    # local master repeats no task. For RUN records, the hashes took 15 % of the JVM's CPU.
     "spark.shuffle.checksum.enabled": "false",
     "spark.sql.shuffle.orderIndependentChecksum.enabled": "false",
     "spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch": "false",
@@ -106,11 +107,11 @@ class SparkSettings:
 
     Attributes:
         master: Spark's master, such as `local[2]` or `spark://host:7077`.
-        memory: the driver's heap, in Spark's notation (`1g`).
+        memory: the driver's Java heap, in Spark's notation (`1g`).
         jars: jar files for the checkpoint's store.
-        tasks: the largest number of parallel tasks after the shuffle; fewer on a local master with fewer cores.
+        tasks: the number of tasks after the shuffle. A local master with fewer cores uses the number of its cores.
         local_dir: the directory for Spark's temporary files.
-        options: options of the driver's JVM.
+        options: options of the driver's JVM. The same options of this module or of `extra` override them.
         extra: further Spark settings, which override all others.
     """
 
@@ -124,13 +125,17 @@ class SparkSettings:
 
 
 def start(settings: SparkSettings) -> SparkSession:
-    """Start the JVM and the session, which takes seconds. A process can have only one session at a time."""
+    """Start the JVM and the session, which takes seconds. A process can have only one session at a time.
+
+    Raises:
+        SparkDied: the JVM does not start.
+    """
     conf = configuration(settings)
     return connect(Jvm(conf), conf)
 
 
 def configuration(settings: SparkSettings) -> SparkConf:
-    """All settings of Spark: the ones of this module, replaced or completed by `settings`."""
+    """All settings of Spark: the settings of this module, replaced or completed by `settings`."""
     values = {
         "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
@@ -146,7 +151,7 @@ def configuration(settings: SparkSettings) -> SparkConf:
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
-    """Start the session in a JVM that was started with `conf`. Sends Tidemark's code to separate executors."""
+    """Start the session in a JVM that was started with `conf`. Sends Tidemark's code to executors elsewhere, if any."""
     local = is_local(conf.get("spark.master", ""))
     has_local_checkpoint = local and conf.get(_LOCAL_FILE_SYSTEM) == SETTINGS[_LOCAL_FILE_SYSTEM]
     if has_local_checkpoint:
@@ -154,7 +159,7 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     if has_local_checkpoint:
         _remove_default_settings(context, conf)
-    # The JVM is the only client of this server. The server would print a stack trace when the JVM dies.
+    # The JVM is the only client of this server. Without this line, the server prints a stack trace if the JVM dies.
     context._accumulatorServer.handle_error = _ignore_error  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
     if local:
@@ -168,7 +173,7 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
     """Set the number of tasks after the shuffle for later queries. For a local master only.
 
     Args:
-        one_task: True: one task. False: `SparkSettings.tasks` tasks, or one for each core if there are fewer cores.
+        one_task: True for one task. False for `SparkSettings.tasks` tasks, or one per core if there are fewer cores.
     """
     context = session.sparkContext
     # The JVM's `defaultParallelism` respects the CPU limit of the container.
@@ -179,9 +184,9 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
 def _replace_file_system(gateway: JavaGateway) -> None:
     """Replace Hadoop's local file system by `LocalFiles.java`.
 
-    Hadoop's own class starts a `chmod` process for each file, which takes 14 of a batch's 90 ms of CPU. Hadoop caches
-    one object for each file system, and Spark has already created the object to read the jars. So this function closes
-    the object, and creates one of the new class.
+    Hadoop's own class starts a `chmod` process for each file, which takes 14 ms of the 90 ms of CPU of a batch. Hadoop
+    caches one object for each file system, and Spark has already created the object to read the jars. So this function
+    closes that object, and creates an object of the new class.
     """
     java: Any = gateway.jvm
     compiler = java.org.codehaus.janino.SimpleCompiler()
@@ -197,7 +202,7 @@ def _replace_file_system(gateway: JavaGateway) -> None:
 def _remove_default_settings(context: SparkContext, conf: SparkConf) -> None:
     """Remove Hadoop's default settings. Only the settings `spark.hadoop.*` of `conf` remain.
 
-    Spark serialises all settings for each batch: with the defaults, this takes 10 % of the time to plan a batch.
+    Spark serialises all settings for each batch. With the defaults, this takes 10 % of the time to plan a batch.
     """
     hadoop = context._jsc.hadoopConfiguration()
     hadoop.clear()

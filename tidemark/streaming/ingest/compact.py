@@ -1,12 +1,12 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. When
-a range has been read, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
+A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, some thousand at a time. When a
+range has been read, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
 Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
-JOIN, RETIRE and OPEN records cut the records of their stream into *segments*, and no run crosses a cut
-(docs/decisions/0001-segments.md). A run also ends where its offsets would need more than 32 bits.
+JOIN, RETIRE and OPEN records cut the records of their stream into *segments*. All edges of a run are in one segment
+(docs/decisions/0001-segments.md). Edges whose offsets are 2**32 or more apart are in different runs too.
 
 The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early if
 there are too many facts. The packets of the task then have the flag `Packet.is_cut_short` and the next offset to read.
@@ -34,11 +34,11 @@ from tidemark.streaming.wire.runs import RUN_DTYPE, BatchRows, Marker, PackedRun
 Order = npt.NDArray[np.intp]
 
 MAX_NUMPY_EDGES = 16_384
-"""The largest number of edges that numpy sorts, which takes 2 ms. Compiled code sorts more edges. A batch with fewer
-than `decode.Decoder.MIN_COMPILED_BYTES` bytes has fewer edges, so a process with such batches loads no compiled code.
+"""Compiled code is loaded to sort more edges than this; numpy sorts this many edges in 2 ms. A batch with fewer bytes
+than `decode.Decoder.MIN_COMPILED_BYTES` has fewer edges, so a process with such batches loads no compiled code.
 """
 
-EDGE_SECONDS = 2e-7  # that numpy needs to sort one edge
+EDGE_SECONDS = 2e-7  # seconds that numpy needs to sort one edge
 _MAX_GROUPS_PER_EDGE = 4
 """With this many groups per edge or more, numpy sorts the edges: the compiled sort takes a step for each group."""
 
@@ -47,8 +47,9 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
     """Sort edges and link them into chains.
 
     Args:
-        edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `writer_epochs` group numbers.
-        max_edges: the largest number of edges of a chain. Ignored if edges overlap or repeat.
+        edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes. `writer_epochs` has the number
+            of each edge's group; a chain has edges of one group.
+        max_edges: the largest number of edges of a chain. Ignored if edges of a group overlap or repeat.
 
     Returns:
         The edges chain by chain, and the index of each chain's first edge.
@@ -68,7 +69,7 @@ def _split_chains(firsts: Order, count: int, max_edges: int) -> Order:
 
     Args:
         firsts: the index of each chain's first edge.
-        count: the number of edges of all chains.
+        count: the number of edges of all chains together.
 
     Returns:
         The index of each chain's first edge after the split.
@@ -96,7 +97,7 @@ def _sort_by_group(edges: Edges) -> Edges:
 
 
 def _lexsort(groups: Ids, prevs: Ids) -> Order:
-    """Like `lexsort((prevs, groups))` at a third of the cost: a radix sort of the groups, then a stable sort."""
+    """Like `np.lexsort((prevs, groups))` at a third of the cost: a radix sort of the groups, then a stable sort."""
     order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy has a radix sort for up to 16 bits
     for shift in range(16, int(groups.max()).bit_length(), 16):
         order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
@@ -110,7 +111,7 @@ def _lexsort(groups: Ids, prevs: Ids) -> Order:
 
 
 def _firsts(is_joined: npt.NDArray[np.bool_]) -> Order:
-    """The first index of each chain. `is_joined[i]`: edge `i + 1` continues the chain of edge `i`."""
+    """The index of each chain's first edge. `is_joined[i]`: edge `i + 1` continues the chain of edge `i`."""
     return np.flatnonzero(np.concatenate(([True], ~is_joined)))
 
 
@@ -118,10 +119,10 @@ def _link_overlapping(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tupl
     """Like `link`, for edges that may overlap or repeat. An edge that overlaps another one is a chain of its own.
 
     Args:
-        arrival: the indexes of the edges, in the order of arrival.
+        arrival: the position of each edge in the order of arrival.
 
     Returns:
-        The indexes of the edges chain by chain, and the index of each chain's first edge.
+        The indexes of the edges chain by chain, and for each chain the place of its first edge in this order.
     """
     order = np.lexsort((arrival, ids, prevs, groups))
     groups, prevs, ids, arrival = groups[order], prevs[order], ids[order], arrival[order]
@@ -134,8 +135,8 @@ def _link_overlapping(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tupl
         np.cumsum(~is_duplicate) - 1
     ]
 
-    # Layer `n` has the repetition number `n` of each edge. A layer begins below the end of the one before, so no chain
-    # crosses layers.
+    # Layer 0 has each edge once, and layer `n` has its repetition number `n`. The first edge of a layer begins below
+    # the end of the previous layer, so no chain crosses layers.
     order = np.lexsort((prevs, layers, groups))
     groups, prevs, ids, overlapping = groups[order], prevs[order], ids[order], overlapping[order]
     is_joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
@@ -143,8 +144,9 @@ def _link_overlapping(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tupl
 
 
 def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
-    """A mask of the edges (distinct, sorted by group and `prev`) that overlap another edge, directly or
-    transitively.
+    """A mask of the edges that overlap another edge of their group, directly or through a third edge.
+
+    The edges must be distinct, and sorted by group and `prev`.
     """
     by_id = np.lexsort((ids, groups))
     ranks = np.empty_like(by_id)
@@ -158,16 +160,16 @@ def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_
 
 
 MAX_FACTS = 2_000_000
-"""The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes of memory."""
+"""A task stops reading when it has this many facts beyond one for each record. A fact takes about 250 bytes."""
 
 MAX_EDGES = 16_384
-"""The largest number of edges of a packet, about 110 KiB. The JVM copies each packet six times; for larger packets, it
-would allocate new memory each time.
+"""The largest number of edges of a packet, about 110 KiB. The JVM copies each packet six times, and would allocate new
+memory for each copy of a larger packet.
 """
 
 PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
-_FLUSH_BYTES = 1 << 20  # of packets that are passed to the JVM together
+_FLUSH_BYTES = 1 << 20  # size of the packets that are passed to the JVM together
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -193,12 +195,12 @@ def compact(
         groups: groups of ranges that are fetched together, and the records of the ranges.
         keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
         names: the names of the topics.
-        max_facts: if the task has this many facts beyond one for each record, stop reading.
+        max_facts: the task stops reading when it has this many facts beyond one for each record.
         not_storable: offsets of records to reject with the reason `not_storable`.
 
     Yields:
-        Rows of `PACKETS_SCHEMA`: packets for each range and each shard that has records of the range; at least one for
-        each range.
+        Rows of `PACKETS_SCHEMA`. There are packets for each range and each shard with records of the range, and at
+        least one packet for each range.
     """
     rejected_offsets = not_storable or {}
     extra_facts = 0  # facts beyond one for each record
@@ -207,17 +209,17 @@ def compact(
             planned: Decoder(planned.topic, rejected_offsets.get(names[planned.topic], {}).get(planned.partition, ()))
             for planned in ranges
         }
-        cut = False
+        is_cut_short = False
         for planned, batch in records:
-            if cut := extra_facts >= max_facts:
+            if is_cut_short := extra_facts >= max_facts:
                 break
             decoder = decoders[planned]
             before = decoder.size
             decoder.add(batch)
             extra_facts += max(0, decoder.size - before - batch.size)
         for planned, decoder in decoders.items():
-            decoder.next_offset = max(decoder.next_offset, planned.start) if cut else planned.end
-            packets = pack(names[planned.topic], planned.partition, decoder, len(keys), cut=cut)
+            decoder.next_offset = max(decoder.next_offset, planned.start) if is_cut_short else planned.end
+            packets = pack(names[planned.topic], planned.partition, decoder, len(keys), is_cut_short=is_cut_short)
             yield from _encode((keys[shard], packet) for shard, packet in packets)
 
 
@@ -244,24 +246,26 @@ def _arrow_batch(keys: list[int], packets: list[bytes]) -> pa.RecordBatch:
 OFFSET_BITS = 32
 
 
-def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
+def pack(
+    topic: str, partition: int, decoder: Decoder, shards: int, *, is_cut_short: bool = False
+) -> list[tuple[int, Packet]]:
     """Pack the decoded records of one range.
 
     Args:
         topic: the name of the Kafka topic.
-        decoder: has decoded the records.
+        decoder: the decoder that has decoded the records.
         shards: number of shards.
-        cut: True if the task stopped before the end of the range.
+        is_cut_short: True if the task stopped before the end of one of its ranges.
 
     Returns:
-        Packets with their shards. At least one packet, because it has the next offset to read. The same records give
-        the same packets.
+        Packets with their shards. At least one packet, because a packet has the next offset to read. The same records
+        give the same packets.
     """
     packets: list[tuple[int, Packet]] = []
     first_packets: dict[int, Packet] = {}
 
     def put(shard: int, runs: PackedRuns) -> Packet:
-        packet = Packet(topic, partition, decoder.topic, decoder.next_offset, runs, [], [], [], [], cut)
+        packet = Packet(topic, partition, decoder.topic, decoder.next_offset, runs, [], [], [], [], is_cut_short)
         packets.append((shard, packet))
         return first_packets.setdefault(shard, packet)
 
@@ -297,7 +301,7 @@ def pack(topic: str, partition: int, decoder: Decoder, shards: int, *, cut: bool
 
 
 def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> list[PossibleFacts]:
-    """Merge the possible facts of a writer epoch between two markers of its stream."""
+    """Merge the possible facts of each writer epoch between two neighbouring markers of its stream."""
     marker_offsets: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marker_offsets[marker.stream].append(marker.offset)
@@ -319,7 +323,8 @@ def _merge_possible_facts(facts: list[PossibleFacts], markers: list[Marker]) -> 
 def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Marker]) -> Ids:
     """For each edge the number of its segment: how many cuts come before the edge.
 
-    A cut is a JOIN, RETIRE or OPEN of the edge's stream, or a multiple of 2**32 offsets after the first edge.
+    A cut is a JOIN, RETIRE or OPEN of the edge's stream. There is also a cut of all streams at every 2**32 offsets
+    after the first edge.
     """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(writer_epochs)}
@@ -349,7 +354,7 @@ def _batch_rows(rows: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) ->
 
 
 def _link_runs(edges: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) -> RunColumns:
-    """Link edges into runs, in the order of their writer epochs."""
+    """Link edges into runs. The runs are in the order of `writer_epochs`."""
     if not len(edges.ids):
         return RunColumns.of([])
     segment_count = int(segments.max()) + 1  # for each writer epoch and direction

@@ -1,6 +1,7 @@
 """The consumer of Kafka messages: `NativeConsumer`, or `PythonConsumer` if librdkafka's symbols cannot be found.
 
-Both classes have the same methods. All methods may raise `KafkaException`. Use a consumer in one thread only.
+Both classes have the same methods. All methods may raise `KafkaException`, and `RuntimeError` after `close`. Use a
+consumer in one thread only.
 """
 
 import weakref
@@ -34,7 +35,7 @@ def open_consumer(
 
     Args:
         config: settings by librdkafka's names.
-        on_error: called on the thread that consumes, with errors that concern no message.
+        on_error: called on the thread that consumes, with errors that are not errors of a message.
 
     Raises:
         KafkaException: librdkafka refuses the settings.
@@ -46,7 +47,7 @@ def open_consumer(
 
 
 class PythonConsumer:
-    """confluent-kafka's consumer, with the methods of `NativeConsumer`."""
+    """confluent-kafka's consumer, with the methods of `NativeConsumer`. `close` also runs if the object is deleted."""
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
         self._consumer = Consumer({**config, "error_cb": on_error})
@@ -57,7 +58,7 @@ class PythonConsumer:
         """Read the partitions in `offsets` and no others.
 
         Args:
-            offsets: topic, number and first offset of each partition.
+            offsets: topic, partition number and first offset of each partition.
         """
         self._check_open()
         self._consumer.assign([TopicPartition(topic, number, offset) for topic, number, offset in offsets])
@@ -68,10 +69,10 @@ class PythonConsumer:
         self._consumer.unassign()
 
     @contextmanager
-    def consume(self, max_messages: int, timeout: float) -> Iterator["PythonMessages"]:
-        """Wait up to `timeout` seconds for `max_messages` messages. Yields the messages that have arrived."""
+    def consume(self, max_messages: int, timeout_seconds: float) -> Iterator["PythonMessages"]:
+        """Wait for `max_messages` messages, up to the time-out. Yields the messages that have arrived."""
         self._check_open()
-        yield PythonMessages(self._consumer.consume(max_messages, timeout))
+        yield PythonMessages(self._consumer.consume(max_messages, timeout_seconds))
 
     def _check_open(self) -> None:
         if not self.close.alive:
@@ -79,10 +80,11 @@ class PythonConsumer:
 
 
 class PythonMessages:
-    """Messages of several partitions: records and errors. `codes` has the error code of each message; 0 for a record.
+    """Messages of several partitions: records and errors. Like `NativeMessages`, but reads the messages one by one.
 
-    Each message is an object of confluent-kafka, and its fields are read one by one. `NativeMessages` reads the fields
-    of all messages from librdkafka's memory at once.
+    Attributes:
+        codes: the error code of each message; 0 for a record.
+        offsets: the Kafka offset of each message; -1 if it has none.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -94,7 +96,7 @@ class PythonMessages:
         )
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """(topic, partition number) -> mask of the messages of the partition. An error may belong to no partition."""
+        """(topic, partition number) -> mask of the messages of the partition. Some errors belong to no partition."""
         masks: dict[tuple[str, int], Mask] = {}
         for index, message in enumerate(self._messages):
             if message.topic() is not None:
@@ -104,7 +106,7 @@ class PythonMessages:
         return masks
 
     def error(self, index: int) -> KafkaError:
-        """The error of the message at `index`. The text of the error names the partition, if there is one."""
+        """The error at `index`, which must not be a record. Its text names the partition, if there is one."""
         message = self._messages[index]
         text = message.error().str()
         if message.topic() is not None:
@@ -112,7 +114,7 @@ class PythonMessages:
         return KafkaError(message.error().code(), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The messages in the mask `chosen` as records. The mask must contain no error."""
+        """The messages in the mask `chosen` as columns. All of them must be records of one partition."""
         records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
         return RecordBatch.of(
             [record.key() for record in records],

@@ -1,7 +1,8 @@
-"""Decodes Kafka's records into columns of edges, about a thousand records at a time, and collects bad records.
+"""Decodes Kafka's records into columns of edges, some thousand records at a time, and collects rejected records.
 
-If there are many records, compiled code decodes records with edges (`ingest.field_scan`). `records.read` decodes all
-other records one by one. Only `records.read` rejects records. If both accept a record, the results are equal.
+If there are many records, compiled code decodes the records with edges (`ingest.field_scan`). `records.read` decodes
+all other records one by one. Only `records.read` rejects a record for its content. If both accept a record, the results
+are equal.
 """
 
 from collections import defaultdict
@@ -37,22 +38,22 @@ class _AnyRecord(msgspec.Struct):
     by: Raw = _ABSENT
 
 
-_object: Final = msgspec.json.Decoder(_AnyRecord)
-_text: Final = msgspec.json.Decoder(str)
-_number: Final = msgspec.json.Decoder(int)
-_numbers: Final = msgspec.json.Decoder(list[int])
+_object_decoder: Final = msgspec.json.Decoder(_AnyRecord)
+_text_decoder: Final = msgspec.json.Decoder(str)
+_integer_decoder: Final = msgspec.json.Decoder(int)
+_integers_decoder: Final = msgspec.json.Decoder(list[int])
 
-_EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
+_EDGE_KINDS: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
 def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[PossibleFacts]:
-    """The facts that a rejected record may contain, for the stream in its value and for the stream in its key.
+    """Yield the facts that a rejected record may contain, for the stream in its value and for the stream in its key.
 
-    SKIP, RETIRE and OPEN records, and a JOIN by an operator, contain no fact: yields nothing. A writer's own JOIN
-    contains no fact either, but is yielded with `reach` 0, because the writer may have reserved IDs after the JOIN.
+    Yields nothing for a SKIP, RETIRE or OPEN, and for an operator's JOIN, because they contain no fact. A writer's own
+    JOIN contains no fact either. But it is yielded with `reach` 0, because the writer may reserve IDs after the JOIN.
     """
     try:
-        fields = _object.decode(value)
+        fields = _object_decoder.decode(value)
     except (ValueError, RecursionError):
         fields = _AnyRecord()
     kind = _string(fields.kind)
@@ -71,29 +72,29 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
 
 
 def _reach(kind: str, fields: _AnyRecord) -> int:
-    """The highest ID of the facts in a record, as a magnitude; `UNBOUNDED` if it is not known; 0 for a JOIN."""
+    """The highest ID of the facts in a record, as a magnitude; `UNBOUNDED` if that ID is not known; 0 for a JOIN."""
     if kind == Kind.JOIN.name:
         return 0
     number = 0
     if kind == Kind.RUN.name:
         with suppress(ValueError):
-            number = max(map(abs, _numbers.decode(fields.ids)), default=0)
-    elif kind in _EDGES:
+            number = max(map(abs, _integers_decoder.decode(fields.ids)), default=0)
+    elif kind in _EDGE_KINDS:
         number = abs(_integer(fields.id) or 0)
     return number if 0 < number <= MAX_ID else UNBOUNDED
 
 
 def _string(raw: Raw) -> str:
-    """The decoded string. If the value is not a string, the empty string, which is not a legal name."""
+    """The decoded string; the empty string if the value is not a string. The empty string is not a legal name."""
     try:
-        return _text.decode(raw)
+        return _text_decoder.decode(raw)
     except ValueError:
         return ""
 
 
 def _integer(raw: Raw) -> int | None:
     try:
-        return _number.decode(raw)
+        return _integer_decoder.decode(raw)
     except ValueError:
         return None
 
@@ -106,7 +107,7 @@ def _utf8(key: bytes) -> str:
 
 
 RECORD_SECONDS, BYTE_SECONDS = 12e-6, 50e-9
-"""Seconds that `records.read` needs for a record, and in addition for each byte of its value."""
+"""Estimates of the seconds that decoding takes without compiled code: for a record, and for each byte of its value."""
 
 
 class Decoder:
@@ -118,14 +119,15 @@ class Decoder:
 
     Attributes:
         writer_epochs: the numbers of the writer epochs in `edges()`.
-        markers: the markers as `(record, offset, time)`.
+        markers: the markers as `(record, offset, time)`, with the Kafka time in ms since 1970.
         rejected: reason -> offsets of rejected records.
         possible_facts: the facts that rejected records may contain.
-        next_offset: one more than the highest offset that was added. `compact` sets this to the end of the range.
+        next_offset: one more than the highest offset that was added; 0 before the first batch. `compact` sets this to
+            the end of the range.
     """
 
     MIN_COMPILED_BYTES: ClassVar[int] = 64 << 10
-    """A batch with fewer bytes is decoded record by record, in at most 1.5 ms, without loading compiled code."""
+    """A batch with fewer bytes of values is decoded record by record, in 1 to 4 ms, without loading compiled code."""
 
     def __init__(self, topic: Topic, not_storable: Collection[int] = ()) -> None:
         self.topic = topic
@@ -167,7 +169,7 @@ class Decoder:
         """Decode records with compiled code, and store their edges.
 
         Returns:
-            The indexes of the records that `records.read` must decode; all indexes if no compiled code is loaded.
+            The indexes of the records that `records.read` must decode; all indexes if compiled code is not loaded.
         """
         scan = get_module(load_field_scan, batch.size * RECORD_SECONDS + len(batch.values) * BYTE_SECONDS)
         if scan is None:
@@ -187,7 +189,7 @@ class Decoder:
         return indexes
 
     def _decode_one(self, batch: RecordBatch, index: int) -> None:
-        """Decode one record with `records.read`, and store its edges, its marker, or the reason of its rejection."""
+        """Decode one record with `records.read`. Stores its edges or its marker, or rejects the record."""
         value, key, offset, time = (
             batch.value(index),
             batch.key(index),

@@ -1,9 +1,9 @@
 """Compiled code that scans records of the facts topic and writes their edges into columns.
 
-The functions `_scan_...` return the index -1 if the bytes are not certain to be valid JSON of the expected type.
+The functions `_scan_...` return -1 as the index if the bytes are not certain to be valid JSON of the expected type.
 
-The IDs of a RUN go directly into the column `ids`. The number of rows of each ID first goes into the column `times`.
-When the record is accepted, `scan` overwrites `times` with the time of the record.
+`scan_fields` writes the IDs of a RUN into the column `ids`, and the number of rows of each ID into the column `times`.
+If the record is accepted, `scan` overwrites `times` with the time of the record.
 """
 
 from typing import Final, NamedTuple
@@ -51,12 +51,12 @@ _BATCH = _encode_word("batch")
 _USUAL_FIELDS: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
 _USUAL_WORDS, _USUAL_LENGTHS = np.array([*map(_encode_word, _USUAL_FIELDS)]), np.array([*map(len, _USUAL_FIELDS)])
 RDATA, VOID, POSITION, RUN = map(_encode_word, ("RDATA", "VOID", "POSITION", "RUN"))
-"""Values of `Fields.kind`: the kind's name as a little-endian number."""
+"""Values of `Fields.kind`: the name of the kind as a little-endian number."""
 
 # Bits of `Fields.present`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
-_MAX_DIGITS: Final = 18  # a number with this many digits always fits
+_MAX_DIGITS: Final = 18  # a number with this many digits always fits into 64 bits
 
 
 class Fields(NamedTuple):
@@ -64,7 +64,7 @@ class Fields(NamedTuple):
 
     Attributes:
         present: a bit (`HAS_...`) for each field that occurs; 0 if the record is not certain to be valid JSON.
-        kind: `RDATA`, `VOID`, `POSITION`, `RUN` or another value.
+        kind: `RDATA`, `VOID`, `POSITION`, `RUN`, or another value for all other kinds.
         stream, stream_end: the bounds of the stream's name in the array of bytes.
         writer, writer_end: the bounds of the writer's name.
         is_batch_row: True if `id` is `"batch"`.
@@ -88,10 +88,10 @@ class Fields(NamedTuple):
 
 @compiled(inline=True)
 def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after a string whose content begins at `at`, and the string as a little-endian number.
+    """The index after a string and its closing quote, and the string as a little-endian number.
 
-    The number is 0 if the string is longer than eight characters or not ASCII. The index is -1 if the string has an
-    escape.
+    `at` is the index after the opening quote. The number is 0 if the string has more than eight characters or is not
+    ASCII. The index is -1 if the string has an escape.
     """
     first, at = at, skip_plain(data, at, end)
     short = load_word(data, first, at - first) if at - first <= 8 else 0
@@ -105,7 +105,7 @@ def _scan_short_string(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _scan_integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after an integer, and the integer. The caller checks the byte at this index."""
+    """The index after an integer, and the integer. Does not check the byte at this index."""
     negative = at < end and peek(data, at) == MINUS
     if negative:
         at += 1
@@ -130,7 +130,7 @@ def _item_end(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def _scan_integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
-    """Write a list of integers to `ids`, from `count` on.
+    """Write a list of at least one integer to `ids`, from index `count` on.
 
     Returns the index after the list, and `count` plus the number of integers.
     """
@@ -166,7 +166,7 @@ def _scan_list_length(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled()
 def _scan_list_lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
-    """Write the lengths of a list's inner lists to `lengths`, from `count` on.
+    """Write the lengths of a list's inner lists, of which there is at least one, to `lengths`, from index `count` on.
 
     Returns the index after the outer list, and `count` plus the number of inner lists.
     """
@@ -198,7 +198,7 @@ def _scan_name(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _scan_usual_name(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
-    """Like `_scan_name`, but faster if the name is `_USUAL_FIELDS[index]`."""
+    """Like `_scan_name`, but faster if the field is `_USUAL_FIELDS[index]`."""
     if index < len(_USUAL_WORDS) and at + 10 < end:
         length = _USUAL_LENGTHS[index]
         after = at + 1 + length
@@ -211,9 +211,10 @@ def _scan_usual_name(data: Bytes, at: int, end: int, index: int) -> tuple[int, i
 
 @compiled()
 def scan_fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
-    """Scan a record from `at` to `end`.
+    """Scan the bytes of a record, from the index `at` up to `end`. The result is not certain to be a valid record.
 
-    Writes the IDs of a RUN to `edges.ids`, and the number of rows of each ID to `edges.times`, both from `count` on.
+    Writes the IDs of a RUN to `edges.ids`, and the number of rows of each ID to `edges.times`, both from index `count`
+    on.
     """
     present = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
     is_batch_row = False
@@ -282,7 +283,7 @@ _FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 <
 
 @compiled(inline=True)
 def _mix(hashed: int, more: int) -> int:
-    """Add the number `more` to a hash: mix high bits into low bits, twice.
+    """Add the number `more` to a hash, and return the new hash. Mixes high bits into low bits twice.
 
     After a single mix, names that differ in few high bits could have equal hashes.
     """
@@ -293,7 +294,7 @@ def _mix(hashed: int, more: int) -> int:
 
 @compiled(inline=True)
 def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
-    """Add the bytes of a name to a hash."""
+    """Add the bytes of a name to a hash, and return the new hash."""
     while at < end:
         count = min(8, end - at)
         hashed = _mix(hashed, load_word(data, at, count))
@@ -303,7 +304,7 @@ def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def hash_of(table: WriterEpochTable, data: Bytes, record: Fields) -> int:
-    """The hash of a record's writer epoch: both names and the epoch."""
+    """The hash of a record's writer epoch, which depends on both names and the epoch."""
     hashed = _mix_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
     return _mix(_mix_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
@@ -321,7 +322,7 @@ def _matches(table: WriterEpochTable, number: int, data: Bytes, record: Fields) 
 
 @compiled(inline=True)
 def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
-    """Copy a name to `names`, from `to` on. Returns whether the name is certain to be legal."""
+    """Copy a name to `names`, from index `to` on. Returns True if the name is certain to be legal."""
     for index in range(at, stop):
         if not _SPACE < data[index] < _DELETE:
             return False
@@ -350,7 +351,7 @@ def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot
     table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2] = begin, middle, end
     table.bounds[number, 3] = record.epoch
     table.hashes[number] = hashed
-    table.legal[number] = True
+    table.are_legal[number] = True
     table.slots[slot] = number
     table.counts[0], table.counts[1] = number + 1, end
     return number
@@ -385,19 +386,20 @@ class ScanResult(NamedTuple):
     Attributes:
         status: why the scan ended: `DONE`, `FULL` or `NEW_WRITER_EPOCH`.
         next_record: the index of the next record to scan.
-        edge_count: the new value of the argument `edge_count`.
-        undecided: the new value of the argument `undecided_count`.
+        edge_count: the new value for the argument `edge_count`.
+        undecided_count: the new value for the argument `undecided_count`.
         missing: the writer epoch to add; has no meaning unless `status` is `NEW_WRITER_EPOCH`.
     """
 
     status: int
     next_record: int
     edge_count: int
-    undecided: int
+    undecided_count: int
     missing: MissingWriterEpoch
 
 
 DONE: Final = 0
+"""All records are scanned."""
 FULL: Final = 1
 """The columns have no room for the edges that the next record may have."""
 NEW_WRITER_EPOCH: Final = 2
@@ -405,16 +407,16 @@ NEW_WRITER_EPOCH: Final = 2
 
 
 @compiled(inline=True)
-def _is_beyond(prev: int, id: int) -> bool:
+def _is_valid_range(prev: int, id: int) -> bool:
     """Whether `id` is farther from 0 than `prev`, on the same side of 0."""
     return 0 <= prev < id or 0 >= prev > id
 
 
 @compiled(inline=True)
 def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
-    """Whether the IDs `first .. stop - 1` are a chain of at least one edge after `prev`."""
+    """Whether the IDs at the indexes `first .. stop - 1` are a chain of at least one edge, which begins at `prev`."""
     for index in range(first, stop):
-        if not _is_beyond(prev, edges.ids[index]):
+        if not _is_valid_range(prev, edges.ids[index]):
             return False
         prev = edges.ids[index]
     return stop > first
@@ -422,7 +424,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _prev_of(record: Fields) -> int:
-    """The `prev` of a record. For an RDATA without this field, the same ID as `records.effective_prev`."""
+    """The `prev` of a record. For an RDATA without this field, the result of `records.effective_prev`."""
     if record.kind != RDATA or record.present & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
@@ -430,7 +432,7 @@ def _prev_of(record: Fields) -> int:
 
 @compiled(inline=True)
 def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
-    """Whether the record is certainly a valid edge, batch row or RUN, if its names are legal and its key is right."""
+    """Whether the record is a valid edge, batch row or RUN. Does not check whether its names are legal, or its key."""
     if record.present & _REQUIRED != _REQUIRED or record.epoch < 0:
         return False
     if record.stream_end - record.stream > _MAX_NAME_BYTES or record.writer_end - record.writer > _MAX_NAME_BYTES:
@@ -441,7 +443,7 @@ def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
             and record.id_count == record.row_list_count
             and _is_chain(record.prev, edges, count, count + record.id_count)
         )
-    if not record.present & HAS_ID or not (record.is_batch_row or _is_beyond(_prev_of(record), record.id)):
+    if not record.present & HAS_ID or not (record.is_batch_row or _is_valid_range(_prev_of(record), record.id)):
         return False
     if record.kind == RDATA:
         return record.present & HAS_ROW != 0
@@ -463,7 +465,7 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Complete the edges of a RUN from row `count` on, and add a batch row for each row of an ID after the first one.
+    """Complete the edges of a RUN from row `count` on. Then add a batch row for each row of a fact after its first row.
 
     `edges.ids` already has the IDs, and `edges.times` the number of rows of each ID. Returns the number of rows in use.
     """
@@ -490,12 +492,12 @@ def scan(
     undecided: Ids,
     undecided_count: int,
 ) -> ScanResult:
-    """Scan the records of a batch until the end, or until the caller must make room.
+    """Scan the records of a batch, up to its end or to a record for which the caller must first make room.
 
     Args:
         batch: the records.
         first: the index of the first record to scan.
-        table: numbers of writer epochs; receives new ones.
+        table: the numbers of writer epochs; receives new ones.
         edges: receives the edges, from `edge_count` on.
         edge_count: rows of `edges` in use.
         undecided: receives the indexes of records that `records.read` must decode, from `undecided_count` on.
@@ -509,7 +511,7 @@ def scan(
             return ScanResult(FULL, at, edge_count, undecided_count, _NO_WRITER_EPOCH)
         record = scan_fields(data, begin, end, edges, edge_count)
         key, key_end = batch.key_bounds[at], batch.key_bounds[at + 1]
-        legal = False
+        is_legal = False
         if _is_valid(record, edges, edge_count) and are_same(
             keys, key, key_end, data, record.stream, record.stream_end
         ):
@@ -520,8 +522,8 @@ def scan(
                     record.stream, record.stream_end, record.writer, record.writer_end, record.epoch, hashed
                 )
                 return ScanResult(NEW_WRITER_EPOCH, at, edge_count, undecided_count, missing)
-            legal = table.legal[number]
-        if not legal:
+            is_legal = table.are_legal[number]
+        if not is_legal:
             undecided[undecided_count] = at
             undecided_count += 1
             continue

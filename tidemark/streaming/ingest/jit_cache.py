@@ -1,9 +1,9 @@
 """Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
 numba's own cache does not detect a change in another module, and raises an error if a file is damaged or the disk is
-full. This cache ignores a file that is damaged or writable by other users, and compiles again. The name of a file
-depends on the code, the versions of the libraries, and the names of the modules that the machine code imports. So
-several versions of Tidemark can share a directory.
+full. This cache ignores a file that is damaged or that other users could have written, and compiles again. All
+that the machine code depends on is in the name of its file, such as the code, the versions of the libraries and the
+processor. So several versions of Tidemark can share a directory.
 """
 
 import hashlib
@@ -33,19 +33,19 @@ log = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _config: Any = numba.config
-_config.DISABLE_JIT = 0  # run as Python code, the functions would fail with integer overflows
+_config.DISABLE_JIT = 0  # without compilation, the functions would fail, because Python's integers do not overflow
 _config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
 
 _MAX_FILES = 32
-"""The largest number of files in a directory. The oldest files are deleted. Several versions and processor types may
-share a directory.
+"""The largest number of files in a directory, which several versions and processor types may share. If there are more,
+the oldest files are deleted.
 """
 
 
 def compiled(*, inline: bool = False) -> Callable[[F], F]:
     """Decorate a function so that numba compiles it at its first call.
 
-    numba's reference counting is off, which doubles the speed, so a compiled function must not create an array.
+    numba's reference counting is off, which doubles the speed. So a compiled function must not create an array.
 
     Args:
         inline: compile the function into its callers.
@@ -66,7 +66,7 @@ def cached(function: F) -> F:
 
 
 def cache_dirs() -> Iterator[Path]:
-    """Directories for the files, in the order of preference."""
+    """The directories for the files, in the order of preference: of the installation, and of the user."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
     home = os.environ.get("TIDEMARK_HOME")
     with suppress(RuntimeError, OSError):  # unknown user, or no working directory
@@ -77,7 +77,7 @@ class CodeCache:
     """The cache of the machine code of one function, with the interface of numba's caches.
 
     There is a file for each combination of signature, versions of libraries, and code of the function and of the
-    functions that it calls.
+    functions that it calls. A file that cannot be read or written is not an error.
 
     Args:
         dispatcher: numba's object of the compiled function.
@@ -123,12 +123,15 @@ class CodeCache:
 
 
 def _module_of(argument: Any) -> str | None:
-    """The name of the module of a named tuple's class, which the cached code imports; None for other arguments."""
+    """For the type of a named tuple, the module of its class, which the cached code imports; None for other types."""
     return getattr(getattr(argument, "instance_class", None), "__module__", None)
 
 
 def _dependencies(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
-    """Everything that the machine code of a function depends on. Reads code objects, not source files."""
+    """Yield everything that the machine code of a function depends on. Reads code objects, not source files.
+
+    Leaves out functions in `seen`, and adds functions to `seen`.
+    """
     seen.add(dispatcher)
     function = dispatcher.py_func
     yield dispatcher.targetoptions, function.__module__, *_code_parts(function.__code__)
@@ -145,7 +148,7 @@ def _dependencies(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
 
 
 def _code_parts(code: CodeType) -> Iterator[object]:
-    """The parts of a code object that are equal in all processes."""
+    """Yield the parts of a code object that are equal in all processes."""
     yield code.co_code, code.co_names, code.co_varnames
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -155,7 +158,7 @@ def _code_parts(code: CodeType) -> Iterator[object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a file; None if the file is missing or damaged, or if another user could have written it."""
+    """The content of a file; None if it is missing, damaged, or writable by a user other than this one and root."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -169,7 +172,10 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, because other processes may write the same file. Deletes files beyond `_MAX_FILES`."""
+    """Write a file atomically, because other processes may write it too. Deletes the oldest files beyond `_MAX_FILES`.
+
+    Raises `OSError` if the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = mkstemp(dir=path.parent)
     try:

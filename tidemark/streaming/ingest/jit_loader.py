@@ -1,7 +1,7 @@
-"""Loads the modules of compiled code, which need numba. If numba is missing or broken, the callers use slower code.
+"""Loads the modules of compiled code, which need numba. Until a module is loaded, the callers use slower code.
 
-Without numba, `decode` decodes each record in Python, `compact` sorts with numpy, and `native_consumer` copies messages
-one by one.
+If numba is missing or broken, they use the slower code for ever. Then `decode` decodes each record in Python, `compact`
+sorts with numpy, and `native_consumer` copies messages one by one.
 """
 
 import threading
@@ -18,13 +18,14 @@ log = get_logger(__name__)
 Loader: TypeAlias = Callable[[], ModuleType | None]
 
 MAX_SLOW_SECONDS = 2.0
-"""If slower code would take this many seconds or more, the task waits for the compiled code. Loading delays all streams
-of the batch: it takes 1 s of CPU, or many seconds without a cache.
+"""If slower code would take this many seconds or more, the task waits for the compiled code. The wait delays all
+streams
+of the batch: loading takes 1 s of CPU, or many seconds if the cache of compiled code is empty.
 """
 
 SLOW_DECODING = "Slow decoding"
-"""The first words of a warning that slower code is used. The pipeline repeats these warnings of Spark's workers in its
-own log.
+"""The first words of each warning that slower code is used. If Spark's workers log such a warning, the pipeline repeats
+the warning in its own log (`engine.jvm`).
 """
 NUMBA_WARNING = f"{SLOW_DECODING}: numba cannot be used; a record takes about 12 µs of CPU instead of 0.5 µs"
 
@@ -37,7 +38,8 @@ def load_field_scan() -> ModuleType | None:
     """Import `field_scan`, and compile its functions or load them from the cache of compiled code.
 
     Returns:
-        The module. None if numba is missing or cannot compile the module. The process then logs one warning.
+        The module; None if numba is missing or cannot compile the module. Then the process logs one warning, also if
+        both modules fail.
     """
     try:
         from tidemark.streaming.ingest import field_scan  # noqa: PLC0415  # takes 0.4 s of CPU
@@ -67,14 +69,15 @@ _lock = threading.Lock()
 
 
 def get_module(loader: Loader, seconds: float) -> ModuleType | None:
-    """Return the module of a loader if it is loaded. The first call starts a thread that loads the module.
+    """Return the module of a loader if the module is loaded. The first call starts a thread that loads the module.
 
     Args:
         loader: `load_field_scan` or `load_kernels`.
-        seconds: the time that slower code would take. If this is `MAX_SLOW_SECONDS` or more, wait for the module.
+        seconds: the time that slower code would take. If this is `MAX_SLOW_SECONDS` or more, the call waits until the
+            module is loaded, without a time limit.
 
     Returns:
-        None if the module is not loaded yet, or cannot be loaded.
+        The module; None if it is not loaded yet, or cannot be loaded.
     """
     with _lock:
         if (future := _futures.get(loader)) is None:
@@ -91,7 +94,7 @@ def _load_into(future: "Future[ModuleType | None]", loader: Loader) -> None:
 
 
 def _warn(name: str, error: Exception) -> None:
-    """Add the module to `failed_modules`. Log a warning if it is the first one."""
+    """Add the module to `failed_modules`. Logs a warning if this is the first one."""
     if not failed_modules:
         log.warning(NUMBA_WARNING, cause=f"{type(error).__name__}: {error}".splitlines()[0])
     failed_modules.append(name)

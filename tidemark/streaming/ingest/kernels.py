@@ -1,7 +1,7 @@
 """Compiled functions that sort edges by group, gather bytes, call librdkafka, and skip JSON values.
 
-This module needs numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load the module only for
-large inputs (`jit_loader`).
+This module needs numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load this module only for
+large inputs (`jit_loader`); `field_scan` imports it.
 
 The functions `skip_...` find the end of JSON values (RFC 8259) in an array of bytes, without decoding the values. Each
 function starts at the index `at` and returns the index after the item. The result is -1 if the bytes before `end` are
@@ -22,8 +22,8 @@ from tidemark.streaming.ingest.record_batch import Bytes, Edges
 from tidemark.streaming.values.intervals import Ids
 
 MAX_STEPS: Final = 32
-"""The largest average number of steps per edge in the insertion sort. If edges arrive in the order of completion, the
-sort takes one or two steps per edge.
+"""`sort_edges` gives up after this many steps per edge on average. If edges arrive in the order of completion, the sort
+takes one or two steps per edge.
 """
 
 
@@ -49,7 +49,7 @@ def sort_edges(edges: Edges, sorted_edges: Edges, begins: Ids, spare: Edges) -> 
         spare: room for one edge; overwritten.
 
     Returns:
-        False if the edges are so far from sorted that numpy is faster. `sorted_edges` is then not sorted.
+        False if the sort took too many steps (`MAX_STEPS`), so that numpy is faster. Then `sorted_edges` is not sorted.
     """
     count = len(edges.ids)
     for at in range(count):
@@ -151,7 +151,7 @@ def compile_all() -> None:
 
 
 QUOTE, BACKSLASH, _SPACE = map(ord, '"\\ ')
-# For each count of bytes from 0 to 8: the mask of as many low bytes of a word.
+# For each count of bytes from 0 to 8: a mask of that many low bytes of a word.
 _BYTE_MASKS: Final = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1])
 
 _BIT, _INT = ir.IntType(1), ir.IntType(64)
@@ -165,7 +165,7 @@ def _load(kind: Any, context: Any, builder: Any, signature: Any, arguments: Any)
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def peek(_typing: Any, data: Any, _at: Any) -> Any:
-    """Read one byte. Faster than numba's indexing, which checks for a negative index each time."""
+    """Read one byte, without checking the index. Faster than numba's indexing, which checks for a negative index."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(_load(ir.IntType(8), context, builder, signature, arguments), _INT)
@@ -183,7 +183,10 @@ def _load_eight(_typing: Any, data: Any, _at: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
-    """Count the bytes from `at` on, up to 16, before the first byte that is not a plain ASCII character of a string."""
+    """Count the plain bytes from `at` on, up to 16. There must be 16 bytes from `at` on.
+
+    A byte is plain if it is an ASCII character that a JSON string has without an escape.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = _load(_SIXTEEN, context, builder, signature, arguments)
@@ -198,7 +201,7 @@ def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
 
 @compiled(inline=True)
 def load_word(data: Bytes, at: int, count: int) -> int:
-    """The next `count` bytes, at most eight, as a little-endian number."""
+    """The `count` bytes from `at` on, at most eight, as a little-endian number."""
     if at + 8 <= len(data):
         return _load_eight(data, at) & _BYTE_MASKS[count]  # type: ignore[no-any-return]
     number = 0
@@ -244,7 +247,7 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
 
 @compiled(inline=True)
 def skip_space(data: Bytes, at: int, end: int) -> int:
-    """The index of the next byte that is not white space, or `end`. If `at` is -1, the result is -1."""
+    """The index of the next byte that is not white space, or `end`. If `at` is negative or beyond `end`, `at`."""
     while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
         at += 1
     return at
@@ -252,7 +255,7 @@ def skip_space(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def skip_character(data: Bytes, at: int, end: int) -> int:
-    """The index after a UTF-8 character of several bytes (RFC 3629)."""
+    """The index after a UTF-8 character of several bytes (RFC 3629), which begins at `at`."""
     first, low, high, following = peek(data, at), 0x80, 0xBF, 1
     if first >= 0xF0:
         following = 3
@@ -272,7 +275,7 @@ def skip_character(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _code_unit(data: Bytes, at: int, end: int) -> int:
-    """The UTF-16 code unit of an escape; -1 if there is no `u` with four hexadecimal digits at `at`."""
+    """The UTF-16 code unit of an escape: the four hexadecimal digits after the `u` at `at`. -1 if they are missing."""
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
@@ -285,7 +288,7 @@ def _code_unit(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def _skip_escape(data: Bytes, at: int, end: int) -> int:
-    """The index after an escape whose backslash is before `at`."""
+    """The index after an escape. Its backslash is directly before `at`."""
     if at < end and _ESCAPED[peek(data, at)]:
         return at + 1
     unit = _code_unit(data, at, end)
@@ -299,7 +302,7 @@ def _skip_escape(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def skip_plain(data: Bytes, at: int, end: int) -> int:
-    """The index after any unescaped ASCII characters of a string. The index may be larger than `end`."""
+    """The index of the next byte that is not plain (see `count_plain`). The index may be larger than `end`."""
     while at + 16 <= len(data):
         count = count_plain(data, at)
         at += count
@@ -312,7 +315,7 @@ def skip_plain(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def skip_string(data: Bytes, at: int, end: int) -> int:
-    """The index after the closing quote of a string whose content begins at `at`."""
+    """The index after the closing quote of a string. `at`: the index after the opening quote."""
     while at >= 0:
         at = skip_plain(data, at, end)
         if at >= end or peek(data, at) < _SPACE:
@@ -333,7 +336,7 @@ def _skip_digits(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def skip_number(data: Bytes, at: int, end: int) -> int:
-    """The index after a number. The caller checks the byte at this index."""
+    """The index after a number. Does not check the byte at this index."""
     whole = at + 1 if at < end and peek(data, at) == MINUS else at
     after = _skip_digits(data, whole, end)
     if after == whole or (peek(data, whole) == ZERO and after > whole + 1):
@@ -354,13 +357,13 @@ def skip_number(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _skip_literal(data: Bytes, at: int, end: int, expected: int) -> int:
-    """The index after a literal of four bytes. `expected` is the literal as a little-endian number."""
+    """The index after the four bytes `expected`, which are given as a little-endian number."""
     return at + 4 if at + 4 <= end and load_word(data, at, 4) == expected else -1
 
 
 @compiled(inline=True)
 def _skip_key(data: Bytes, at: int, end: int) -> int:
-    """The index after a key and its colon. White space may come before the key."""
+    """The index after a key of an object and its colon. White space may come before the key."""
     at = skip_space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1

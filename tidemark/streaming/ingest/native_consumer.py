@@ -1,9 +1,9 @@
 """Consumes Kafka messages without Python objects. Calls confluent-kafka's librdkafka with ctypes.
 
 confluent-kafka creates objects for each message, key, value and time, which takes a third of the CPU time of a record.
-This module uses the public C interface of the same library (rdkafka.h); the layout of `rd_kafka_message_t` is
-part of that interface. The import raises ImportError if the symbols of librdkafka cannot be found. `consumer` then uses
-confluent-kafka's own consumer.
+This module uses the public C interface of the same library (rdkafka.h). The layout of `rd_kafka_message_t` is part of
+this interface. The import of this module raises ImportError if the symbols of librdkafka cannot be found. Then
+`consumer` uses confluent-kafka's own consumer.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ _ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p,
 
 _CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
 _OK: Final = 0
-_MESSAGE_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
-_MESSAGE_SECONDS: Final = 5e-6  # for a message without compiled code
+_MESSAGE_WORDS: Final = 9  # words of 8 bytes in a rd_kafka_message_t
+_MESSAGE_SECONDS: Final = 5e-6  # to copy a message without compiled code
 _MIN_COMPILED_MESSAGES: Final = 100
-"""Fewer messages are copied one by one, so that a process with little traffic loads no compiled code."""
+"""Fewer messages are copied one by one, so that a process with little traffic does not load compiled code."""
 
 
 class _TopicPartition(ctypes.Structure):
@@ -76,11 +76,13 @@ _message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
 
 
 class NativeConsumer:
-    """A consumer of librdkafka. All methods may raise `KafkaException`. Use a consumer in one thread only.
+    """A consumer of librdkafka. `close` also runs if the object is deleted. Use a consumer in one thread only.
+
+    All methods may raise `KafkaException`, and `RuntimeError` after `close`.
 
     Args:
         config: settings by librdkafka's names.
-        on_error: called on the thread that consumes, with errors that concern no message.
+        on_error: called on the thread that consumes, with errors that are not errors of a message.
     """
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
@@ -92,7 +94,7 @@ class NativeConsumer:
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
-        # C code may call the callback until the client is destroyed, so the finalizer keeps a reference to it.
+        # librdkafka may call the callback until the client is destroyed. So the finalizer keeps the callback alive.
         self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
         self.close.atexit = False
 
@@ -100,7 +102,7 @@ class NativeConsumer:
         """Read the partitions in `offsets` and no others.
 
         Args:
-            offsets: topic, number and first offset of each partition.
+            offsets: topic, partition number and first offset of each partition.
         """
         self._check_open()
         partitions = _list_new(0)
@@ -117,15 +119,15 @@ class NativeConsumer:
         _check(_assign(self._client, None))
 
     @contextmanager
-    def consume(self, max_messages: int, timeout: float) -> Iterator["NativeMessages"]:
-        """Wait up to `timeout` seconds for `max_messages` messages. Yields the messages that have arrived.
+    def consume(self, max_messages: int, timeout_seconds: float) -> Iterator["NativeMessages"]:
+        """Wait for `max_messages` messages, up to the time-out. Yields the messages that have arrived.
 
-        The messages are freed at the end of the `with` block.
+        The messages are freed at the end of the `with` block. Do not use them later.
         """
         self._check_open()
         if len(self._addresses) < max_messages:
             self._addresses = np.empty(max_messages, np.int64)
-        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, max_messages)
+        count = _consume(self._queue, int(timeout_seconds * 1000), self._addresses.ctypes.data, max_messages)
         if count < 0:
             _check(_last_error())
         try:
@@ -143,7 +145,7 @@ class NativeMessages:
 
     Attributes:
         codes: the error code of each message; 0 for a record.
-        offsets: the Kafka offset of each message.
+        offsets: the Kafka offset of each message; negative if it has none.
     """
 
     def __init__(self, addresses: Ids) -> None:
@@ -163,7 +165,7 @@ class NativeMessages:
         self.offsets = words[7]
 
     def masks_by_partition(self) -> dict[tuple[str, int], Mask]:
-        """(topic, partition number) -> mask of the messages of the partition. An error may belong to no partition."""
+        """(topic, partition number) -> mask of the messages of the partition. Some errors belong to no partition."""
         handles, partitions = self._topic_handles, self._partitions
         first = handles[:1], partitions[:1]
         if (handles == first[0]).all() and (
@@ -179,14 +181,14 @@ class NativeMessages:
         return masks
 
     def error(self, index: int) -> KafkaError:
-        """The error of the message at `index`. The text of the error names the partition, if there is one."""
+        """The error at `index`, which must not be a record. Its text names the partition, if there is one."""
         text = (_message_errstr(int(self._addresses[index])) or b"").decode(errors="replace")
         if handle := int(self._topic_handles[index]):
             text = f"{_topic_name(handle).decode()}[{self._partitions[index]}]: {text}"
         return KafkaError(int(self.codes[index]), text)
 
     def record_batch(self, chosen: Mask) -> RecordBatch:
-        """The messages in the mask `chosen` as records. The mask must contain no error."""
+        """The messages in the mask `chosen` as columns. All of them must be records of one partition."""
         selection = slice(None) if chosen.all() else chosen
         values, keys = self._values[:, selection], self._keys[:, selection]
         return RecordBatch(
@@ -229,7 +231,7 @@ def _release(messages: Ids) -> None:
 
 
 def _kernels(count: int) -> ModuleType | None:
-    """The module of compiled code; None if `count` messages are too few for it, or if the module is not loaded."""
+    """The module `kernels`; None if `count` messages are too few for compiled code, or if the module is not loaded."""
     return None if count < _MIN_COMPILED_MESSAGES else get_module(load_kernels, count * _MESSAGE_SECONDS)
 
 

@@ -1,7 +1,8 @@
 """Reads offset ranges of Kafka's partitions, and queries the end offsets of partitions.
 
-Spark decides which ranges are read, so no consumer group is used, and no offset is committed to Kafka. Each committed
-record of a range is read once and in order; a missing record raises an error. Do not use a reader after an error.
+Spark decides which ranges are read, so no consumer group is used, and no offset is committed to Kafka. Each record of a
+range is read once and in order, except records of aborted transactions. If Kafka has deleted records of a range, the
+reader raises an error. Do not use a reader after an error.
 """
 
 import time
@@ -27,7 +28,7 @@ CONSUMER_SETTINGS: Final = {
     "isolation.level": "read_committed",
     # Without these events, the end of a range that ends with transaction markers cannot be detected.
     "enable.partition.eof": "true",
-    # A broker answers requests in order, so a fetch request that waits for new records would delay the next range.
+    # A broker answers requests in order. A fetch request that waits for new records would delay the next range.
     "fetch.wait.max.ms": "1",
     # By default a full queue is filled again after a second. This delay costs 3 µs for each record.
     "fetch.queue.backoff.ms": "1",
@@ -35,9 +36,9 @@ CONSUMER_SETTINGS: Final = {
     "queued.max.messages.kbytes": str(8 << 10),
 }
 
-PATIENCE = 60.0  # seconds for the next record
+PATIENCE_SECONDS = 60.0  # without a record, or without an answer of the brokers
 _POLL_SECONDS = 0.01  # time limit of one call of the consumer
-_MAX_MESSAGES = 4_000  # of one call; with 50,000, a message takes 50 % more CPU
+_MAX_MESSAGES = 4_000  # of one call; with 50,000, each message takes 50 % more CPU
 _FIRST_MESSAGES = 50  # of one call while the size of messages is unknown
 _POLL_BYTES = 2 << 20  # of one call, approximately
 
@@ -58,9 +59,14 @@ class RangeReader:
         client: librdkafka's settings of the connection.
         names: the names of the topics.
         patience: after this many seconds without a record, `read` raises `Unavailable`.
+
+    Raises:
+        Unavailable, Refused: librdkafka refuses the settings.
     """
 
-    def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
+    def __init__(
+        self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE_SECONDS
+    ) -> None:
         self._names = names
         self._patience = patience
         self._max_messages = _FIRST_MESSAGES
@@ -69,7 +75,7 @@ class RangeReader:
             self._consumer = open_consumer({**client, **CONSUMER_SETTINGS}, self._errors)
 
     def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
-        """Fetch ranges together. If you leave the iterator before its end, call `stop_fetching` or `read` next.
+        """Read ranges together. If you leave the iterator before its end, call `stop_fetching` or `read` next.
 
         Args:
             ranges: at most one range of each partition.
@@ -78,7 +84,7 @@ class RangeReader:
             A range and its next records. The records of a range come in order; ranges alternate in any order.
 
         Raises:
-            Unavailable: no record came for `patience` seconds.
+            Unavailable: no record came for `patience` seconds, or the brokers returned an error.
             Refused: a person must resolve the problem.
         """
         positions = {planned: planned.start for planned in ranges if planned.start < planned.end}
@@ -103,7 +109,7 @@ class RangeReader:
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def stop_fetching(self) -> None:
-        """Stop fetching. A pending fetch would delay the next `read`."""
+        """Stop fetching, because a pending fetch would delay the next `read`."""
         with self._errors.translate_errors():
             self._consumer.unassign()
 
@@ -117,10 +123,10 @@ class RangeReader:
             )
 
     def _poll(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
-        """Poll Kafka once, and advance `positions`.
+        """Poll Kafka once, for up to `_POLL_SECONDS`, and advance `positions`.
 
         Returns:
-            The next records of the ranges, and whether messages outside the ranges arrived.
+            The next records of the ranges, and whether records outside the ranges arrived.
         """
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
@@ -134,7 +140,7 @@ class RangeReader:
                 if mask is None:
                     continue
                 records = mask & (codes == 0) & (offset <= offsets)
-                # Records arrive in order. If one is beyond the end of the range, the rest of the range has no records.
+                # Records arrive in order. After a record beyond the end of the range, no record of the range follows.
                 passed = offsets[records][-1:] + 1
                 partition_ends = [int(offsets[number]) for number in ends if mask[number]]
                 positions[planned] = max([offset, *passed.tolist(), *partition_ends])
@@ -150,7 +156,8 @@ class RangeReader:
 
 
 def _is_end(error: KafkaError) -> bool:
-    """Whether the error marks the end of a partition. False for errors of the unused consumer group.
+    """Whether the error marks the end of a partition. False if the broker refused the consumer group, which is not
+    used.
 
     Raises:
         KafkaException: any other error.
@@ -165,15 +172,15 @@ def _is_end(error: KafkaError) -> bool:
 class EndOffsets:
     """Fetches the read_committed end offsets (last stable offsets) of partitions. For one thread.
 
-    A new leader of a partition may lag for a moment. So an end offset below an offset that was already read is queried
-    again, for up to a sixth of `patience`.
+    A new leader of a partition may lag for a moment. If an end offset is below an offset that was already read, `fetch`
+    repeats the query, for up to a sixth of `patience`.
 
     Args:
         client: librdkafka's settings of the connection.
         patience: after this many seconds without an answer of the brokers, `fetch` raises `Unavailable`.
     """
 
-    def __init__(self, client: Mapping[str, str], patience: float = PATIENCE) -> None:
+    def __init__(self, client: Mapping[str, str], patience: float = PATIENCE_SECONDS) -> None:
         self._client = client
         self._patience = patience
         self._errors = ErrorListener(client["bootstrap.servers"])
@@ -186,7 +193,8 @@ class EndOffsets:
             known: the next offset to read of each partition.
 
         Raises:
-            Unavailable: the brokers did not answer, or the end of a partition is below its offset in `known`.
+            Unavailable: the brokers did not answer for `patience` seconds, or the end of a partition stays below its
+                offset in `known`.
             Refused: a person must resolve the problem.
         """
         started = last_opened = time.monotonic()
@@ -198,7 +206,8 @@ class EndOffsets:
                 if not regressed:
                     return ends
                 topic, number = regressed[0]
-                problem = f"{topic}[{number}] ends at {ends[topic][number]}; the next to read is {known[topic][number]}"
+                end, next_offset = ends[topic][number], known[topic][number]
+                problem = f"{topic}[{number}] ends at offset {end}, but the next to read is {next_offset}"
                 failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
             except Unavailable as error:
                 failure = error

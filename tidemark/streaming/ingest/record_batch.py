@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRange:
-    """The offsets `[start, end)` of one partition. Some offsets have no record, because of transaction markers."""
+    """The offsets `[start, end)` of one partition. Some have no record, such as those of transaction markers."""
 
     topic: Topic
     partition: int
@@ -81,7 +81,7 @@ class Edges(NamedTuple):
 
     @classmethod
     def allocate(cls, count: int) -> "Edges":
-        """Columns for `count` rows, not initialised."""
+        """Columns with room for `count` rows, not initialised."""
         return cls(np.empty(count, np.int64), np.empty(count, np.uint8), *(np.empty(count, np.int64) for _ in range(4)))
 
     @classmethod
@@ -98,7 +98,7 @@ class Edges(NamedTuple):
         return Edges(*map(np.concatenate, pairs))
 
     def with_room(self, count: int, more: int) -> "Edges":
-        """A copy of the first `count` rows with room for at least `more` other rows. Unused pages take no memory."""
+        """A copy of the first `count` rows, with room for at least `more` further rows. Unused pages take no memory."""
         edges = Edges.allocate(max(count + more, 2 * self.size, 4096))
         pairs: Any = zip(edges, self, strict=True)
         for column, known in pairs:
@@ -116,7 +116,7 @@ class Edges(NamedTuple):
 
 
 def read_only(data: Bytes) -> Bytes:
-    """Make an array read-only. All arrays must have the same type, because numba compiles a function for each type."""
+    """Make an array read-only. numba compiles a function for each type, and writable arrays have another type."""
     data.setflags(write=False)
     return data
 
@@ -138,13 +138,13 @@ class WriterEpochTable(NamedTuple):
     """A hash table of writer epochs, which compiled code searches and extends.
 
     Attributes:
-        seed: the start value of all hashes. Secret, so that no sender can choose names with equal hashes.
+        seed: the start value of all hashes. It is secret, so that no sender can choose names with equal hashes.
         counts: the number of writer epochs, and the total length of their names in bytes.
         names: the names of all streams and writers in one array.
         bounds: for each writer epoch the start of the stream's name, the start of the writer's name, the end of the
             writer's name, and the epoch.
         hashes: the hash of each writer epoch.
-        legal: whether both names of each writer epoch are legal.
+        are_legal: for each writer epoch, whether both names are legal.
         slots: the numbers of the writer epochs by hash; -1 if a slot is free.
     """
 
@@ -153,7 +153,7 @@ class WriterEpochTable(NamedTuple):
     names: Bytes
     bounds: Ids
     hashes: Ids
-    legal: Mask
+    are_legal: Mask
     slots: Ids
 
     def all(self) -> list[WriterEpoch]:
@@ -166,7 +166,7 @@ class WriterEpochTable(NamedTuple):
 
 
 class MissingWriterEpoch(NamedTuple):
-    """A writer epoch that is not in the table: the bounds of both names in `RecordBatch.values`, epoch and hash."""
+    """A writer epoch that is not in the table. The names are given by their bounds in `RecordBatch.values`."""
 
     stream: int
     stream_end: int
@@ -180,8 +180,8 @@ class WriterEpochs:
     """Gives each writer epoch a number.
 
     Writer epochs of records that compiled code decodes are in `table` and have the numbers 0, 1, ... Writer epochs of
-    other records have the numbers -1, -2, ... A writer epoch may have a number of each kind. The numbers depend on the
-    order of arrival; the ranks of `ranked` do not.
+    other records have the numbers -1, -2, ... A writer epoch may have one number of each kind. The numbers depend on
+    the order of arrival. The ranks, which `ranked` returns, do not.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class WriterEpochs:
         )
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
-        """Return the negative number of a writer epoch. A writer epoch without such a number gets the next one."""
+        """Return the negative number of a writer epoch. Gives it the next number if it has none."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingWriterEpoch, values: Bytes) -> None:
@@ -219,31 +219,32 @@ class WriterEpochs:
         table.names[begin:end] = np.frombuffer(stream + writer, np.uint8)
         table.bounds[number] = begin, middle, end, missing.epoch
         table.hashes[number] = missing.hash
-        table.legal[number] = is_name(stream.decode()) and is_writer_name(writer.decode())
+        table.are_legal[number] = is_name(stream.decode()) and is_writer_name(writer.decode())
         _insert(table.slots, missing.hash, number)
 
     def prefetch(self, records: int) -> None:
-        """Load the table into the processor's cache before a large scan. Random cache misses cost ten times as much.
+        """Load the table into the processor's cache before a large scan. This is ten times as fast as random cache
+        misses.
 
-        Does nothing for few records or a small table.
+        Does nothing for a small table, or if there are few records.
 
         Args:
             records: the number of records to scan.
         """
         table, (count, length) = self.table, self.table.counts.tolist()
         if _MIN_PREFETCH < count <= 4 * records:
-            for array in (table.slots, table.hashes[:count], table.bounds[:count].ravel(), table.legal[:count]):
+            for array in (table.slots, table.hashes[:count], table.bounds[:count].ravel(), table.are_legal[:count]):
                 array[:: _CACHE_LINE_BYTES // array.itemsize].sum()
             table.names[:length:_CACHE_LINE_BYTES].sum()
 
     def _make_room(self, writer_epochs: int, names: int) -> None:
-        """Enlarge the table for `writer_epochs` writer epochs, with `names` bytes of names in total."""
+        """Enlarge the table if it has no room for `writer_epochs` writer epochs with `names` bytes of names."""
         table = self.table
         if writer_epochs > len(table.hashes):
             slots = np.full(8 * len(table.slots), -1, np.int64)
             for number, hashed in enumerate(table.hashes.tolist()):
                 _insert(slots, hashed, number)
-            enlarged: Any = {name: _enlarge(getattr(table, name)) for name in ("bounds", "hashes", "legal")}
+            enlarged: Any = {name: _enlarge(getattr(table, name)) for name in ("bounds", "hashes", "are_legal")}
             self.table = table._replace(slots=slots, **enlarged)
         while names > len(self.table.names):
             self.table = self.table._replace(names=_enlarge(self.table.names))
@@ -251,7 +252,7 @@ class WriterEpochs:
     def ranked(self) -> tuple[list[WriterEpoch], Ids]:
         """All writer epochs, sorted, and an array with the rank of each number. The same records give the same ranks.
 
-        The rank is the index of a writer epoch in the sorted list. Negative numbers index the array from its end.
+        The rank of a writer epoch is its index in the sorted list. Negative numbers index the array from its end.
         """
         writer_epochs = [*self.table.all(), *reversed(self._numbers)]
         ordered = sorted({*writer_epochs})
@@ -260,7 +261,7 @@ class WriterEpochs:
 
 
 def _insert(slots: Ids, hashed: int, number: int) -> None:
-    """Put a number into its slot, or the next free slot. `field_scan.number_of` searches in the same way."""
+    """Put a number into the slot of its hash, or the next free one, where `field_scan.number_of` looks it up."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while slots[slot] >= 0:

@@ -1,7 +1,7 @@
 """The data source of packets for Spark. One Python process plans offset ranges; workers read and compact the records.
 
-The JVM handles offsets and packets, but no records (docs/decisions/0021-kafka-in-python.md). A worker keeps its
-consumer between batches.
+The JVM gets offsets and packets, but no records (docs/decisions/0021-kafka-in-python.md). A worker keeps its consumer
+between batches.
 """
 
 import math
@@ -27,16 +27,16 @@ from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
 RECORDS_PER_TASK = 20_000
-"""The number of records per task. Fewer records are not worth another task, which takes Spark a few milliseconds."""
+"""The intended number of records of a task. A smaller task is not worth its cost, a few milliseconds of Spark."""
 LIGHT_RECORDS = 200_000
-"""The largest number of records of a batch if one task computes the batch (`KafkaConfig.one_task`). Such a batch takes
-0.2 to 0.3 s of a core.
+"""The largest number of records of a batch that one task computes (`KafkaConfig.one_task`). Such a batch takes 0.2 to
+0.3 s of CPU.
 """
 
 WORTHWHILE_RECORDS = 40
-"""The number of records for which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
+"""The number of records from which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
-_IDLE_SECONDS = 2.0  # after such a pause between two batches, the CPU time of the pause is not the cost of a batch
+_IDLE_SECONDS = 2.0  # if two batches begin further apart, `Pace` does not take the CPU time between them as a cost
 _LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
 _MIN_PAUSE_SECONDS = 0.02  # between two queries of end offsets; one takes 1 ms in this process and 1 ms in the broker
 
@@ -47,15 +47,15 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     """The configuration of the data source.
 
     Attributes:
-        client: librdkafka's settings, valid on any host.
+        client: librdkafka's settings of the connection. They must be valid on all hosts with workers.
         facts, control: the names of the topics.
-        start: the offset of every partition at which the query begins.
+        start: for each partition, the offset at which the query begins.
         first_limit: the largest number of records of the first batch.
         max_records: the largest number of records of any batch.
         cpu_share: the share of a core that batches may use at a low rate of records (`Pace`).
         driver_pid: the process whose CPU time is measured, together with its descendants.
-        keys: Spark's group-by key of each shard.
-        max_facts: the largest number of facts of a task beyond one for each record.
+        keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
+        max_facts: a task stops reading when it has this many facts beyond one for each record.
         not_storable: topic -> partition -> offsets of records to reject with the reason `not_storable`.
         one_task: whether one task reads all records of a batch.
     """
@@ -86,7 +86,7 @@ def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
 
 
 class PacketSource(DataSource):
-    """The data source, which Spark's Python processes import by name. Its one option is the encoded `KafkaConfig`."""
+    """The data source, which Spark's processes import by name. Its only option is the encoded `KafkaConfig`."""
 
     @classmethod
     def name(cls) -> str:
@@ -105,11 +105,11 @@ class _Task(InputPartition):
 
 
 _Offsets = dict[str, dict[str, int]]
-"""Next offsets by topic and partition, as Spark stores them in JSON."""
+"""Topic -> partition, as text -> next offset, as Spark stores offsets in JSON."""
 
 
 class PacketReader(DataSourceStreamReader):
-    """The stream reader, with the methods that Spark calls.
+    """Plans batches and reads their records, with the methods that Spark calls.
 
     Spark's planner calls `latestOffset` and `partitions`, always in the same process. A worker calls `read` for a task.
     """
@@ -131,7 +131,11 @@ class PacketReader(DataSourceStreamReader):
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
         """Wait until the next batch is worth its cost (`Pace`), and return the batch's end offsets.
 
-        Returns `start` at once if there are no records. Returns all end offsets at once if `limit` is no `ReadMaxRows`.
+        Waits up to about `MAX_WAIT_SECONDS`. Returns `start` at once if there are no records. If `limit` is no
+        `ReadMaxRows`, returns the end offsets of the partitions at once.
+
+        Raises:
+            Unavailable, Refused: see `EndOffsets.fetch`, which may block for up to `PATIENCE_SECONDS`.
         """
         if self._end_offsets is None:
             self._end_offsets = EndOffsets(self._config.client)
@@ -184,9 +188,9 @@ class PacketReader(DataSourceStreamReader):
 class Pace:
     """Decides when a batch begins, so that batches use at most a share of a core at a low rate of records.
 
-    A batch of one record costs about as much as a batch of a thousand. The *interval* from the start of a batch to the
-    start of the next one is the median cost of the last batches, divided by `share`. If fewer than `WORTHWHILE_RECORDS`
-    records are unread, the interval is longer in proportion, but at most `MAX_WAIT_SECONDS`. If `RECORDS_PER_TASK`
+    A batch of one record costs about as much as a batch of a thousand. So there is an *interval* between the starts of
+    two batches: the median cost of the last batches, divided by `share`. If fewer than `WORTHWHILE_RECORDS` records are
+    unread, the interval is longer in proportion. It is never longer than `MAX_WAIT_SECONDS`. If `RECORDS_PER_TASK`
     records are unread, the next batch begins at once.
 
     Args:
@@ -207,14 +211,14 @@ class Pace:
         return statistics.median(self._costs) if self._costs else 0.0
 
     def try_begin(self, records: int, now: float) -> bool:
-        """Begin a batch if enough time has passed since the last batch began, and measure the cost of the last batch.
+        """Begin a batch if records are unread and the interval has passed. Also measures the cost of the last batch.
 
         Args:
             records: number of unread records.
             now: monotonic seconds.
 
         Returns:
-            Whether the batch begins.
+            True if the batch begins.
         """
         if not records or (records < RECORDS_PER_TASK and now < self._last_begin + self._wait_seconds(records)):
             return False
@@ -225,7 +229,8 @@ class Pace:
         return True
 
     def estimate_pause(self, records: int, now: float) -> float:
-        """Estimate the seconds until the next batch begins, if records arrive at the same rate as since the last batch.
+        """Estimate the seconds until `try_begin` may begin a batch, if the rate of records since the last batch goes
+        on.
 
         Args:
             records: number of unread records, at least 1.
@@ -243,8 +248,6 @@ class Pace:
 class ProcessTree:
     """Measures the CPU time of a process and all its descendants.
 
-    If the process is on another machine, returns wall-clock time, as if a batch took one core.
-
     Args:
         root: ID of the process.
     """
@@ -255,7 +258,10 @@ class ProcessTree:
         self._listed_at = -math.inf
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that the processes, and their ended children, have used since they started."""
+        """CPU seconds that the processes, and their ended children, have used since they started.
+
+        If there is no such process on this machine, monotonic seconds, as if a batch took one core.
+        """
         now = time.monotonic()
         if now > self._listed_at + _LIST_SECONDS:
             self._members, self._listed_at = _process_tree(self._root), now
@@ -276,9 +282,10 @@ def _process_tree(root: int) -> list[psutil.Process]:
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
-    """The end offsets of a batch that reads about `max_records` offsets: the same share of each partition, rounded up.
+    """The end offsets of a batch of about `max_records` records: the same share of each partition, rounded up.
 
-    Returns the object `ends` itself if there are at most `max_records` offsets from `start` to `ends`.
+    Counts each offset from `start` to `ends` as a record. Returns the object `ends` itself if there are at most
+    `max_records` of them.
     """
     total = _unread_count(start, ends)
     if total <= max_records:
@@ -295,8 +302,8 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 def grown_limit(limit: int, highest_limit: int) -> int:
     """The limit of records for the next batch, after a batch that reached `limit`: 1/64 more, up to `highest_limit`.
 
-    The limit grows slowly, because a batch with too many facts for the memory ends the query. The next query then has a
-    lower limit (`app.pipeline.batches`).
+    The limit grows slowly, because a batch with too many facts for the memory ends the query. Then the next query
+    begins with a lower limit (`app.pipeline.batches`).
     """
     return min(highest_limit, limit + max(1, limit // 64))
 
@@ -320,9 +327,9 @@ def group_into_tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
 def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Divide the ranges of a task into groups that are fetched together.
 
-    If there are few records, all ranges are one group: a request for each range would take longer than the rest of the
-    task. If there are many records, each range is a group: a reader drops messages that it fetched beyond the end of a
-    range.
+    If there are few records, all ranges are one group: a separate request for each range would take longer than the
+    rest of the task. If there are many records, each range is a group: then the reader fetches fewer messages beyond
+    the end of a range. It drops these messages.
     """
     return [ranges] if _record_count(ranges) <= RECORDS_PER_TASK else [[range_] for range_ in ranges]
 
@@ -335,7 +342,7 @@ _open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
-    """Lend the reader of this worker, and keep it open for the next task unless there is an error.
+    """Lend the reader of this worker. It stays open for the next task, unless the block raises an error.
 
     Opens a new reader if none is open, or if the connection settings have changed.
     """
