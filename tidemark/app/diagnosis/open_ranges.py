@@ -507,7 +507,8 @@ def writer_verdict(
         return "blocked"
     if source.report.heartbeat:
         seen_ms = max(seen_ms, source.last_seen)
-    return verdict_from_records(last_seen(seen_ms), transactions, now, max(silent_seconds, source.heartbeat_timeout))
+    shortest = max(silent_seconds, source.heartbeat_timeout_seconds)
+    return verdict_from_records(last_seen(seen_ms), transactions, now, shortest)
 
 
 def verdict_from_records(

@@ -299,7 +299,7 @@ class Chain:
         return Intervals.of([*self.settled_ranges(0, self.highest_settled)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
-        """Make settled `ranges` open again. If ranges are below the position, it goes back to the start of the lowest.
+        """Make settled `ranges` open again. The position goes back to the start of the lowest range below the position.
 
         If IDs below the old position are passed again, their evidence is not reported again. Each part of a divided
         span gets the counts of the span, limited to the width of the part.

@@ -248,7 +248,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
     report: SourceReport
 
     @property
-    def heartbeat_timeout(self) -> float:
+    def heartbeat_timeout_seconds(self) -> float:
         """Seconds without a record after which the writer has missed its heartbeat; 0 if it promised no heartbeats."""
         return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK_SECONDS if self.report.heartbeat else 0.0
 
@@ -260,7 +260,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
             reading_since: the time, in seconds since 1970, since which the pipeline has read records without a break.
         """
         silent = now - max(self.last_seen / 1000, reading_since)
-        return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout < silent else None
+        return now - self.last_seen / 1000 if 0 < self.heartbeat_timeout_seconds < silent else None
 
 
 MISSED_HEARTBEATS = 2

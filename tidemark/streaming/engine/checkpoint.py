@@ -56,7 +56,9 @@ def directory_lock(path: Path, stopping: threading.Event) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not is_waiting:
-                    log.info("Waiting for the lock on the checkpoint: another process has it", checkpoint=str(path))
+                    log.info(
+                        "Waiting for the lock on the checkpoint: another process has the lock", checkpoint=str(path)
+                    )
                 is_waiting = True
                 if stopping.wait(0.5):
                     raise Stopping from None

@@ -198,7 +198,7 @@ class Decoder:
         )
         try:
             if offset in self._not_storable:
-                raise BadRecord(Reason.NOT_STORABLE, "the database cannot store its effects")
+                raise BadRecord(Reason.NOT_STORABLE, "the database cannot store the effects of the record")
             record = records.read(value, key, self.topic)
         except BadRecord as error:
             self.rejected[Reason(error.reason)].append(offset)
