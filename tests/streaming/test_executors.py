@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from pyspark.serializers import CloudPickleSerializer
 
-from tidemark.streaming.engine.executors import Cluster, Pods, local_address_for, package
+from tidemark.streaming.engine.executors import Cluster, Pods, local_address_for, write_code_archive
 from tidemark.streaming.ingest.compact import compact
 
 
 def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) -> None:
     """A function as Spark sends it, at an interpreter that has the archive and our libraries, but nothing of ours."""
-    archive = package(tmp_path)
+    archive = write_code_archive(tmp_path)
     function = CloudPickleSerializer().dumps(partial(compact, keys=[0]))  # type: ignore[no-untyped-call]
     program = (
         "import os, pickle, sys;"

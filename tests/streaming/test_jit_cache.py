@@ -13,7 +13,7 @@ from numba import int64
 from numba.core.registry import cpu_target
 
 from tests.programs import printed
-from tidemark.streaming.engine.executors import package
+from tidemark.streaming.engine.executors import write_code_archive
 from tidemark.streaming.ingest import jit_cache
 from tidemark.streaming.ingest.jit_cache import CodeCache, cache_dirs, compiled
 
@@ -187,7 +187,7 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
         "scanned([(b'events', raw(VOID))]);"
         "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"
     )
-    archive = str(package(tmp_path))
+    archive = str(write_code_archive(tmp_path))
     outcomes = [printed(program, archive, TIDEMARK_HOME=str(tmp_path / "home")) for _ in range(2)]
     assert outcomes[1] == ["tidemark.zip", "1"]
 

@@ -174,7 +174,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(PLAIN, "was Evidence")
 def _(patch: pytest.MonkeyPatch) -> None:
     """What is announced counts as one empty ID, however wide it is."""
-    patch.setattr(Run, "evidence", lambda run: Evidence(run.facts, len(run) - run.facts))
+    patch.setattr(Run, "evidence", lambda run: Evidence(run.fact_count, len(run) - run.fact_count))
 
 
 @bent(PLAIN, "was Evidence")

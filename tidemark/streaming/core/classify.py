@@ -127,7 +127,7 @@ class BatchOutcome:
     def record_late(self, run: Run, why: LateReason) -> None:
         """Count all edges of `run` as late. The range of `run` must contain no other edge of its writer."""
         self.counts["late"] += len(run)
-        self.late_ranges.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
+        self.late_ranges.append(LateRange(run.writer, run.epoch, run.start, run.end, run.fact_count, why))
 
     def record_contradiction(self, run: Run) -> None:
         """Count all edges of `run` as late, because their writer had declared that the IDs have no fact.

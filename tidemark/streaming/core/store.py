@@ -4,7 +4,7 @@ A shard may have a hundred thousand streams, and a batch may touch ten of them. 
 The states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has only
 the states that have changed since the query began: `packed` states, and `recent` states that shadow packed ones.
 
-`group_by_stream` groups the records of a batch by stream, and cuts them into segments at the markers.
+`group_by_stream` groups the records of a batch by stream, and `split_segments` cuts them into segments at the markers.
 """
 
 from array import array
@@ -185,7 +185,7 @@ class States:
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:
-        """Encode the recent and the packed layer. If the recent states are too large, pack them first."""
+        """Encode the recent and the packed layer. If the recent states are too large, moves them first."""
         size = sum(map(len, self._recent.values()))
         if size > max(_RECENT_BYTES_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
@@ -261,8 +261,8 @@ class StreamInput:
         """The facts that the records of a partition may contain, if all of the records are rejected.
 
         Yields two items for each writer and epoch, one at the lowest offset of its records and one at the highest. Both
-        have the highest reach of these records. So the items do not depend on how edges were packed into runs. The item
-        at the highest offset is not taken for an item before the first record of another writer.
+        have the highest reach of these records. So the items do not depend on how edges were packed into runs. The
+        second item shows that records may come after the first record of another writer.
         """
         merged: dict[tuple[str | None, int], tuple[PossibleFacts, int]] = {}
         for facts, last_offset in self._facts_if_rejected(partition):

@@ -444,7 +444,7 @@ class StreamState:
         bounds: Bounds,
         batch: BatchOutcome,
     ) -> None:
-        """Apply the edges of one segment.
+        """Apply the records of one segment.
 
         Args:
             runs: the edges.
@@ -472,10 +472,9 @@ class StreamState:
     def _split_known_and_unknown(
         self, runs: Sequence[Run], others: Sequence[BatchRowOffsets | PossibleFacts], batch: BatchOutcome
     ) -> tuple[list[Run], list[UnknownWriterItem]]:
-        """Return the runs of joined writers, and the items of unknown writers. Handle all other items.
+        """Return the runs of joined writers, and the items of unknown writers. Count, reject or ignore all other items.
 
-        Items without a writer are left out. The first writer of a new stream joins by its first record, if its epoch is
-        0.
+        The first writer of a new stream joins by its first record, if its epoch is 0.
 
         A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
         record of an active writer marks IDs of the writer as uncertain.

@@ -118,9 +118,10 @@ class Cluster:
         }
 
 
-def package(directory: Path) -> Path:
-    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`. Creates the
-    directory.
+def write_code_archive(directory: Path) -> Path:
+    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`.
+
+    Creates the directory. Replaces an existing file.
 
     Returns:
         The path of the zip file.

@@ -13,7 +13,7 @@ from py4j.java_gateway import JavaGateway
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
-from tidemark.streaming.engine.executors import package
+from tidemark.streaming.engine.executors import write_code_archive
 from tidemark.streaming.engine.jvm import DRIVER_OPTIONS, Jvm, is_local, local_directory
 
 _HADOOP = "spark.hadoop."
@@ -165,7 +165,7 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     if local:
         set_tasks(session, one_task=False)
     else:
-        context.addPyFile(str(package(local_directory(conf))))
+        context.addPyFile(str(write_code_archive(local_directory(conf))))
     return session
 
 

@@ -207,7 +207,7 @@ class Decoder:
         if isinstance(record, records.OverridableRecord | records.Open):
             self.markers.append((record, offset, time))
             return
-        number = self.writer_epochs.number(record.stream, record.writer, record.epoch)
+        number = self.writer_epochs.find_or_add(record.stream, record.writer, record.epoch)
         match record:
             case records.Rdata(id="batch"):
                 edges = [(ROW, 0, 0)]

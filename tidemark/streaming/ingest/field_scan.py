@@ -358,7 +358,7 @@ def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot
 
 
 @compiled(inline=True)
-def number_of(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int) -> int:
+def find_or_add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int) -> int:
     """Return the number of a record's writer epoch. Adds a new writer epoch to the table.
 
     Returns -1 if `WriterEpochs.add` must add the writer epoch.
@@ -516,7 +516,7 @@ def scan(
             keys, key, key_end, data, record.stream, record.stream_end
         ):
             hashed = hash_of(table, data, record)
-            number = number_of(table, data, record, hashed)
+            number = find_or_add(table, data, record, hashed)
             if number < 0:
                 missing = MissingWriterEpoch(
                     record.stream, record.stream_end, record.writer, record.writer_end, record.epoch, hashed

@@ -196,8 +196,8 @@ class WriterEpochs:
             np.full(256, -1, np.int64),
         )
 
-    def number(self, stream: str, writer: str, epoch: int) -> int:
-        """Return the negative number of a writer epoch. Gives it the next number if it has none."""
+    def find_or_add(self, stream: str, writer: str, epoch: int) -> int:
+        """Return the negative number of a writer epoch. Gives the next number to a writer epoch without one."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingWriterEpoch, values: Bytes) -> None:
@@ -261,7 +261,7 @@ class WriterEpochs:
 
 
 def _insert(slots: Ids, hashed: int, number: int) -> None:
-    """Put a number into the slot of its hash, or the next free one, where `field_scan.number_of` looks it up."""
+    """Put a number into the slot of its hash, or the next free one, where `field_scan.find_or_add` looks it up."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while slots[slot] >= 0:

@@ -195,12 +195,12 @@ class Pace:
 
     Args:
         share: the share of a core that batches may use.
-        cpu: returns the CPU seconds that all processes of the pipeline have used so far.
+        cpu_seconds: returns the CPU seconds that all processes of the pipeline have used so far.
     """
 
-    def __init__(self, share: float, cpu: Callable[[], float]) -> None:
+    def __init__(self, share: float, cpu_seconds: Callable[[], float]) -> None:
         self._share = share
-        self._cpu = cpu
+        self._cpu_seconds = cpu_seconds
         self._last_begin = -math.inf
         self._cpu_at_last_begin = 0.0
         self._costs: deque[float] = deque(maxlen=9)
@@ -222,7 +222,7 @@ class Pace:
         """
         if not records or (records < RECORDS_PER_TASK and now < self._last_begin + self._wait_seconds(records)):
             return False
-        cpu = self._cpu()
+        cpu = self._cpu_seconds()
         if now - self._last_begin < _IDLE_SECONDS:
             self._costs.append(cpu - self._cpu_at_last_begin)
         self._last_begin, self._cpu_at_last_begin = now, cpu
@@ -249,11 +249,11 @@ class ProcessTree:
     """Measures the CPU time of a process and all its descendants.
 
     Args:
-        root: ID of the process.
+        root_pid: ID of the process.
     """
 
-    def __init__(self, root: int) -> None:
-        self._root = root
+    def __init__(self, root_pid: int) -> None:
+        self._root_pid = root_pid
         self._members: list[psutil.Process] = []
         self._listed_at = -math.inf
 
@@ -264,7 +264,7 @@ class ProcessTree:
         """
         now = time.monotonic()
         if now > self._listed_at + _LIST_SECONDS:
-            self._members, self._listed_at = _process_tree(self._root), now
+            self._members, self._listed_at = _process_tree(self._root_pid), now
         used = 0.0
         for member in self._members:
             with suppress(psutil.Error):
@@ -272,10 +272,10 @@ class ProcessTree:
         return used or now
 
 
-def _process_tree(root: int) -> list[psutil.Process]:
-    """The process `root` and all its descendants. Empty if there is no such process."""
+def _process_tree(root_pid: int) -> list[psutil.Process]:
+    """The process `root_pid` and all its descendants. Empty if there is no such process on this machine."""
     try:
-        process = psutil.Process(root)
+        process = psutil.Process(root_pid)
         return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []

@@ -469,7 +469,7 @@ class Run:
 
     def evidence(self) -> Evidence:
         """The evidence of the run: each fact counts 1, each void ID counts 1, and an announcement counts its width."""
-        facts, announced = self.facts, self.kinds == POSITION
+        facts, announced = self.fact_count, self.kinds == POSITION
         empty = len(self) - facts
         if announced.any():
             empty += int((self.ids - self.prevs - 1)[announced].sum())
@@ -482,7 +482,7 @@ class Run:
         return completes
 
     @property
-    def facts(self) -> int:
+    def fact_count(self) -> int:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
