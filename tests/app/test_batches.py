@@ -29,7 +29,7 @@ from tidemark.sinks.dead_letters import DeadLetterResult
 from tidemark.sinks.publisher import Publisher, PublishResult
 from tidemark.sources.topics import TopicIdentity
 from tidemark.streaming.core import effects
-from tidemark.streaming.core.effects import Progress, ShardEffects
+from tidemark.streaming.core.effects import NextOffset, ShardEffects
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, RECORDS_PER_TASK
 
 
@@ -208,7 +208,7 @@ class _Cut(_Empty):
     """As of a shard whose facts were too many: Spark has planned more than the eight records that it read."""
 
     def collect(self) -> list[Any]:
-        cut = ShardEffects(0, 0, [], [], [Progress("facts", 0, 8)], is_cut_short=True)
+        cut = ShardEffects(0, 0, [], [], [NextOffset("facts", 0, 8)], is_cut_short=True)
         return [{"effects": effects.encode(cut)}]
 
 
@@ -231,7 +231,7 @@ class _Read:
         self._records = records
 
     def collect(self) -> list[Any]:
-        done = ShardEffects(0, 1000, [], [], [Progress("facts", 0, self._records)])
+        done = ShardEffects(0, 1000, [], [], [NextOffset("facts", 0, self._records)])
         return [{"effects": effects.encode(done)}]
 
 

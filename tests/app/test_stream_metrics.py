@@ -24,7 +24,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicIdentity, TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, Span
-from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.core.effects import NextOffset, ShardEffects, StreamEffects, Summary, WriterRow
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
@@ -46,7 +46,7 @@ def effects(stream: str, *, retired: bool = False, **positions: int) -> ShardEff
     rows = [WriterRow(writer, 1, position, retired) for writer, position in positions.items()]
     summary = Summary(0, 0, None, [], 0, None)
     moved = StreamEffects(stream, Direction.FORWARD, 0, 3, 0, 9, [], rows, [], [], [], [], [], [], {}, summary, b"")
-    return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
+    return ShardEffects(0, 0, [moved], [], [NextOffset("facts", 2, 7)])
 
 
 def loaded(states: Mapping[str, bytes]) -> ShardedStates:

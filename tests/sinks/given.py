@@ -9,7 +9,7 @@ import numpy as np
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.redis.client import key
-from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
+from tidemark.streaming.core.effects import NextOffset, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import RejectedRecords
 
@@ -47,7 +47,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
 def shard(
     *streams: StreamEffects, now: int = NOW, rejected: Sequence[RejectedRecords] = (), offset: int = 0, number: int = 0
 ) -> ShardEffects:
-    progress = [Progress("facts", 0, offset)] if offset else []
+    progress = [NextOffset("facts", 0, offset)] if offset else []
     return ShardEffects(number, now, list(streams), list(rejected), progress)
 
 

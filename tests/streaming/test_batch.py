@@ -137,7 +137,7 @@ def test_a_batch_tells_how_far_each_partition_was_read() -> None:
         Packet(CONTROL, 0, Topic.CONTROL, 4, PackedRuns(), [], [], []),
     ]
     done = Shard().feed_packets(parts)
-    assert [(it.topic, it.partition, it.offset) for it in done.progress] == [(CONTROL, 0, 4), (FACTS, 1, 9)]
+    assert [(it.topic, it.partition, it.offset) for it in done.next_offsets] == [(CONTROL, 0, 4), (FACTS, 1, 9)]
     assert done.streams == []
 
 

@@ -152,7 +152,7 @@ def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message
     while left:
         found = [packet for _, packet in packets(left, batch_size, most)]
         done = cut.feed_packets(found)
-        (progress,) = done.progress
+        (progress,) = done.next_offsets
         taken = [it for it in left if it.offset < progress.offset]
         left = left[len(taken) :]
         assert taken

@@ -46,7 +46,7 @@ class Batch:
         """Return topic -> partition -> the next offset to read after this batch."""
         offsets: dict[str, dict[int, int]] = {}
         for shard in self.effects:
-            for seen in shard.progress:
+            for seen in shard.next_offsets:
                 topic = offsets.setdefault(seen.topic, {})
                 topic[seen.partition] = max(seen.offset, topic.get(seen.partition, 0))
         return offsets

@@ -32,7 +32,7 @@ from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, topic_plans
-from tidemark.streaming.core.effects import OperatorOverride, Progress, ShardEffects
+from tidemark.streaming.core.effects import NextOffset, OperatorOverride, ShardEffects
 from tidemark.streaming.wire.records import Record, Skip, Topic, read
 
 BY = ("--by", "ada", "--why", "host is gone")
@@ -143,7 +143,7 @@ def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Ite
             while not ended.wait(0.05):
                 sent = connection.execute('select topic, partition, "offset" + 1 from tidemark.overrides').fetchone()
                 if sent is not None and sent[0] is not None:
-                    store.apply(Batch("query", 2, lease.token, [ShardEffects(0, NOW, [], [], [Progress(*sent)])]))
+                    store.apply(Batch("query", 2, lease.token, [ShardEffects(0, NOW, [], [], [NextOffset(*sent)])]))
                     return
 
     with ThreadPoolExecutor(1) as pool:

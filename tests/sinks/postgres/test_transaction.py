@@ -19,8 +19,8 @@ from tidemark.streaming.core.effects import (
     ClosedGap,
     Gap,
     LateCompletion,
+    NextOffset,
     OperatorOverride,
-    Progress,
     ShardEffects,
     WriterAdvance,
     WriterRow,
@@ -293,7 +293,7 @@ def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg
 def test_offsets_only_rise(store: Postgres, token: int) -> None:
     """Of several shards the highest next offset of a partition counts, and a lower one is ignored."""
     shards = [
-        ShardEffects(number, NOW, [], [], [Progress("facts", 0, offset), Progress("control", 0, 2)])
+        ShardEffects(number, NOW, [], [], [NextOffset("facts", 0, offset), NextOffset("control", 0, 2)])
         for number, offset in enumerate((5, 9, 7))
     ]
     store.apply(type(batch(1))("query", 1, token, shards))

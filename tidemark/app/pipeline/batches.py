@@ -281,10 +281,10 @@ class BatchHandler:
         """Raise `PartitionsChanged` if a topic has a new partition, because a stream could then have records in two
         partitions."""
         for shard in effects:
-            for progress in shard.progress:
-                known = self._topics[progress.topic].partitions
-                if progress.partition >= known:
-                    raise PartitionsChanged(progress.topic, known, progress.partition + 1)
+            for next_offset in shard.next_offsets:
+                known = self._topics[next_offset.topic].partitions
+                if next_offset.partition >= known:
+                    raise PartitionsChanged(next_offset.topic, known, next_offset.partition + 1)
 
 
 MAX_REFUSED_RECORDS = 100

@@ -297,7 +297,7 @@ class StreamCollector(Collector):
 
     def count_new_offsets(self, effects: Sequence[ShardEffects]) -> int:
         """Count the offsets that a batch has read. Call this method before `update` with the same batch."""
-        reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
+        reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.next_offsets}
         return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
     def set_policies(self, policies: Policies) -> None:
@@ -337,7 +337,7 @@ class StreamCollector(Collector):
         """Apply the effects of a published batch."""
         with self._lock:
             for shard in effects:
-                self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
+                self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.next_offsets})
                 for stream in shard.streams:
                     self._entries.update(stream)
 

@@ -20,8 +20,8 @@ from tidemark.streaming.core.effects import (
     Gap,
     LateCompletion,
     NewTimeline,
+    NextOffset,
     OperatorOverride,
-    Progress,
     RequeuedRange,
     ShardEffects,
     StreamEffects,
@@ -90,7 +90,7 @@ def apply_batch(shard: int, states: States, packets: list[Packet], now: int, bou
         now,
         streams,
         [_merge_rejections(*key, rejections) for key, rejections in sorted(rejected.items())],
-        _progress(packets),
+        _next_offsets(packets),
         any(packet.is_cut_short for packet in packets),
     )
 
@@ -109,13 +109,13 @@ def _merge_rejections(topic: str, partition: int, reason: Reason, rejections: li
     return RejectedRecords(topic, partition, reason, offsets.tobytes(), ids.tobytes() if ids.any() else b"")
 
 
-def _progress(packets: list[Packet]) -> list[Progress]:
+def _next_offsets(packets: list[Packet]) -> list[NextOffset]:
     """The next offset to read of each partition: the highest `next_offset` of its packets."""
     offsets: dict[Partition, int] = {}
     for packet in packets:
         partition = packet.topic, packet.partition
         offsets[partition] = max(packet.next_offset, offsets.get(partition, 0))
-    return [Progress(topic, partition, offset) for (topic, partition), offset in sorted(offsets.items())]
+    return [NextOffset(topic, partition, offset) for (topic, partition), offset in sorted(offsets.items())]
 
 
 class StreamBatch:

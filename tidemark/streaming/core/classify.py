@@ -153,7 +153,7 @@ _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
 
 
 @dataclass(slots=True)
-class Classifier:
+class ChainUpdater:
     """Applies runs of one writer to its chain.
 
     Attributes:

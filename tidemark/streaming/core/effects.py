@@ -341,7 +341,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     requeues: list[RequeuedRange] = []
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class NextOffset(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The next offset to read of one Kafka partition."""
 
     topic: str
@@ -355,7 +355,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         now: time (ms) of the batch.
         streams: the streams that had records, sorted by name.
-        progress: the next offset to read of each partition that the shard's packets name.
+        next_offsets: the next offset to read of each partition that the shard's packets name.
         is_cut_short: True if a task stopped before the offsets that Spark planned (`streaming.ingest.compact`).
         computation_start: time (ms) at which the computation of the shard began; 0 if it was not measured.
     """
@@ -364,7 +364,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     now: int
     streams: list[StreamEffects]
     rejected: list[RejectedRecords]
-    progress: list[Progress]
+    next_offsets: list[NextOffset]
     is_cut_short: bool = False
     computation_start: int = 0
 

@@ -18,7 +18,7 @@ import numpy as np
 from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
 from tidemark.streaming.core.classify import (
     BatchOutcome,
-    Classifier,
+    ChainUpdater,
     CompletedRun,
     Rejection,
     RollbackSignal,
@@ -527,11 +527,11 @@ class StreamState:
             writer = self.writers[run.writer]
             timeline_start_id = self.timeline_start_id if writer.timeline == self.timeline else 0
             late_ranges, published_position = writer.late_ranges, writer.published_position
-            classifier = Classifier(
+            updater = ChainUpdater(
                 writer.chain, bounds.pending, batch, "applied", late_ranges, published_position, timeline_start_id
             )
-            yield from classifier.apply(run)
-            writer.late_ranges = classifier.late_ranges
+            yield from updater.apply(run)
+            writer.late_ranges = updater.late_ranges
 
     def _add_completed(self, completed: Sequence[CompletedRun], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
@@ -576,7 +576,7 @@ class StreamState:
                 batch.rejections.append(Rejection.of_records(Reason.BUFFER_OVERFLOW, item.offsets))
             return None
         if isinstance(item, Run):
-            return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").apply(item)]
+            return [*ChainUpdater(unjoined.chain, bounds.pending, batch, "buffered").apply(item)]
         unjoined.chain.mark_uncertain_up_to(item.reach)
         if isinstance(item, BatchRowOffsets):
             batch.counts["batch"] += len(item.offsets)

@@ -30,7 +30,7 @@ from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _config: Any = numba.config
 _config.DISABLE_JIT = 0  # without compilation, the functions would fail, because Python's integers do not overflow
@@ -42,7 +42,7 @@ the oldest files are deleted.
 """
 
 
-def compiled(*, inline: bool = False) -> Callable[[F], F]:
+def compiled(*, inline: bool = False) -> Callable[[Function], Function]:
     """Decorate a function so that numba compiles it at its first call.
 
     numba's reference counting is off, which doubles the speed. So a compiled function must not create an array.
@@ -51,11 +51,11 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
         inline: compile the function into its callers.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
-    compiler: Callable[[F], F] = numba.njit(**options)
+    compiler: Callable[[Function], Function] = numba.njit(**options)
     return compiler
 
 
-def cached(function: F) -> F:
+def cached(function: Function) -> Function:
     """Decorate a compiled function so that its machine code is cached in a file.
 
     The machine code includes the functions that the function calls.

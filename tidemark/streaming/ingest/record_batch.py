@@ -53,11 +53,11 @@ class RecordBatch(NamedTuple):
     def size(self) -> int:
         return len(self.offsets)
 
-    def key(self, at: int) -> bytes:
-        return self.keys[self.key_bounds[at] : self.key_bounds[at + 1]].tobytes()
+    def key(self, index: int) -> bytes:
+        return self.keys[self.key_bounds[index] : self.key_bounds[index + 1]].tobytes()
 
-    def value(self, at: int) -> bytes:
-        return self.values[self.value_bounds[at] : self.value_bounds[at + 1]].tobytes()
+    def value(self, index: int) -> bytes:
+        return self.values[self.value_bounds[index] : self.value_bounds[index + 1]].tobytes()
 
 
 class Edges(NamedTuple):

@@ -160,12 +160,13 @@ class RunColumns:
         """The index of the first edge of each run."""
         return _begins(self.rows)
 
-    def run(self, at: int) -> PackedRun:
-        epoch, direction, start, stop, *offsets_and_times = self.rows[at].item()
-        begin = int(self.rows["stop"][at - 1]) if at else 0
+    def run(self, index: int) -> PackedRun:
+        """Encode the run at `index`."""
+        epoch, direction, start, stop, *offsets_and_times = self.rows[index].item()
+        begin = int(self.rows["stop"][index - 1]) if index else 0
         return PackedRun(
-            self.streams[at],
-            self.writers[at],
+            self.streams[index],
+            self.writers[index],
             epoch,
             direction,
             start,
