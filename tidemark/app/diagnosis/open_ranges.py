@@ -507,8 +507,8 @@ def writer_verdict(
         return "blocked"
     if source.report.heartbeat:
         seen_ms = max(seen_ms, source.last_seen)
-    shortest = max(silent_seconds, source.heartbeat_timeout_seconds)
-    return verdict_from_records(last_seen(seen_ms), transactions, now, shortest)
+    longest_silence = max(silent_seconds, source.heartbeat_timeout_seconds)
+    return verdict_from_records(last_seen(seen_ms), transactions, now, longest_silence)
 
 
 def verdict_from_records(
