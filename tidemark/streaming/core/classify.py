@@ -1,4 +1,4 @@
-"""Applies runs to a chain: which edges are new, duplicate, in conflict or late. Pure; magnitudes only.
+"""Applies runs to a chain, and decides which edges are new, duplicate, in conflict or late. Pure; magnitudes only.
 
 The edges of one writer and epoch cover its chain without gaps and overlaps (docs/design.md 3). An edge whose range is
 settled is a duplicate; the edge is late if its writer had declared that the ID has no fact. An edge whose range is

@@ -1,9 +1,9 @@
 """Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
 numba's own cache does not detect a change in another module, and raises an error if a file is damaged or the disk is
-full. This cache ignores a file that is damaged or that other users could have written, and compiles again. All
-that the machine code depends on is in the name of its file, such as the code, the versions of the libraries and the
-processor. So several versions of Tidemark can share a directory.
+full. This cache ignores a file that is damaged or that other users could have written, and compiles again. The
+name of a file has a hash of all that its machine code depends on, such as the code, the versions of the libraries and
+the processor. So several versions of Tidemark can share a directory.
 """
 
 import hashlib

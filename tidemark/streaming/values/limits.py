@@ -5,7 +5,8 @@ of these may delay a position, but never moves a position (docs/design.md, rule 
 services that only write or read import this module, and do not need numpy.
 
 *Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names and a
-`*`. For each setting, the most specific policy that has the setting applies. If no policy has it, the default applies.
+`*`. For each setting, the most specific policy that has the setting applies. If no policy has the setting, the default
+applies.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ def policy_names(name: str) -> Iterator[str]:
     These names are the name of the stream, and each prefix of the name with a `*`.
 
     Args:
-        name: the name of a stream. Or the name of a policy with a `*`: then the policies for its streams, itself first.
+        name: the name of a stream, or of a policy that ends with `*`. A policy's own name comes first.
     """
     beginning = name.removesuffix("*")
     if beginning == name:

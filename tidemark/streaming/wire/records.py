@@ -266,8 +266,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message.
 
     Returns:
-        The record. A JOIN or RETIRE without `epoch` has epoch 0 on the facts topic, and `CURRENT_EPOCH` on the control
-        topic.
+        The record. A JOIN or RETIRE without `epoch` has epoch 0 on the facts topic. On the control topic, each record
+        without `epoch` has `CURRENT_EPOCH`.
 
     Raises:
         BadRecord: the record is not valid. If several reasons apply, the error has the first one. Order of the reasons:
