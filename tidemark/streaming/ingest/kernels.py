@@ -190,7 +190,7 @@ def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = _load(_SIXTEEN, context, builder, signature, arguments)
-        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and non-ASCII
+        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # non-ASCII is negative
         for character in (QUOTE, BACKSLASH):
             special = builder.or_(special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character] * 16)))
         bits = builder.zext(builder.bitcast(special, ir.IntType(16)), _INT)
@@ -377,7 +377,7 @@ def _skip_key(data: Bytes, at: int, end: int) -> int:
 @compiled()
 def skip_value(data: Bytes, at: int, end: int) -> int:
     """The index after a JSON value of any type. White space may come before the value."""
-    depth, objects = 0, 0  # a bit for each open list or object; 1: object
+    depth, objects = 0, 0  # `objects` has a bit for each open list or object: 1 for an object
     while True:
         at = skip_space(data, at, end)
         if at >= end:

@@ -36,14 +36,14 @@ CONSUMER_SETTINGS: Final = {
     "queued.max.messages.kbytes": str(8 << 10),
 }
 
-PATIENCE_SECONDS = 60.0  # without a record, or without an answer of the brokers
+PATIENCE_SECONDS = 60.0  # time limit without a record, or without an answer of the brokers
 _POLL_SECONDS = 0.01  # time limit of one call of the consumer
-_MAX_MESSAGES = 4_000  # of one call; with 50,000, each message takes 50 % more CPU
-_FIRST_MESSAGES = 50  # of one call while the size of messages is unknown
-_POLL_BYTES = 2 << 20  # of one call, approximately
+_MAX_MESSAGES = 4_000  # per call of the consumer; with 50,000, each message takes 50 % more CPU
+_FIRST_MESSAGES = 50  # per call, while the size of messages is unknown
+_POLL_BYTES = 2 << 20  # per call, approximately
 
-_ANSWER_SECONDS = 1.0  # for one answer of the brokers
-_REOPEN_SECONDS = 5.0  # without an answer; a new client is then opened, because the old one may not know new brokers
+_ANSWER_SECONDS = 1.0  # time limit of one request
+_REOPEN_SECONDS = 5.0  # without an answer: then a new client is opened, because the old one may not know new brokers
 
 TopicOffsets = dict[str, dict[int, int]]
 """An offset for each partition, by topic."""

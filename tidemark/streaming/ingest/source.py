@@ -38,7 +38,7 @@ WORTHWHILE_RECORDS = 40
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
 _IDLE_SECONDS = 2.0  # if two batches begin further apart, `Pace` does not take the CPU time between them as a cost
 _LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
-_MIN_PAUSE_SECONDS = 0.02  # between two queries of end offsets; one takes 1 ms in this process and 1 ms in the broker
+_MIN_PAUSE_SECONDS = 0.02  # between queries of end offsets; a query takes 1 ms in this process and 1 ms in the broker
 
 _OPTION = "secret"  # Spark redacts an option with this name
 

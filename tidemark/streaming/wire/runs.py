@@ -225,7 +225,7 @@ def _ids(rows: npt.NDArray[np.void], steps: Ids) -> Ids:
     """The ID of each edge, from the `steps` of `PackedRuns`."""
     sums = np.cumsum(steps)
     sums_before = np.concatenate(([0], sums))[_begins(rows)]
-    # A sum over many runs may overflow; the difference of two sums is right nevertheless.
+    # A sum over many runs may overflow. The difference of two sums is still right.
     ids: Ids = sums + np.repeat(rows["start"] - sums_before, np.diff(rows["stop"], prepend=0))
     return ids
 
