@@ -136,7 +136,7 @@ def _retirements(current: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     history: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT_SECONDS` seconds or longer, oldest
+    """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT_SECONDS` or longer, oldest
     first; only the first `MAX_STAYS`. `encoded`: the current state of the stream."""
     current = codec.decode(encoded)
     explanations: dict[int, Explanation] = {}

@@ -267,7 +267,7 @@ def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def _lag_lines(stream: StreamStatus, now: float) -> Iterator[str]:
-    """The linear lag and its blockers as lines. Empty if there is none, or if the lag is younger than `BRIEF_WAIT_SECONDS`."""
+    """The linear lag and its blockers as lines. Empty without a lag, or if it is younger than `BRIEF_WAIT_SECONDS`."""
     lag = stream.summary.linear_lag
     if lag is None or is_brief(lag.since, now):
         return
