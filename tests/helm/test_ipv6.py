@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from tests.helm.ipv6_pipeline import ADDRESS, NAME
 from tests.helm.tools import ROOT
 from tidemark.app.serving import http_health
-from tidemark.app.serving.serve import listening_socket
+from tidemark.app.serving.serve import open_listening_socket
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, create_protocol_factory
 
@@ -57,7 +57,7 @@ class Healthy:
 
 def listens(address: str) -> None:
     """The sidecar's socket accepts, and a probe gets its answer, at `address`."""
-    with closing(listening_socket("TIDEMARK_SIDECAR_PORT", "::", 0)) as listening:
+    with closing(open_listening_socket("TIDEMARK_SIDECAR_PORT", "::", 0)) as listening:
         socket.create_connection((address, listening.getsockname()[1]), timeout=5).close()
         listening.settimeout(5)
         listening.accept()[0].close()
@@ -116,7 +116,7 @@ def test_a_trusted_proxy_is_known_by_its_ipv4_address() -> None:
     bounds = AdmissionConfig(trusted_proxies=["127.0.0.0/8"])
     factory = create_protocol_factory(bounds)
     server = uvicorn.Server(uvicorn.Config(client_of, lifespan="off", log_config=None, http=factory))
-    with closing(listening_socket("TIDEMARK_SIDECAR_PORT", "::", 0)) as listening:
+    with closing(open_listening_socket("TIDEMARK_SIDECAR_PORT", "::", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"

@@ -346,7 +346,7 @@ def run(
     with ExitStack() as stack:
         if metrics is not None:
             stack.enter_context(
-                http_health.serve_health("--metrics", http_health.metrics_address(metrics), follow_metrics)
+                http_health.serve_health("--metrics", http_health.parse_metrics_address(metrics), follow_metrics)
             )
             stack.enter_context(run_in_thread(ReaderWatch(dsn, follow_metrics.registry, halt).run, halt))
         PositionFollower(settings.redis, dsn, halt, streams, history, follow_metrics).run()

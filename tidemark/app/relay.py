@@ -64,7 +64,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         if plan.metrics is not None:
             stack.enter_context(
                 http_health.serve_health(
-                    "--metrics", http_health.metrics_address(plan.metrics), LoopHealth(metrics, "the database")
+                    "--metrics", http_health.parse_metrics_address(plan.metrics), LoopHealth(metrics, "the database")
                 )
             )
             if find_spec("redis") is not None:  # the reader library needs it

@@ -99,7 +99,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
             stack.enter_context(
-                http_health.serve_health("--metrics", http_health.metrics_address(plan.metrics), health)
+                http_health.serve_health("--metrics", http_health.parse_metrics_address(plan.metrics), health)
             )
         wait_out(lambda: require_facts_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))

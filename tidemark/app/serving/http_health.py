@@ -48,7 +48,7 @@ class HealthServerConfig:
 
     Attributes:
         max_connections: the largest number of connections.
-        max_head_bytes: the largest request head.
+        max_head_bytes: the largest request head. No more bytes of a connection are read.
         request_timeout_seconds: how long after the start of a connection the request must have arrived.
         answer_timeout_seconds: how long after the start of a connection the answer must have been sent.
     """
@@ -95,8 +95,8 @@ def serve_health(
         server.server_close()
 
 
-def metrics_address(text: str) -> tuple[str, int]:
-    """Parse the value of `--metrics` as host and port. Raises `BadSetting`."""
+def parse_metrics_address(text: str) -> tuple[str, int]:
+    """Parse the value of `--metrics` as host and port. Raises `BadSetting` if the value is not `host:port`."""
     try:
         return parse_host_port(text)
     except ValueError as problem:
@@ -132,7 +132,7 @@ PAUSE_FACTOR = 4  # the pause after a scrape, as a multiple of its duration; scr
 
 
 def _throttle(scrape: "WSGIApplication") -> "WSGIApplication":
-    """Wrap `scrape`, so that one scrape runs at a time, and a pause follows each scrape."""
+    """Wrap `scrape`, so that one scrape runs at a time, and the next scrape begins after a pause (`PAUSE_FACTOR`)."""
     lock, not_before = threading.Lock(), 0.0
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
@@ -202,10 +202,11 @@ class _HealthServer(ThreadingWSGIServer):
                     self._close(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore the errors of disconnected clients."""
+        """Ignore all errors of a request. Most are errors of clients that disconnect."""
 
     def _evict(self) -> None:
-        """Close the oldest connections without a request. If every connection has a request, close the oldest one."""
+        """Close the connections that `pick_victims` picks from those without a request. If every connection has a
+        request, close the oldest connection."""
         idle = [
             IdleConnection(request, connection.address, connection.connected_at)
             for request, connection in self._connections.items()
@@ -222,7 +223,7 @@ class _HealthServer(ThreadingWSGIServer):
 
 
 class _LimitedReader(io.RawIOBase):
-    """Reads a connection up to `max_bytes`, then reports its end."""
+    """Reads at most `max_bytes` from a connection. Then reports the end of the stream."""
 
     def __init__(self, connection: socket.socket, max_bytes: int) -> None:
         self._connection = connection

@@ -56,23 +56,23 @@ class ClientLimits:
     handshakes: int = 0
 
     @property
-    def files(self) -> int:
+    def file_count(self) -> int:
         """The number of open files that the process needs."""
         return self.connections + self.line_connections + self.handshakes + RESERVED_FILES
 
 
 def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
-    """Reduce the limits in `desired` by a common factor, so that they need at most `file_limit` open files. Returns
-    `desired` itself if it fits. Pure.
+    """Reduce the limits in `desired` by a common factor, so that the process needs at most `file_limit` open files.
+    Returns `desired` if no reduction is necessary. Pure.
 
     Raises:
-        BadSetting: the file limit is too low for a few clients of each kind.
+        BadSetting: the file limit is too low for `MIN_CONNECTIONS_PER_KIND` connections of each kind.
     """
-    if desired.files <= file_limit:
+    if desired.file_count <= file_limit:
         return desired
 
     def reduce(count: int) -> int:
-        return count * (file_limit - RESERVED_FILES) // (desired.files - RESERVED_FILES)
+        return count * (file_limit - RESERVED_FILES) // (desired.file_count - RESERVED_FILES)
 
     limits = ClientLimits(
         reduce(desired.connections),
@@ -91,7 +91,7 @@ def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
 
 
 def raise_file_limit(desired: ClientLimits) -> ClientLimits:
-    """Raise this process's limit of open files to `desired.files`, or to the hard limit if that is lower. Logs the
+    """Raise this process's limit of open files to `desired.file_count`, or to the hard limit if that is lower. Logs the
     result.
 
     Returns:
@@ -101,23 +101,24 @@ def raise_file_limit(desired: ClientLimits) -> ClientLimits:
         BadSetting: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raised = desired.files if hard == resource.RLIM_INFINITY else min(desired.files, hard)
+    raised = desired.file_count if hard == resource.RLIM_INFINITY else min(desired.file_count, hard)
     if soft != resource.RLIM_INFINITY and soft < raised:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
-    file_limit = desired.files if soft == resource.RLIM_INFINITY else soft
+    file_limit = desired.file_count if soft == resource.RLIM_INFINITY else soft
     limits = fit_limits(file_limit, desired)
     if limits != desired:
         log.warning(
-            "The limit of open files is low: serving fewer clients than configured; raise LimitNOFILE",
+            "The limit of open files is low: serving fewer clients than configured; raise the limit (ulimit -n, or"
+            " LimitNOFILE of systemd)",
             files=file_limit,
-            needed=desired.files,
+            needed=desired.file_count,
             connections=limits.connections,
             open_requests=limits.open_requests,
             lines=limits.line_connections,
         )
     else:
-        log.info("Open files", allowed=file_limit, needed=desired.files)
+        log.info("Open files", allowed=file_limit, needed=desired.file_count)
     return limits
 
 
@@ -133,8 +134,8 @@ EXIT_TIMEOUT_SECONDS = 6.0  # after SIGTERM, the longest wait for threads that q
 class StoppableServer(uvicorn.Server):
     """Serves HTTP on listening sockets until `stop` is called. Handles no signals.
 
-    After `stop`, the server accepts no clients and sets the event `stopping`. It returns when all requests have ended,
-    or after `SHUTDOWN_TIMEOUT_SECONDS`.
+    After `stop`, the server accepts no clients, and sets the event `stopping`. `run` returns when all requests have
+    ended, or after `SHUTDOWN_TIMEOUT_SECONDS`.
     """
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, listener_config: ListenerConfig) -> None:
@@ -144,7 +145,7 @@ class StoppableServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn would raise the signal again at the end, so the exit code would not be 0.
+        # uvicorn's own method would raise the signal again at the end, so the exit code would not be 0.
         yield
 
     def stop(self) -> None:
@@ -190,8 +191,8 @@ async def serve_lines(
     listener_config: ListenerConfig,
     max_connections: int,
 ) -> AsyncIterator[None]:
-    """Run the line protocol during the block: on a listening socket, between sidecars, and on the Redis channel if one
-    is configured. Clients are disconnected when `stopping` is set.
+    """Run the line protocol during the block: on a listening socket, between sidecars, and on the Redis channel, if a
+    channel is configured. Clients are disconnected when `stopping` is set.
     """
 
     def open_tail() -> Tail:
@@ -231,7 +232,8 @@ def _listener_config(settings: Settings, max_handshakes: int) -> ListenerConfig:
 
 
 def run(settings: Settings) -> None:
-    """Run the sidecar until SIGTERM or SIGINT. Raises `Stop` if a person must act."""
+    """Run the sidecar until SIGTERM or SIGINT. Raises `Stop` if a person must decide, for example if a setting is wrong
+    or a server refuses this user."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(*GC_THRESHOLDS)
     readers = None if settings.readers_dsn is None else settings.readers
@@ -254,8 +256,8 @@ def run(settings: Settings) -> None:
     # Not logged: uvicorn's error messages also reach the client or Tidemark's log.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
-        listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
-        listening_socket("TIDEMARK_LINES_LISTEN", *parse_host_port(settings.lines_listen)) as lines_listening,
+        open_listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
+        open_listening_socket("TIDEMARK_LINES_LISTEN", *parse_host_port(settings.lines_listen)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
@@ -288,16 +290,16 @@ def run(settings: Settings) -> None:
 
 async def _require_access(servers: ReadSideConfig) -> None:
     """Raise `Stop` if a server refuses this user. A server that is down is no error, because the sidecar can start
-    without it."""
+    without the server."""
     async with open_read_side(servers) as read_side:
         for check in (read_side.redis_reader.ping, read_side.postgres_reader.check):
             with suppress(Unavailable):
                 await check()
 
 
-def listening_socket(variable: str, host: str, port: int) -> socket.socket:
-    """Listen on a TCP address; if `host` is `::`, also for IPv4. `variable`: the setting with the address. Raises
-    `BadSetting` if the process cannot listen.
+def open_listening_socket(variable: str, host: str, port: int) -> socket.socket:
+    """Listen on a TCP address; if `host` is `::`, also for IPv4. Port 0 selects a free port. `variable`: the setting
+    with the address, for the error. Raises `BadSetting` if the process cannot listen on the address.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

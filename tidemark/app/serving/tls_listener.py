@@ -40,8 +40,8 @@ _Version = tuple[int, int, int] | None
 class FileWatcher(Generic[T]):
     """Reloads the content of files when they change. For one thread.
 
-    The constructor raises the `BadSetting` of `load`. If a later `load` fails, the last content stays in use, and only
-    the first failure is logged.
+    The constructor calls `load`, and raises its errors. If a later call of `load` raises `BadSetting`, the last content
+    stays in use, and only the first of these errors is logged.
 
     Args:
         name: the name of the content, for the log.
@@ -63,7 +63,8 @@ class FileWatcher(Generic[T]):
         self._content = load()
 
     def content(self) -> T:
-        """The current content. Checks at most once a second whether the files have changed, and then reloads them."""
+        """The current content. Checks at most once a second whether the files have changed. If they have changed, loads
+        them again."""
         if self._now() - self._checked_at >= FILE_CHECK_INTERVAL_SECONDS:
             self._checked_at = self._now()
             self._check()
@@ -173,7 +174,7 @@ class SlotPool(Generic[T]):
         Clients for which `evict_first` returns True are preferred for eviction. If the largest address must give up a
         slot, its oldest preferred client is evicted, or its newest client if it has no preferred client. Otherwise the
         new client evicts the oldest preferred client of its own address. If its address has no preferred client, and
-        less than a quarter of all slots, it evicts a preferred client of any address.
+        less than a quarter of all slots, the new client evicts a preferred client of any address.
 
         Args:
             client: the connection or request that gets the slot.
@@ -309,8 +310,8 @@ def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
 
 
 def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Create the TLS context of a client. It trusts the authorities in the PEM file `ca_file`, or the authorities of
-    the system if `ca_file` is None.
+    """Create the TLS context of a client. The context trusts the authorities in the PEM file `ca_file`; None: the
+    authorities of the system.
 
     Raises:
         BadSetting: the file cannot be read, or contains no certificate.
@@ -425,8 +426,8 @@ class TlsListener:
             connection.close()
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """Perform the handshake, and pass the connection to its protocol. A connection whose handshake fails or takes
-        too long is closed without an answer.
+        """Perform the handshake, if there is a certificate, and pass the connection to its protocol. A connection whose
+        handshake fails or takes too long is closed without an answer.
         """
         certificate, seconds = self._certificate, self._limits.timeout_seconds
         with suppress(OSError):
@@ -439,7 +440,7 @@ class TlsListener:
                     ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS,
                 )
                 return
-            # Never cancelled, because uvloop would leave the connection open. It takes one iteration of the loop.
+            # This task is not cancelled, because uvloop would leave the connection open. It takes one iteration.
             transport, _ = await self._loop.connect_accepted_socket(self._factory, connection)
             if self._is_closed:
                 transport.abort()
