@@ -75,8 +75,8 @@ TOPICS = {"facts": TopicIdentity("id", 1)}
 def batches(publisher: _Quick | None = None, *, one_task: bool = False) -> BatchHandler:
     publisher = publisher or _Quick()
     seed = Seed("first", BEFORE, {})
-    board = StreamCollector(streams=1, writers=1)
-    board.read["facts", 0] = 0
+    board = StreamCollector(max_streams=1, max_writers=1)
+    board.read_offsets["facts", 0] = 0
     return BatchHandler(cast("Publisher", publisher), board, seed, TOPICS, no_trace, one_task=one_task)
 
 

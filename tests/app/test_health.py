@@ -171,7 +171,7 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     producer.produce(prefix, b"{}", on_delivery=lambda *_: None)
     producer.flush(30)
     board = StreamCollector()
-    board.read[prefix, 0] = 0
+    board.read_offsets[prefix, 0] = 0
 
     def blocked() -> list[str]:
         return [

@@ -127,7 +127,7 @@ def test_a_prepared_transaction_is_rolled_back_by_the_statement_that_is_shown(da
     with psycopg.connect(database) as service:
         service.execute("select tidemark.append(%s, '{}')", [STREAM])
         service.execute("prepare transaction 'o''neill 1'")
-    [transaction] = relay.blockers(database)
+    [transaction] = relay.read_blockers(database)
     assert (transaction.pid, transaction.gid) == (None, "o'neill 1")
     shard = Shard()
     shard.feed(join("shop", 0), rdata("shop", 3, 2, epoch=1), opened("shop", transaction.description))
@@ -138,7 +138,7 @@ def test_a_prepared_transaction_is_rolled_back_by_the_statement_that_is_shown(da
         assert operator.execute(
             "select count(*) from pg_prepared_xacts where database = current_database()"
         ).fetchone() == (0,)
-    assert relay.blockers(database) == []
+    assert relay.read_blockers(database) == []
 
 
 def test_the_name_of_a_prepared_transaction_may_hold_a_quote() -> None:

@@ -96,13 +96,13 @@ def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[StreamColle
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "shop"}) == 4
     assert registry.get_sample_value("tidemark_allocated_position", {"stream": "orders"}) == 9
-    assert board.read == {("facts", 2): 7}
+    assert board.read_offsets == {("facts", 2): 7}
 
 
 def test_past_their_number_streams_and_writers_share_a_series() -> None:
     """However many there are: the rest is summed, of ages the highest counts, and both are counted."""
     registry = CollectorRegistry()
-    board = StreamCollector(now=lambda: 25.0, streams=2, writers=3)
+    board = StreamCollector(now=lambda: 25.0, max_streams=2, max_writers=3)
     registry.register(board)
     board.load(loaded({"s9": codec.encode(a_backward_stream())}), {})
     board.update([effects(f"s{number}", a=number, b=number) for number in range(5)])
@@ -151,7 +151,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
         families = board.collect()
         return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
 
-    board, policies = StreamCollector(now=lambda: 60.0, streams=streams, writers=2), Policies()
+    board, policies = StreamCollector(now=lambda: 60.0, max_streams=streams, max_writers=2), Policies()
     last: dict[str, tuple[int, dict[str, tuple[int, bool]], bool]] = {}
     for name, line, rows, behind, policy in moves:
         if policy is not None:
@@ -161,7 +161,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
         _, standing, _ = last.get(name, (0, {}, False))
         standing = {**standing, **rows}
         last[name] = line, {writer: it for writer, it in standing.items() if not it[1]}, behind
-        fresh = StreamCollector(now=lambda: 60.0, streams=streams, writers=2)
+        fresh = StreamCollector(now=lambda: 60.0, max_streams=streams, max_writers=2)
         for other, (stands, positions, waits) in last.items():
             fresh.update([moved(other, stands, positions, behind=waits)])
         fresh.set_policies(policies)
@@ -198,7 +198,7 @@ def test_a_board_goes_on_with_what_it_found(before: Sequence[Any], after: Sequen
         return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
 
     def started() -> StreamCollector:
-        board = StreamCollector(now=lambda: 60.0, streams=most, writers=2)
+        board = StreamCollector(now=lambda: 60.0, max_streams=most, max_writers=2)
         board.set_policies(Policies({"c": {"gap_seconds": 7}}))
         board.load(loaded(shard.states), {})
         return board
@@ -216,7 +216,7 @@ def test_streams_at_rest_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Rule 8: neither a batch nor a scrape opens one that did not move and has no series of its own."""
     shard = Shard()
     shard.feed(join("w", 0), rdata("w", 1, epoch=1))
-    board = StreamCollector(streams=3)
+    board = StreamCollector(max_streams=3)
     board.load(loaded({f"s{number:04}": shard.states[STREAM] for number in range(2000)}), {})
     opened, open_it = [], StreamEntry.of_state
 
@@ -274,7 +274,7 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() 
 def test_past_their_number_holders_share_a_series() -> None:
     """Those that hold longest are named, whatever their streams are called; the others are counted."""
     registry = CollectorRegistry()
-    board = StreamCollector(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, max_streams=1)
     registry.register(board)
     old = Shard().left_by_a_dead_writer()
     young = Shard(now=20_000).left_by_a_dead_writer()
@@ -291,7 +291,7 @@ def test_past_their_number_holders_share_a_series() -> None:
 def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -> None:
     """Postgres and each sink, as they were compared last, while the lease lasts; streams that ended have none."""
     registry = CollectorRegistry()
-    board = StreamCollector(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, max_streams=1)
     registry.register(board)
     board.update([effects(name, web=3) for name in ("a", "b", "c", "ended")])
     board.update([effects("ended", retired=True, web=4)])
@@ -322,7 +322,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     """By stream, as its policy bounds it, and past their number the fullest of the others. How full each is, is asked
     of the state itself."""
     registry = CollectorRegistry()
-    board = StreamCollector(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, max_streams=1)
     registry.register(board)
     board.set_policies(Policies({"a": {"pending_bound": 4}}, {"pending_bound": 5, "completed_bound": 5}))
     shard = Shard()
@@ -341,7 +341,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
 def test_what_alerts_compare_with_is_the_streams_own() -> None:
     """Of streams that share a series the least; a stream with a policy of its own is the last to lose its series."""
     registry = CollectorRegistry()
-    board = StreamCollector(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, max_streams=1)
     registry.register(board)
     board.set_policies(
         Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8})
@@ -381,7 +381,7 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     topics, admin = Topics(connection), AdminClient(connection.client_settings())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
     board = StreamCollector()
-    board.read[prefix, 0] = 0
+    board.read_offsets[prefix, 0] = 0
     with LagMonitor(Topics(connection), topics.identities([prefix]), board).running() as noticing:
         admin.delete_topics([prefix])[prefix].result(30)
         eventually(lambda: topics.create_missing([TopicPlan(prefix, 1, 1000)]), 30, lambda: "the new topic")

@@ -74,7 +74,7 @@ def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
     state: tuple[int, int],
 ) -> None:
     """A query for light traffic has one stage. All records were read when its first shard was computed."""
-    monkeypatch.setattr("tidemark.app.pipeline.tracing._stages", lambda _: iter(stages))
+    monkeypatch.setattr("tidemark.app.pipeline.tracing._read_stages", lambda _: iter(stages))
     shards = [ShardEffects(number, 0, [], [], [], computation_start=computed_from + number) for number in (0, 9)]
     with open_tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
         spans.record_compute(Mock(), shards)

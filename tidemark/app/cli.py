@@ -3,7 +3,7 @@
 Exit codes:
 
 - 0: success.
-- 1: the command failed, or found a problem or a difference (`doctor`, `verify`, `replay`).
+- 1: the command failed, or found a problem or a difference (such as `doctor` and `verify`).
 - 2: a person must correct something: wrong usage, a wrong setting, or any other `Stop`.
 - 3: a check of `--check` failed, the effect of a change was not confirmed in time, or `replay` could not compare a
   stream.
@@ -27,7 +27,7 @@ from tidemark.common.gc_tuning import gc_disabled
 
 
 class Verb(NamedTuple):
-    """A verb.
+    """A subcommand of `tidemark`.
 
     Attributes:
         module: the name of the module in `tidemark.app.verbs`.

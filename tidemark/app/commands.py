@@ -91,22 +91,22 @@ def text_with_stack_hint(error: Unavailable | Refused) -> str | None:
     """The text of an error, with the hint that the local stack may not run; None if this hint does not apply.
 
     The hint applies if the server's address is the default. The hint also applies if the address is from `stack.env`,
-    and no process listens at the address. Connects to the address, for at most a second, to find out.
+    and no process listens at the address. Connects to the address to find out (see `accepts_connections`).
     """
     from tidemark.app.connections import accepts_connections
     from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
     origin = "" if name is None else origin_of(name)
-    listening = accepts_connections(error.where)
-    if name is None or not (origin == "default" or (origin == str(stack_env()) and not listening)):
+    is_listening = accepts_connections(error.where)
+    if name is None or not (origin == "default" or (origin == str(stack_env()) and not is_listening)):
         return None
-    problem = one_line(error) if listening else f"{error.what} does not answer at {error.where}"
+    problem = one_line(error) if is_listening else f"{error.what} does not answer at {error.where}"
     return f"{problem}: is `tidemark up` running? If not, start it or set {variable_of(name)}"
 
 
 class Amount(click.FloatRange):
-    """A number. `nan` is rejected, because it would pass all range checks."""
+    """The type of an option with a number in a range. Rejects `nan`, which would pass all range checks."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -150,8 +150,8 @@ def load_settings(*, other_database: bool = False) -> "Settings":
     setting is reported at once.
 
     Changes environment variables of this process that could redirect requests to the local stack. If a proxy is set,
-    adds the loopback addresses to `no_proxy`. Removes the `PG...` variables if Postgres is that of the local stack,
-    `synapse_dsn` is not set, and `other_database` is not set.
+    adds the loopback addresses to `no_proxy`. Removes the `PG...` variables if `postgres_dsn` is the address of the
+    local stack, `synapse_dsn` is not set, and `other_database` is not set.
 
     Args:
         other_database: whether the process also connects to a database that is not in the settings. The `PG...`

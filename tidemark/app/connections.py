@@ -72,7 +72,7 @@ _URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: `Path` replac
 _NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
 
 
-def masked(text: str) -> str:
+def mask_passwords(text: str) -> str:
     """Replace the password in a URL, and the passwords and secrets in key=value words, by `***`. The rest of the text
     is unchanged."""
     return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
@@ -84,7 +84,7 @@ def _without_path(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
 
 
-def masked_url(text: str) -> str:
+def mask_url(text: str) -> str:
     """The URL of a web service with only scheme, host and port, because the other parts may contain a key.
 
     User and password are removed. Path, query and fragment become `/***`. A URL that cannot be parsed becomes `***`.
@@ -103,8 +103,8 @@ def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Maskable:
-    """Marks a secret setting that is an address, and may be shown after `masked`. If `is_web_url`, the address may be
-    shown after `masked_url`."""
+    """Marks a secret setting that is an address. The address may be shown after `mask_passwords`; if `is_web_url`, only
+    after `mask_url`."""
 
     is_web_url: bool = False
 
@@ -220,9 +220,9 @@ class Connections(BaseModel):
             mechanism=self.kafka_sasl_mechanism,
             username=self.kafka_username,
             password=self.secret("kafka_password"),
-            ca_file=_text(self.kafka_ca_file),
-            certificate_file=_text(self.kafka_ssl_certificate_file),
-            key_file=_text(self.kafka_ssl_key_file),
+            ca_file=_path_text(self.kafka_ca_file),
+            certificate_file=_path_text(self.kafka_ssl_certificate_file),
+            key_file=_path_text(self.kafka_ssl_key_file),
             oauth=self._kafka_oauth(),
         )
 
@@ -244,7 +244,7 @@ class Connections(BaseModel):
             self.redis_url.get_secret_value(),
             password=partial(self.secret, "redis_password"),
             sentinel_password=partial(self.secret, "redis_sentinel_password"),
-            ca_file=_text(self.redis_ca_file),
+            ca_file=_path_text(self.redis_ca_file),
         )
 
     def postgres(self) -> str:
@@ -274,7 +274,7 @@ def require_both(settings: BaseModel, *pair: str) -> None:
         raise ValueError(f"set both {' and '.join(map(variable, pair))}, or neither; {variable(missing[0])} is not set")
 
 
-def _text(path: Path | None) -> str | None:
+def _path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 

@@ -56,7 +56,7 @@ HANGING_SECONDS = 60.0
 REDIS_TIMEOUT_SECONDS = 2.0
 """Timeout of a connection to Redis, and of an answer."""
 FULL_READ_INTERVAL_SECONDS = 1.0
-"""Seconds between two reads of all streams. They are necessary because messages on channels may be lost."""
+"""Seconds between two reads of all streams. These reads find the moves whose messages on channels were lost."""
 _FIRST_MESSAGE_SECONDS, _ALL_MESSAGES_SECONDS = 0.05, 0.06
 """Time limits of `_receive_moved_streams`: for the first message, and for all messages."""
 REFUSED_PAUSE_SECONDS = 5.0
@@ -87,7 +87,8 @@ class FollowMetrics:
         self.heartbeat.set_to_current_time()
 
     def liveness_problem(self, now: float) -> str | None:
-        return "the loop does not run" if now - http_health.gauge_value(self.heartbeat) >= HANGING_SECONDS else None
+        is_hanging = now - http_health.gauge_value(self.heartbeat) >= HANGING_SECONDS
+        return f"the loop has not run for {HANGING_SECONDS:.0f} s" if is_hanging else None
 
     def readiness_problem(self) -> str | None:
         is_silent = time.time() - http_health.gauge_value(self.last_read) >= NOT_READY_SECONDS
@@ -133,7 +134,7 @@ class PositionFollower:
         halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
         history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
-        metrics: the metrics to update; None: they are not served, so nothing is updated.
+        metrics: the metrics to update; None: metrics that are not served.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class PositionFollower:
         """The streams whose position this database decides."""
 
     def is_local(self, stream: str) -> bool:
-        """Whether this database decides the position of the stream (see `_decide_source`), because all writers of the
-        stream are in it. False before the first read of Redis. Thread-safe."""
+        """Whether this database decides the position of the stream. Then all writers of the stream are in this database
+        (see `_decide_source`). False before the first read of Redis. Thread-safe."""
         return stream in self._local_streams
 
     def run(self, *, retries_refusals: bool = False) -> None:
@@ -268,15 +269,18 @@ class PositionFollower:
         return keys.linear is not None and not is_decided_here
 
     def _hand_over(self, stream: str, keys: StreamKeys, known: KnownStream) -> bool:
-        """Make the stream `published`, or `handover` until the published positions have reached the position of this
-        database. Returns whether the stream is `published` now and has a published position to copy."""
+        """Change the stream from the position of this database to the published positions. The change is complete when
+        the published positions have reached the position of this database: until then, call this method again.
+
+        Returns True if the change is complete, and Redis has a position to copy.
+        """
         source = reader_database.hand_over(self._session, stream, keys.late, keys.linear or 0, keys.positions)
         late = keys.late if known.source == "database" else known.late
         self._known[stream] = KnownStream(keys.linear or known.linear, late, source)
         return keys.linear is not None and source == "published"
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
-        """Whether an operator override has settled IDs beyond the position `known` of this database.
+        """Whether an operator override has settled IDs beyond the linear position `known.linear` of this database.
 
         An override of an earlier epoch than in `epochs` is ignored: it is older than a restore of this database. Reads
         the published events only in an iteration that reads all streams; in all other iterations, the result is False.
@@ -285,7 +289,7 @@ class PositionFollower:
             return False
         return any(
             isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
-            for event in self._events(stream, Place(known.linear, {}, keys.late, is_settled=True))
+            for event in self._read_events(stream, Place(known.linear, {}, keys.late, is_settled=True))
         )
 
     def _next_update(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
@@ -302,7 +306,7 @@ class PositionFollower:
             return StreamUpdate(keys.linear, writers, late_after=keys.late)
         if keys.late <= known.late:
             return StreamUpdate(keys.linear, writers)
-        events = self._events(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
+        events = self._read_events(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
         late = [
             PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
             for event in events
@@ -311,7 +315,7 @@ class PositionFollower:
         lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
         return StreamUpdate(keys.linear, writers, lost, late)
 
-    def _events(self, stream: str, since: Place) -> list[Event]:
+    def _read_events(self, stream: str, since: Place) -> list[Event]:
         """Read the events between the place `since` and the positions that are published now."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()

@@ -65,9 +65,9 @@ def _configure_structlog(settings: Settings) -> None:
         shape = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     else:
         colours = sys.stderr.isatty() and not settings.no_color
-        shape = [_without_control_characters, structlog.dev.ConsoleRenderer(colors=colours)]
+        shape = [_escape_control_characters, structlog.dev.ConsoleRenderer(colors=colours)]
         if colours:
-            shape.append(_on_its_own_line)
+            shape.append(_clear_progress_bar)
     structlog.configure(
         processors=[*common, *shape],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
@@ -87,11 +87,11 @@ def _log_crash(error: tuple[type[BaseException], BaseException, TracebackType | 
     get_logger(__name__).critical("An unexpected error ended this process or one of its threads", exc_info=error)
 
 
-def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
+def _escape_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: escape_unprintable(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
-def _on_its_own_line(_: "WrappedLogger", __: str, line: Any) -> str:
+def _clear_progress_bar(_: "WrappedLogger", __: str, line: Any) -> str:
     """Prefix a log line with a code that clears a progress bar on the terminal. The bar reappears below the line."""
     return f"{CLEAR_LINE}{line}"
 

@@ -23,9 +23,9 @@ MAX_CELL_CHARS: Final = 48  # of a cell before the last column
 MIN_CELL_CHARS: Final = 12  # cells are not cut to fewer characters, even on a narrow terminal
 CLEAR_LINE: Final = "\r\x1b[K"
 """Terminal code that clears the current line, which may show a progress bar."""
-_HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
-_PROBLEM: Final = re.compile(r"problem: |failed ")
-_COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
+_HEADING_PATTERN: Final = re.compile(r"[A-Z][A-Z ()]*$")
+_PROBLEM_PATTERN: Final = re.compile(r"problem: |failed ")
+_COMMAND_PATTERN: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
 
 
 # ---- tables and lines
@@ -173,11 +173,11 @@ def echo(text: str) -> None:
 
 
 def _colour_line(line: str) -> str:
-    if _HEADINGS.match(line):
+    if _HEADING_PATTERN.match(line):
         return click.style(line, bold=True)
-    if _PROBLEM.match(line):
+    if _PROBLEM_PATTERN.match(line):
         return click.style(line, fg="red")
-    return click.style(line, fg="cyan") if _COMMAND.match(line) else line
+    return click.style(line, fg="cyan") if _COMMAND_PATTERN.match(line) else line
 
 
 def shows_progress() -> bool:

@@ -89,7 +89,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
 
 def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
     """Start a thread that copies the published positions into the database, if TIDEMARK_REDIS_URL is set. The thread
-    ends with `stack`.
+    ends when `stack` is closed.
 
     Returns a function that gets the name of a stream, and returns whether this database decides the stream's position.
     Without TIDEMARK_REDIS_URL, this is always True.
@@ -132,8 +132,8 @@ class LoopHealth:
     def readiness_problem(self) -> str | None:
         """Why the process is not ready; None if it is ready. A standby is ready, so that a rolling update can
         proceed."""
-        works = http_health.gauge_value(self.metrics.active) or http_health.gauge_value(self.metrics.standby)
-        return None if works else f"starting, or waiting for Kafka or {self.database}"
+        is_working = http_health.gauge_value(self.metrics.active) or http_health.gauge_value(self.metrics.standby)
+        return None if is_working else f"starting, or waiting for Kafka or {self.database}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,8 @@ def _streams_of(session: PostgresSession, writer: str) -> list[str]:
 
 
 def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
-    """Retire a writer in one stream. Returns the ID at which the writer retires, signed."""
+    """Retire a writer in one stream. Returns the ID at which the writer retires, signed. Raises `PrerequisitePending`
+    and `Refused` as `retire` does."""
     with session.use() as connection:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
@@ -284,9 +285,9 @@ def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
     return int(row[0])
 
 
-def blockers(dsn: str) -> list[OpenTransaction]:
-    """Read the open transactions that block any stream of the database: those whose start is hidden, then oldest
-    first."""
+def read_blockers(dsn: str) -> list[OpenTransaction]:
+    """Read the open transactions that block any stream of the database. Transactions whose start this user may not see
+    come first, then the others, the oldest first."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check_writable(connection)
         return queries.read_blockers(connection)

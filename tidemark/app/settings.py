@@ -31,8 +31,8 @@ from tidemark.app.connections import (
     HostPort,
     Maskable,
     Positive,
-    masked,
-    masked_url,
+    mask_passwords,
+    mask_url,
     require_both,
     variable,
 )
@@ -181,7 +181,7 @@ def _split_list(text: str) -> list[str]:
 # Variables in `stack.env` that only users and their programs read.
 USER_VARIABLES = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 
-Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
+MemorySize = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
 class Settings(SidecarSettings, Connections):
@@ -217,7 +217,7 @@ class Settings(SidecarSettings, Connections):
         pattern=r"^(local(\[(\*|[1-9]\d*)\])?|spark://.+|k8s://.+)$",
         description="Where Spark runs: local (all available cores), local[N], spark://host:7077, k8s://https://host.",
     )
-    spark_driver_memory: Memory = Field("1g", description="Heap of Spark's driver, such as 512m or 2g.")
+    spark_driver_memory: MemorySize = Field("1g", description="Heap of Spark's driver, such as 512m or 2g.")
     spark_driver_host: str | None = Field(
         None,
         min_length=1,
@@ -234,7 +234,7 @@ class Settings(SidecarSettings, Connections):
         None, description="Maximum of executors, allocated by load; needs TIDEMARK_CHECKPOINT_STORE."
     )
     spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
-    spark_executor_memory: Memory = Field("1g", description="Heap of each executor.")
+    spark_executor_memory: MemorySize = Field("1g", description="Heap of each executor.")
     spark_executor_python: str | None = Field(
         None,
         min_length=1,
@@ -335,7 +335,7 @@ class Settings(SidecarSettings, Connections):
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
-                return _read(Path(path))
+                return _read_secret(Path(path))
         known: SecretStr | None = getattr(self, name)
         return None if known is None else known.get_secret_value()
 
@@ -377,12 +377,12 @@ def _secret_of_file(name: str, field: FieldInfo) -> str | None:
     if os.environ.get(variable_of(name)):
         raise BadSetting(variable, f"{variable_of(name)} is set too; unset one of them")
     try:
-        return _read(Path(path))
+        return _read_secret(Path(path))
     except OSError as error:
         raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
 
 
-def _read(secret: Path) -> str:
+def _read_secret(secret: Path) -> str:
     return secret.read_text().rstrip("\r\n")
 
 
@@ -401,7 +401,7 @@ def _bad_setting(error: ValidationError) -> BadSetting:
         return BadSetting("settings", problem)
     name = str(first["loc"][0])
     field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
-    value = "the value" if is_secret(field) else masked(repr(first["input"]))
+    value = "the value" if is_secret(field) else mask_passwords(repr(first["input"]))
     return BadSetting(
         variable_of(name), f"{value} is not allowed: {problem[0].lower()}{problem[1:]} ({field.description})"
     )
@@ -456,12 +456,12 @@ class UnknownVariable:
 def effective_settings(settings: Settings) -> list[EffectiveSetting]:
     return [
         EffectiveSetting(variable_of(name), _shown_value(name, getattr(settings, name)), origin_of(name))
-        for name in _names()
+        for name in _setting_names()
     ]
 
 
 def unknown_settings() -> list[UnknownVariable]:
-    known = [variable_of(name) for name in _names()]
+    known = [variable_of(name) for name in _setting_names()]
     return [
         UnknownVariable(name, next(iter(get_close_matches(name, known, n=1)), None)) for name in unknown_variables()
     ]
@@ -479,7 +479,7 @@ def settings_lines(settings: Settings) -> Iterator[str]:
         yield f"{unknown.name} is not a setting{hint}"
 
 
-def _names() -> list[str]:
+def _setting_names() -> list[str]:
     return list(Settings.model_fields)
 
 
@@ -494,6 +494,6 @@ def _shown_value(name: str, value: Any) -> str | None:
             ]
             if not shown:
                 return "***"
-            return (masked_url if shown[0].is_web_url else masked)(value.get_secret_value())
+            return (mask_url if shown[0].is_web_url else mask_passwords)(value.get_secret_value())
         case _:
-            return masked(str(value)).replace("\n", "\\n")
+            return mask_passwords(str(value)).replace("\n", "\\n")

@@ -39,7 +39,8 @@ class BridgePlan:
     Attributes:
         server: Synapse's server_name.
         streams: Synapse's names of the streams to send.
-        writers: items `stream=worker,worker`: all workers that write to one of `streams`. Not needed for each stream.
+        writers: the workers of some of the streams, as texts `stream=worker,worker`. A text must name all workers that
+            write to its stream.
         prefix: the prefix of the streams' names in Kafka.
         metrics: the address at which metrics and probes are served; None: serve none.
     """
@@ -125,7 +126,7 @@ def _synapse_dsn(settings: Settings) -> str:
     return dsn
 
 
-def blockers(settings: Settings) -> list[TableWriter]:
+def read_blockers(settings: Settings) -> list[TableWriter]:
     """Read the open transactions that write to tables of Synapse's streams, if they are old enough for OPEN records
     (`is_reported`).
 

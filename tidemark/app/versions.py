@@ -16,7 +16,7 @@ from tidemark.common.environment import server_environment
 from tidemark.common.errors import Stop, VersionSkew
 
 OURS = version("tidemark-streams")
-_NUMBERS = re.compile(r"(\d+)\.(\d+)")
+_VERSION_PATTERN = re.compile(r"(\d+)\.(\d+)")
 
 
 def require_compatible(pipeline: str, ours: str = OURS) -> None:
@@ -36,7 +36,7 @@ def require_successor(last: str, ours: str = OURS) -> None:
 def _minor_versions_ahead(theirs: str, ours: str) -> int:
     """The number of minor versions by which `theirs` is newer than `ours`; negative if `theirs` is older. 0 if one of
     the versions has no number. A major version counts as 1000 minor versions."""
-    if not (their_numbers := _NUMBERS.match(theirs)) or not (our_numbers := _NUMBERS.match(ours)):
+    if not (their_numbers := _VERSION_PATTERN.match(theirs)) or not (our_numbers := _VERSION_PATTERN.match(ours)):
         return 0
     majors = int(their_numbers[1]) - int(our_numbers[1])
     return 1000 * majors if majors else int(their_numbers[2]) - int(our_numbers[2])

@@ -34,12 +34,12 @@ def own_home(tmp_path: Path) -> Home:
 
 def test_home_has_one_owner(own_home: Home) -> None:
     """A second stack is refused in one line that names the first; a home whose owner ended is free again."""
-    with own_home.locked():
-        with pytest.raises(AlreadyRunning) as caught, own_home.locked():
+    with own_home.lock():
+        with pytest.raises(AlreadyRunning) as caught, own_home.lock():
             pass
         assert caught.value.pid == str(os.getpid())
         assert "\n" not in str(caught.value)
-    with own_home.locked():
+    with own_home.lock():
         pass
 
 

@@ -57,12 +57,12 @@ def options(archive: Path) -> list[str]:
 def is_complete(archive: Path) -> bool:
     """Whether the archive exists and has its original size. A truncated archive would crash the JVM."""
     try:
-        return archive.stat().st_size == int(_size_of(archive).read_text())
+        return archive.stat().st_size == int(_size_path(archive).read_text())
     except (OSError, ValueError):
         return False
 
 
-def _size_of(archive: Path) -> Path:
+def _size_path(archive: Path) -> Path:
     """The path of the file that contains the original size of the archive, as text."""
     return archive.with_suffix(".size")
 
@@ -93,7 +93,7 @@ def create(archive: Path, run_jvm: Callable[[Path, str], None]) -> None:
         part = archive.with_suffix(".part")
         try:
             shutil.move(created, part)
-            _size_of(archive).write_text(str(part.stat().st_size))
+            _size_path(archive).write_text(str(part.stat().st_size))
             part.rename(archive)
         finally:
             part.unlink(missing_ok=True)

@@ -32,8 +32,8 @@ from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
 SLOW_PYTHON_START = "a Python process of Spark did not start within 10 s; check whether this machine is overloaded"
 """The message for a time limit of Spark that no setting changes. The query is not at fault."""
-_RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
-_PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
+_PYTHON_ERROR_PATTERN = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
+_PROPERTY_PATTERN = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
 
     @contextmanager
     def detecting_exit(self) -> Iterator[None]:
-        """If the block raises an error because the JVM has exited, raise `SparkDied` with the reason of the exit."""
+        """If the block raises `Py4JError` or `OSError`, and the JVM has exited, raise `SparkDied` with the reason."""
         try:
             yield
         except (Py4JError, OSError) as error:
@@ -136,8 +136,8 @@ def make_packets(
 def require_executors(spark: SparkSession, required: Set[str], present: Set[str]) -> None:
     """Cancel all jobs and raise `QueryFailed` if an executor in `required` is not in `present`.
 
-    A required executor has states of streams in memory. Spark does not know this: after the end of the executor, Spark
-    would run its tasks on executors that do not have the states.
+    A required executor has states of streams in memory. Without this check, Spark would run the tasks of an executor
+    that has ended on executors that do not have the states.
 
     Args:
         spark: the session.
@@ -157,7 +157,7 @@ def innermost_cause(text: str) -> str:
     """
     if "Python worker failed to connect back" in text:
         return SLOW_PYTHON_START
-    if raised := _RAISED.findall(text):
+    if raised := _PYTHON_ERROR_PATTERN.findall(text):
         return str(raised[-1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("Caused by:")]
@@ -256,7 +256,7 @@ def read_properties(path: Path) -> dict[str, str]:
     values = {}
     for line in lines:
         if line and not line.startswith("#"):
-            match = _PROPERTY.fullmatch(line)
+            match = _PROPERTY_PATTERN.fullmatch(line)
             if match is None:
                 raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"the line {line!r} is not a Spark property")
             values[match["name"]] = match["value"]

@@ -158,7 +158,7 @@ class LagMonitor:
             try:
                 require_unchanged(self._topics.identities(self._remembered), self._remembered)
                 # Read and stable offsets before end offsets, so that they are never beyond the end offsets.
-                read = dict(self._collector.read)
+                read = dict(self._collector.read_offsets)
                 stable = self._topics.stable_offsets(self._partitions)
                 ends = self._topics.end_offsets(self._partitions)
                 if self._closing.is_set():  # Kafka may have taken long, and another process may have the lease now

@@ -67,7 +67,7 @@ class Seed:
     states: dict[int, bytes]
 
     def before(self, batch: int) -> tuple[str, int] | None:
-        """The lineage and number of the batch that must be applied before `batch`; None if no batch must be."""
+        """The lineage and number of the batch that must be applied before `batch`; None if there is no such batch."""
         return (self.lineage, batch - 1) if batch > 0 else self.after
 
 

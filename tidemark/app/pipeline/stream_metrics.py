@@ -88,7 +88,7 @@ class StreamEntries:
     The metrics of a quiet stream are computed from its encoded state when a batch or a scrape needs them.
 
     Args:
-        max_first: the number of streams that `first` returns.
+        max_first: the largest number of streams that `first_names` returns.
         stored: the encoded states of all streams.
 
     Attributes:
@@ -161,10 +161,10 @@ class StreamEntries:
             self._begin(name, entry)
 
     def prefer(self, names: Collection[str]) -> None:
-        """Set the streams that `first` returns before all others."""
+        """Set the streams that `first_names` returns before all others."""
         self._preferred, self._first = names, None
 
-    def first(self) -> list[str]:
+    def first_names(self) -> list[str]:
         """The names of at most `max_first` streams: preferred streams first, then others, each group sorted by name."""
         if self._first is None:
             first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
@@ -260,25 +260,25 @@ class StreamCollector(Collector):
     Streams that have ended and writers that have retired have no series.
 
     Attributes:
-        read: (topic, partition) -> next offset to read.
+        read_offsets: (topic, partition) -> next offset to read.
     """
 
-    def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
+    def __init__(self, now: Callable[[], float] = time.time, max_streams: int = 1000, max_writers: int = 5000) -> None:
         """
         Args:
             now: a clock, in seconds since 1970.
-            streams: the largest number of streams with their own series.
-            writers: the largest number of writers with their own series.
+            max_streams: the largest number of streams with their own series.
+            max_writers: the largest number of writers with their own series.
         """
-        self.read: dict[tuple[str, int], int] = {}
-        self._entries = StreamEntries(streams, NO_STATES)
+        self.read_offsets: dict[tuple[str, int], int] = {}
+        self._entries = StreamEntries(max_streams, NO_STATES)
         self._sums_by_sink: dict[int, _Sums] = {}
         self._min_thresholds: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
         self._began = self._reading_since = now()
-        self._streams = streams
-        self._writers = writers
+        self._max_streams = max_streams
+        self._max_writers = max_writers
         self._policies = Policies()
         self._bounds = self._policies.bounds()
         self._sinks: Sequence[Sink] = ()
@@ -290,15 +290,15 @@ class StreamCollector(Collector):
             states: the states of all streams.
             offsets: topic -> partition -> next offset to read.
         """
-        self.read.update(
+        self.read_offsets.update(
             {(topic, number): offset for topic, partitions in offsets.items() for number, offset in partitions.items()}
         )
-        self._begin(StreamEntries(self._streams, states))
+        self._begin(StreamEntries(self._max_streams, states))
 
     def count_new_offsets(self, effects: Sequence[ShardEffects]) -> int:
         """Count the offsets that a batch has read. Call this method before `update` with the same batch."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.next_offsets}
-        return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
+        return sum(offset - self.read_offsets.get(partition, offset) for partition, offset in reached.items())
 
     def set_policies(self, policies: Policies) -> None:
         with self._lock:
@@ -323,7 +323,7 @@ class StreamCollector(Collector):
 
     def forget(self) -> None:
         """Remove all values. Called when another process has the lease: without batches, all ages would only rise."""
-        self._begin(StreamEntries(self._streams, NO_STATES))
+        self._begin(StreamEntries(self._max_streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
 
@@ -337,7 +337,7 @@ class StreamCollector(Collector):
         """Apply the effects of a published batch."""
         with self._lock:
             for shard in effects:
-                self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.next_offsets})
+                self.read_offsets.update({(seen.topic, seen.partition): seen.offset for seen in shard.next_offsets})
                 for stream in shard.streams:
                     self._entries.update(stream)
 
@@ -350,10 +350,10 @@ class StreamCollector(Collector):
         now = self._now()
         with self._lock:
             entries = self._entries
-            named = {stream: entries[stream] for stream in entries.first()}
+            named = {stream: entries[stream] for stream in entries.first_names()}
             others = len(entries) - len(named)
             active = {stream: entry for stream, entry in entries.active.items() if stream not in named}
-            free, other_writers, other_positions = self._writers, entries.writers, entries.positions
+            free, other_writers, other_positions = self._max_writers, entries.writers, entries.positions
             for stream, entry in named.items():
                 shown = sorted(entry.positions.items())[:free]
                 free -= len(shown)
@@ -402,21 +402,21 @@ class StreamCollector(Collector):
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
                 for stream, entry in self._entries.active.items()
-                for bound, used in self._used(stream, entry.summary).items()
+                for bound, used in self._used_shares(stream, entry.summary).items()
             }
 
     def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
         for stream, entry in named.items():
-            for bound, used in self._used(stream, entry.summary).items():
+            for bound, used in self._used_shares(stream, entry.summary).items():
                 family.add_metric([stream, bound], used)
         fullest: dict[str, float] = {}
         for stream, entry in others.items():
-            for bound, used in self._used(stream, entry.summary).items():
+            for bound, used in self._used_shares(stream, entry.summary).items():
                 fullest[bound] = max(used, fullest.get(bound, 0.0))
         for bound, used in fullest.items():
             family.add_metric([OTHER_STREAMS, bound], used)
 
-    def _used(self, stream: str, summary: Summary) -> dict[str, float]:
+    def _used_shares(self, stream: str, summary: Summary) -> dict[str, float]:
         """The used share of each bound of the stream, without shares below `NEAR_BOUND`."""
         bounds = self._bounds.for_stream(stream)
         used = {
@@ -443,7 +443,7 @@ class StreamCollector(Collector):
             self._min_thresholds = entries.version, policies, {}
         minima = self._min_thresholds[2]
         if setting not in minima:
-            named = {*entries.first()}
+            named = {*entries.first_names()}
             values = (policies.value(stream, setting) for stream in entries if stream not in named)
             minima[setting] = min((value for value in values if value is not None), default=None)
         return minima[setting]
@@ -492,17 +492,17 @@ class StreamCollector(Collector):
                 blockers += [row for row in rows if row[0] >= BRIEF_WAIT_SECONDS]
                 unnamed += entry.summary.linear_lag.count - len(entry.summary.linear_lag.blockers)
         blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))
-        for age, stream, blocker in blockers[: self._streams]:
+        for age, stream, blocker in blockers[: self._max_streams]:
             labels = [stream, blocker.writer, blocker.reason]
             family.add_metric(labels, age)
             if blocker.last_seen:
                 last_seen.add_metric(labels, now - blocker.last_seen / 1000)
-        if rest := blockers[self._streams :]:
+        if rest := blockers[self._max_streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed
 
     def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
-        """Add a series for each relay or bridge that is silent or blocked, the longest first."""
+        """Add a series for each relay or bridge that is silent or blocked, the longest first; the rest share one."""
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
@@ -512,9 +512,9 @@ class StreamCollector(Collector):
                     blocked_rows.append((now - source.report.since / 1000, stream, source.writer))
         for family, rows in ((silent, silent_rows), (blocked, blocked_rows)):
             rows.sort(reverse=True)
-            for seconds, stream, writer in rows[: self._streams]:
+            for seconds, stream, writer in rows[: self._max_streams]:
                 family.add_metric([stream, writer], seconds)
-            if rest := rows[self._streams :]:
+            if rest := rows[self._max_streams :]:
                 family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
@@ -579,8 +579,8 @@ class ThresholdLog:
     def _compare(self, event: str, end_event: str, crossed: dict[str, Fields]) -> None:
         before = self._crossed.get(event, {})
         self._crossed[event] = crossed
-        _log(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
-        _log(
+        _log_lines(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
+        _log_lines(
             log.info, end_event, [_identifying_fields(fields) for name, fields in before.items() if name not in crossed]
         )
 
@@ -590,7 +590,7 @@ def _identifying_fields(fields: Fields) -> Fields:
     return {name: fields[name] for name in ("stream", "bound") if name in fields}
 
 
-def _log(write: Callable[..., object], event: str, lines: list[Fields]) -> None:
+def _log_lines(write: Callable[..., object], event: str, lines: list[Fields]) -> None:
     lines.sort(key=itemgetter("stream"))
     if len(lines) > MAX_LINES:
         write(event, count=len(lines), streams=[fields["stream"] for fields in lines[:MAX_LINES]])

@@ -142,7 +142,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     stopping = shutdown_event(_exit_after_timeout)
     metrics.STARTED.set_to_current_time()
-    collector = StreamCollector(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
+    collector = StreamCollector(max_streams=settings.metrics_max_streams, max_writers=settings.metrics_max_writers)
     metrics.REGISTRY.register(collector)
     health = metrics.PipelineHealth()
     with (

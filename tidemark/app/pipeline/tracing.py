@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
-from tidemark.app.connections import masked_url
+from tidemark.app.connections import mask_url
 from tidemark.app.versions import OURS
 from tidemark.common.log import get_logger
 
@@ -59,7 +59,7 @@ def open_exporter(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
     ids = _BatchIds()
     provider = TracerProvider(resource=Resource.create(attributes), id_generator=ids, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_SECONDS)
-    provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked_url(endpoint))))
+    provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, mask_url(endpoint))))
     try:
         yield partial(_open_trace, provider.get_tracer("tidemark", OURS), ids, token)
     finally:
@@ -124,11 +124,11 @@ class _BatchSpans:
         self._root = root
 
     def record_compute(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
-        stages = [*_stages(batch.sparkSession)]
+        stages = [*_read_stages(batch.sparkSession)]
         if len(stages) == 1:
-            stages = _split(stages[0], effects)
+            stages = _split_stage(stages[0], effects)
         for name, (began, ended) in zip(SPARK_STAGES, stages, strict=False):
-            self._span(name, began * NANOSECONDS_PER_MILLISECOND, ended * NANOSECONDS_PER_MILLISECOND)
+            self._record_span(name, began * NANOSECONDS_PER_MILLISECOND, ended * NANOSECONDS_PER_MILLISECOND)
         streams = [stream for shard in effects for stream in shard.streams]
         self._root.set_attributes(
             {
@@ -143,16 +143,16 @@ class _BatchSpans:
         """Record a child span for each step of publishing. Assumes that the steps ran in sequence until now."""
         began = time.time_ns() - int(sum(result.seconds.values()) * 1e9)
         for name, seconds in result.seconds.items():
-            began = self._span(name, began, began + int(seconds * 1e9))
+            began = self._record_span(name, began, began + int(seconds * 1e9))
         self._root.set_attribute("tidemark.repeated", result.is_repeat)
 
-    def _span(self, name: str, began: int, ended: int) -> int:
+    def _record_span(self, name: str, began: int, ended: int) -> int:
         """Record a child span. Times are nanoseconds since 1970. Returns `ended`."""
         self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
         return ended
 
 
-def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
+def _split_stage(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
     """Split the only stage of a query for light traffic into `read` and `state`, each as (start, end).
 
     All times are in milliseconds since 1970.
@@ -163,7 +163,7 @@ def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tu
     return [(began, state_began), (state_began, ended)]
 
 
-def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
+def _read_stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
     """Yield start and end (milliseconds since 1970) of each stage of the last job of this thread's query, in order.
 
     Waits a few milliseconds until Spark has recorded the times. Stages without times are left out.

@@ -34,7 +34,7 @@ FILE_CHECK_INTERVAL_SECONDS = 1.0  # between two checks of `FileWatcher` whether
 
 T = TypeVar("T")
 
-_Version = tuple[int, int, int] | None
+_FileVersion = tuple[int, int, int] | None
 
 
 class FileWatcher(Generic[T]):
@@ -85,11 +85,11 @@ class FileWatcher(Generic[T]):
             self._has_failed = False
             log.info(f"Reloaded {self._name}", files=[str(file) for file in self._files])
 
-    def _current_versions(self) -> list[_Version]:
-        return [_version(file) for file in self._files]
+    def _current_versions(self) -> list[_FileVersion]:
+        return [_file_version(file) for file in self._files]
 
 
-def _version(file: Path) -> _Version:
+def _file_version(file: Path) -> _FileVersion:
     """The version of a file; None if the file does not exist or is not accessible."""
     try:
         status = file.stat()
@@ -327,7 +327,7 @@ def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
 ACCEPTS_PER_ITERATION = 4  # of the event loop; more would delay requests that have begun
 TLS_ACCEPTS_PER_ITERATION = 2  # fewer, because a handshake takes 1 ms
 _TLS_SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
-_RETRY_SECONDS = 0.1  # the pause if the process has too many open files
+_ACCEPT_RETRY_SECONDS = 0.1  # the pause if the process has too many open files
 
 ProtocolFactory = Callable[[], asyncio.Protocol]
 """Creates the protocol of a connection, as for `loop.create_server`."""
@@ -403,7 +403,7 @@ class TlsListener:
             except OSError:
                 self._loop.remove_reader(self._listening)
                 self._retry_timer = self._loop.call_later(
-                    _RETRY_SECONDS, self._loop.add_reader, self._listening, self._accept
+                    _ACCEPT_RETRY_SECONDS, self._loop.add_reader, self._listening, self._accept
                 )
                 return
             connection.settimeout(0)

@@ -433,7 +433,7 @@ class ServicesPostgres:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self.server.home.locked())
+            stack.enter_context(self.server.home.lock())
             for server in (PostgresReplica(self.server), self.server):
                 server.end_leftover()
             self.server.start()

@@ -60,7 +60,7 @@ class Home:
         return self.root / "stack.env"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the directory while the block runs. Raises `AlreadyRunning` if another process has the lock.
 
         The operating system also releases the lock if the process is killed. The process ID in the file is only for the
@@ -115,7 +115,7 @@ def find_named_user(directory: Path) -> NamedUser:
             as long as the program runs.
 
     Raises:
-        NeedsNamedUser: the user has no name, and neither way works.
+        NeedsNamedUser: the user has no name, and this machine has neither user namespaces nor nss_wrapper.
     """
     uid, gid = os.geteuid(), os.getegid()
     with suppress(KeyError):

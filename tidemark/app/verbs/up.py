@@ -57,7 +57,7 @@ def run(settings: Settings, *, demo: bool) -> None:
     ignored = remove_foreign_variables(tuple(VariableGroup))
     home = Home(settings.home)
     _require_writable(home)
-    with home.locked(), suppress(KeyboardInterrupt), _interrupt_at_signals():
+    with home.lock(), suppress(KeyboardInterrupt), _interrupt_at_signals():
         began = time.monotonic()
         if ignored:
             _echo(f"ignored these variables, because the stack uses only its own servers: {', '.join(ignored)}")
