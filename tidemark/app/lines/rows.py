@@ -257,7 +257,9 @@ class RowBuffer:
         return writer
 
     def find_facts(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """Find the facts of `advance`, in order, as `UnannouncedRows.find_facts`. Checks the evidence first."""
+        """Find the facts of `advance`, in order (see `UnannouncedRows.find_facts`). Returns LOST if the advance
+        has unseen or skipped IDs, or is a part of a stored advance.
+        """
         evidence = advance.evidence
         if advance.proven_empty:
             return ()

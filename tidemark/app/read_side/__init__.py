@@ -29,7 +29,7 @@ class ReadSideConfig:
     Attributes:
         redis: the address of Redis.
         postgres: the address of Tidemark's database.
-        policy_defaults: the settings of streams without a policy, as `streaming.values.limits.Policies.defaults`.
+        policy_defaults: the settings of streams without a policy (see `streaming.values.limits.Policies`).
         readers: the address of the database with the places of readers; None: Tidemark's database.
     """
 

@@ -32,7 +32,7 @@ from tidemark.sinks.reader import (
     read_redis_or_postgres,
 )
 
-UNKNOWN_STREAM = StreamKeys(None, {})
+UNKNOWN_STREAM_KEYS = StreamKeys(None, {})
 EVENTS_PER_ITERATION = 200  # of the event loop; a page may have ten thousand
 
 
@@ -76,12 +76,12 @@ class RequestHandler:
         is_lagging = lagging is not None and not (
             keys.linear is not None and lagging.is_reached_by(keys.linear, keys.positions, keys.late)
         )
-        return UNKNOWN_STREAM if is_lagging else keys
+        return UNKNOWN_STREAM_KEYS if is_lagging else keys
 
     async def _read_postgres(self, stream: str) -> StreamKeys:
         positions = (await self._postgres_reader.positions([stream])).get(stream)
         return (
-            UNKNOWN_STREAM
+            UNKNOWN_STREAM_KEYS
             if positions is None
             else StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated)
         )

@@ -17,7 +17,7 @@ from tidemark.streaming.values.direction import is_beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_LIST = "0-0"  # `StreamKeys.last` of keys from Postgres, whose positions may be briefly ahead of Redis
+NO_ENTRY = "0-0"  # `StreamKeys.last` of keys from Postgres, whose positions may be briefly ahead of Redis
 EVIDENCE_COUNTS = ("facts", "empty", "unseen", "skipped")
 
 
@@ -65,7 +65,7 @@ class ChainChecker:
             self._last_entry = entry.name
             if entry.fields["kind"] == "POSITION":
                 yield from self._check_advance(entry)
-        if keys.linear is not None and keys.last != NO_LIST:
+        if keys.linear is not None and keys.last != NO_ENTRY:
             before, self._linear = self._linear, keys.linear
             if before is not None and is_beyond(before, keys.linear):
                 yield ChainFault("regress", None, before, keys.linear, before, keys.last)

@@ -14,7 +14,7 @@ Problem                     `type` is a stable name, sent as a URN; `detail` is 
 ├── UnreachableToken        409 the stream can never reach the token
 ├── NotYet                  412 the stream did not reach the token before the time-out
 ├── Busy                    429 this process has no slot for the request
-├── RecoveringProblem       503 no server can answer this request now
+├── RecoveringProblem       503 the servers cannot answer this request now
 ├── StoppingProblem         503 this process is stopping
 └── SlowProblem             504 Postgres took too long for this query
 """
@@ -474,14 +474,14 @@ class NotYet(Problem):
 class Busy(Problem):
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "busy"
-    title = "The limit of this sidecar is reached"
+    title = "A limit of this sidecar is reached"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
 class RecoveringProblem(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "recovering"
-    title = "No server can answer now"
+    title = "The servers cannot answer this request now"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 

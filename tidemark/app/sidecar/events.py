@@ -296,7 +296,9 @@ async def follow_events(call: OperationCall) -> Response:
     with ExitStack() as stack:
         listener = Listener(partial(service.wake_queue.add, address))
         stack.enter_context(
-            service.limiter.take_slot("events", address, partial(complete_future, listener.disconnect_signal))
+            service.open_request_slots.take_slot(
+                "events", address, partial(complete_future, listener.disconnect_signal)
+            )
         )
         on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
@@ -326,7 +328,9 @@ async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
         disconnect_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.enter_context(
-            call.service.limiter.take_slot("watch", call.address, partial(complete_future, disconnect_signal))
+            call.service.open_request_slots.take_slot(
+                "watch", call.address, partial(complete_future, disconnect_signal)
+            )
         )
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()

@@ -216,7 +216,7 @@ async def wait(call: OperationCall) -> Response:
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
-    with call.service.limiter.take_slot("wait", call.address) as request:
+    with call.service.open_request_slots.take_slot("wait", call.address) as request:
         try:
             await _run_wait(call, Driver[PositionSnapshot](program), request, token)
         except NotReached as problem:

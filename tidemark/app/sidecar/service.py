@@ -53,7 +53,7 @@ class OpenRequest:
 def _do_nothing() -> None: ...
 
 
-class Limiter:
+class OpenRequestSlots:
     """A pool of slots for long-running requests: waits, event streams and watchers. The slots are shared fairly by
     client address (`SlotPool`).
     """
@@ -292,7 +292,7 @@ class Service:
     read_side: ReadSide
     watch: Watch
     snapshot_texts: SnapshotTexts
-    limiter: Limiter
+    open_request_slots: OpenRequestSlots
     reconnect_throttle: ReconnectThrottle
     start_queue: StartQueue
     wake_queue: WakeQueue
@@ -318,12 +318,12 @@ async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Ev
     stop_signal = asyncio.create_task(stopping.wait())
     try:
         async with watch.running():
-            texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.open_requests)
+            texts, open_request_slots = SnapshotTexts(read_side.snapshots), OpenRequestSlots(limits.open_requests)
             yield Service(
                 read_side,
                 watch,
                 texts,
-                limiter,
+                open_request_slots,
                 ReconnectThrottle(),
                 StartQueue(),
                 WakeQueue(),

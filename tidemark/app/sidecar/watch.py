@@ -170,8 +170,9 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
 
 
 class LaggingAnswer(msgspec.Struct, frozen=True):
-    """A Kafka partition with lag. `records` is 0 if Kafka does not answer. If an open transaction blocks the partition,
-    records from `blocked_offset` on cannot be read; otherwise `blocked_offset` and `blocked_since` are null."""
+    """A Kafka partition with lag. `since`: since when its oldest record has been unread, or Kafka has not answered.
+    `records` is 0 if Kafka does not answer. If an open transaction blocks the partition, records from `blocked_offset`
+    on cannot be read; otherwise `blocked_offset` and `blocked_since` are null."""
 
     topic: str
     partition: Count
