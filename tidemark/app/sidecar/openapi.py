@@ -128,25 +128,26 @@ OPENAPI_PATH = "/openapi.json"
 BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def create_openapi_operation(operations: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
+def create_openapi_operation(operations: Sequence[Operation], security_schemes: Mapping[str, Any]) -> Operation:
     """Create the operation that answers with the OpenAPI document. The document describes `operations`, and this
     operation too.
 
     Args:
         operations: all other operations.
-        security: `BEARER`, or empty if requests need no token.
+        security_schemes: `BEARER`, or empty if requests need no token.
     """
 
     async def describe(_: OperationCall) -> Response:
         return Response(text, media_type=JSON_MEDIA_TYPE)
 
     itself = Operation(OPENAPI_PATH, "openapi", "This document.", describe, dict[str, Any])
-    text = msgspec.json.encode(create_openapi_document([*operations, itself], security))
+    text = msgspec.json.encode(create_openapi_document([*operations, itself], security_schemes))
     return itself
 
 
-def create_openapi_document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
-    """Generate the OpenAPI document of `operations`. `security`: `BEARER`, or empty if requests need no token."""
+def create_openapi_document(operations: Sequence[Operation], security_schemes: Mapping[str, Any]) -> dict[str, Any]:
+    """Generate the OpenAPI document of `operations`. `security_schemes`: `BEARER`, or empty if requests need no
+    token."""
     types = [
         type_
         for operation in operations
@@ -168,7 +169,7 @@ def create_openapi_document(operations: Sequence[Operation], security: Mapping[s
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {
-            operation.path: {"get": _describe_operation(operation, schemas_by_type, components, security)}
+            operation.path: {"get": _describe_operation(operation, schemas_by_type, components, security_schemes)}
             for operation in operations
         },
         "components": {
@@ -177,7 +178,7 @@ def create_openapi_document(operations: Sequence[Operation], security: Mapping[s
                 for name, schema in components.items()
                 if name not in queries
             },
-            **({"securitySchemes": security} if security else {}),
+            **({"securitySchemes": security_schemes} if security_schemes else {}),
         },
     }
 
@@ -200,7 +201,10 @@ def _with_public_names(schema: Any) -> Any:
 
 
 def _describe_operation(
-    operation: Operation, schemas_by_type: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
+    operation: Operation,
+    schemas_by_type: Mapping[str, Any],
+    components: Mapping[str, Any],
+    security_schemes: Mapping[str, Any],
 ) -> dict[str, Any]:
     answered = {
         "description": operation.summary,
@@ -222,7 +226,7 @@ def _describe_operation(
             "description": HTTPStatus(status).phrase,
             "content": {JSON_MEDIA_TYPE: {"schema": schemas_by_type[repr(type_)]}},
         }
-    for problem in [problem for problem in operation.problems if security or problem is not Unauthorized]:
+    for problem in [problem for problem in operation.problems if security_schemes or problem is not Unauthorized]:
         responses[str(int(problem.status))] = _problem_response(problem, schemas_by_type)
     described = {
         "operationId": operation.name,
@@ -234,7 +238,9 @@ def _describe_operation(
         ],
         "responses": responses,
     }
-    return described | ({"security": [{name: []} for name in security]} if operation.needs_token and security else {})
+    return described | (
+        {"security": [{name: []} for name in security_schemes]} if operation.needs_token and security_schemes else {}
+    )
 
 
 def _problem_response(problem: type[Problem], schemas_by_type: Mapping[str, Any]) -> dict[str, Any]:
