@@ -75,7 +75,7 @@ export function notices(totals, pipeline, now) {
   lagging.sort((a, b) => toSeconds(a.since) - toSeconds(b.since) || b.records - a.records);
   for (const partition of lagging.slice(0, MAX_LAGGING)) {
     const age = formatDuration(now - toSeconds(partition.since));
-    const lag = partition.records ? `has a lag of ${pluralize(partition.records, "record")}, the oldest waits for ${age}` : `has an unknown lag: Kafka has not answered for ${age}`;
+    const lag = partition.records ? `has a lag of ${pluralize(partition.records, "record")}, the oldest has been unread for ${age}` : `has an unknown lag: Kafka has not answered for ${age}`;
     entries.push({ text: `Partition ${partition.partition} of ${partition.topic} ${lag}.` });
   }
   if (lagging.length > MAX_LAGGING) entries.push({ text: `${pluralize(lagging.length - MAX_LAGGING, "more partition")} ${lagging.length - MAX_LAGGING === 1 ? "has" : "have"} lag.`, command: "tidemark status" });
