@@ -265,7 +265,8 @@ def test_partitions_with_lag_are_listed(pipeline: Pipeline, page: Page) -> None:
     pipeline.store.note_lagging_partitions(lag)
     shown = page.locator("#notices li span")
     expect(shown).to_have_count(4, timeout=PATIENCE)
-    expect(shown.nth(0)).to_have_text("Partition 0 of facts has a lag of 7 records, the oldest has been unread for 10 min.")
+    unread = "Partition 0 of facts has a lag of 7 records, the oldest has been unread for 10 min."
+    expect(shown.nth(0)).to_have_text(unread)
     expect(shown.nth(1)).to_have_text("Partition 1 of facts has an unknown lag: Kafka has not answered for 10 min.")
     expect(shown.nth(3)).to_have_text("1 more partition has lag.")
 
