@@ -113,7 +113,7 @@ def test_a_busy_copy_is_shown(readers: Callable[..., Result], service: ReadingSe
         next(reader)
         assert "a copy has worked on one batch for 0 s" in readers("show", "copier", "s").output
         refused = readers("reset", "copier", "s", *SIGNED)
-    assert (refused.exit_code, "working on one batch" in refused.output) == (2, True)
+    assert (refused.exit_code, "has locked the place" in refused.output) == (2, True)
     assert service.place().linear == 3
 
 

@@ -155,7 +155,7 @@ def test_a_stream_whose_first_days_are_dropped_is_compared_from_there(
     done = run(recording, "replay")
     assert done.output.splitlines() == [
         "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because older history was dropped; linear"
-        " positions beyond 5",
+        " positions only beyond 5",
         "without a record: 1 stream: idle",
         "10 records reproduce the stored history of 1 of 1 stream (1 batch)",
     ]
