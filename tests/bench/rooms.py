@@ -16,7 +16,7 @@ from tests.sources.rooms.memory import MemoryRooms
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.reading import VectorPosition, sync
-from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, RoomEvent, depth_after
+from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, RoomEvent, compute_depth
 from tidemark.sources.rooms.tables import SCHEMA
 
 
@@ -61,7 +61,7 @@ def _arriving(rooms: MemoryRooms, dice: random.Random, plan: RoomsPlan) -> Itera
             prevs = tuple(rooms.events[id].summary for id in rooms.events[prevs[0].id].prevs) or prevs
         key = f"@{dice.randrange(plan.members)}" if dice.random() < 0.2 else None
         names = tuple(prev.id for prev in prevs)
-        yield RoomEvent(f"${number}", room, "m.room.member", "@ada", names, depth_after(prevs), key)
+        yield RoomEvent(f"${number}", room, "m.room.member", "@ada", names, compute_depth(prevs), key)
 
 
 def _syncs(site: BenchSite, plan: RoomsPlan) -> dict[str, Any]:

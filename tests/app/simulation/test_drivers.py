@@ -11,12 +11,12 @@ from tidemark.app.simulation.services import (
     ConnectionLost,
     Driver,
     RolledBack,
-    installed_drivers,
+    find_installed_drivers,
     open_asyncpg,
     open_psycopg,
     open_sqlalchemy,
 )
-from tidemark.app.simulation.workload import make_facts, prepare_writing
+from tidemark.app.simulation.workload import make_fact_tables, prepare_writing
 
 DRIVERS = [open_psycopg, open_sqlalchemy, open_asyncpg]
 
@@ -24,14 +24,14 @@ DRIVERS = [open_psycopg, open_sqlalchemy, open_asyncpg]
 @pytest.fixture
 def sql(database: str) -> Iterator[psycopg.Connection]:
     prepare_writing(database)
-    make_facts(database, [SimulatedStream("events", "forward")])
+    make_fact_tables(database, [SimulatedStream("events", "forward")])
     with psycopg.connect(database, autocommit=True) as connection:
         yield connection
 
 
 def test_all_drivers_are_there_for_the_tests() -> None:
-    """Where one is not installed_drivers the plays would do without it, and nobody would know."""
-    assert installed_drivers() == DRIVERS
+    """If a driver is not installed, the simulation would do without this driver, and nobody would notice."""
+    assert find_installed_drivers() == DRIVERS
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

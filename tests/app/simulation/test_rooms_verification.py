@@ -15,8 +15,8 @@ from tidemark.app.simulation.room_services import (
     ANSWERS_TABLE,
     REMOTE_TABLE,
     ClientKind,
-    room_streams,
-    simulated_streams,
+    make_room_streams,
+    make_simulated_streams,
 )
 from tidemark.app.simulation.rooms import CLIENTS_BY_PROCESS, RoomCount, RoomsVerification, RoomsWorkload
 from tidemark.app.simulation.script import Successor, WriterPlan
@@ -24,7 +24,7 @@ from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
 from tidemark.app.stack.home import Home
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.rooms.persisting import next_prevs_and_depth
+from tidemark.sources.rooms.persisting import choose_prevs_and_depth
 from tidemark.sources.rooms.reading import (
     VectorPosition,
     load_current_state,
@@ -49,7 +49,7 @@ class World:
             STORE.persist(connection, event)
 
     def say(self, id: str, **more: Any) -> None:
-        prevs, depth = next_prevs_and_depth(self.connection, ROOM)
+        prevs, depth = choose_prevs_and_depth(self.connection, ROOM)
         STORE.persist(self.connection, RoomEvent(id, ROOM, "m", "@ada", prevs, depth, **more))
 
     def answer(self, client: str, kind: str, about: str, since: int, upto: int, answer: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class World:
 
     def verification(self) -> RoomsVerification:
         return RoomsVerification(
-            self.dsn, self.dsn, lambda: {stream.name: 0 for stream in simulated_streams(room_streams(""))}
+            self.dsn, self.dsn, lambda: {stream.name: 0 for stream in make_simulated_streams(make_room_streams(""))}
         )
 
     def counts(self) -> dict[str, RoomCount]:
@@ -79,7 +79,7 @@ class World:
 def world(database: str) -> Iterator[World]:
     dsn = workload.make_database(database, "rooms")
     workload.prepare_writing(dsn)
-    workload.make_streams(dsn, simulated_streams(room_streams("")))
+    workload.make_streams(dsn, make_simulated_streams(make_room_streams("")))
     with session_of(dsn, "tests") as session:
         SCHEMA.migrate(session)
     workload.run_script(dsn, REMOTE_TABLE)
@@ -117,7 +117,7 @@ def test_the_end_of_a_stay_is_told_once_behind_all_of_it(
     world: World, answers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], found: RoomCount
 ) -> None:
     """Of events 3, by which @bob leaves, 4, which tells him so, and 5, which is not for him."""
-    prevs, depth = next_prevs_and_depth(world.connection, ROOM)
+    prevs, depth = choose_prevs_and_depth(world.connection, ROOM)
     STORE.persist(world.connection, replace(a_member("no", "@bob", membership="leave"), prevs=prevs, depth=depth))
     world.say("five")
     world.compare_synced(0, 2, 2, member="@bob")
@@ -150,7 +150,7 @@ def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None
 
 def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
     """It was told to its user with an ID that the position has passed, and is in the room with a later one."""
-    prevs, depth = next_prevs_and_depth(world.connection, ROOM)
+    prevs, depth = choose_prevs_and_depth(world.connection, ROOM)
     content = {"membership": "invite"}
     invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, EventKind.OUT_OF_BAND)
     STORE.persist(world.connection, invite)
@@ -204,10 +204,10 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
         before = {it.reader: it for it in verification.counts()}
         assert before["own"] == RoomCount("own", 0, 0, missed=1)
         assert before["line"] == RoomCount("line", 2, 2)
-        assert ("line", "@ada") in verification.unanswered
+        assert ("line", "@ada") in verification.unanswered_clients
         world.compare_synced(0, 2, 1, 2)
         assert verification.counts()[0] == RoomCount("line", 4, 4)
-        assert ("line", "@ada") not in verification.unanswered
+        assert ("line", "@ada") not in verification.unanswered_clients
         world.say("new")
         assert verification.counts()[0] == RoomCount("line", 5, 4)
         world.compare_synced(2, 2, 2)
@@ -270,5 +270,5 @@ def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
         return {kind for role in roles if role is not None for kind in role.kinds}
 
     assert kinds() == {*ClientKind}
-    workload.services_ended = True
+    workload.have_services_ended = True
     assert kinds() == {*ClientKind} - {ClientKind.OWN_EVENT}

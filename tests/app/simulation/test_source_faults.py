@@ -61,8 +61,8 @@ class World:
 def world(database: str, tmp_path: Path) -> Iterator[World]:
     dsn = workload.make_database(database)
     workload.prepare_writing(dsn)
-    workload.make_facts(dsn, [STREAM])
-    workload.make_effects(dsn)
+    workload.make_fact_tables(dsn, [STREAM])
+    workload.make_effect_tables(dsn)
     relay, readers = workload.make_logins(dsn, [STREAM])
     home = Home(tmp_path)
     home.log("simulate-relay").parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def test_a_reader_in_sql_is_moved_as_its_message_says(world: World) -> None:
         sql.execute("select tidemark_reader.went_back('events', 4)")
         with pytest.raises(ReadRefused) as waiting:
             _take(sql, "events", SqlPlace("parts", 1))
-        with world.faults._logs[-1]._path.open("a") as file:
+        with world.faults._log_files[-1]._path.open("a") as file:
             text = str(waiting.value)
             file.write(f"[warning  ] A reader in SQL cannot read; trying again  problem={text!r} reader=parts\n")
         world.faults._run_remedies(float("inf"))

@@ -69,8 +69,8 @@ class World:
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
     workload.prepare_writing(database)
-    workload.make_facts(database, STREAMS)
-    workload.make_effects(database)
+    workload.make_fact_tables(database, STREAMS)
+    workload.make_effect_tables(database)
     _, readers = workload.make_logins(database, STREAMS)
     with psycopg.connect(database, autocommit=True) as sql:
         world = World(database, readers, sql)

@@ -114,14 +114,14 @@ class World:
         self.faults._run_remedies(float("inf"))
 
     def counts(self, *, final: bool = False) -> dict[str, StreamsCount]:
-        return {count.reader: count for count in self.verification.counts(final=final) if count.reader in READERS}
+        return {count.reader: count for count in self.verification.counts(is_final=final) if count.reader in READERS}
 
 
 @contextmanager
 def world(database: str, home: Home) -> Iterator[World]:
     workload.prepare_writing(database)
-    workload.make_facts(database, STREAMS)
-    workload.make_effects(database)
+    workload.make_fact_tables(database, STREAMS)
+    workload.make_effect_tables(database)
     _, readers = workload.make_logins(database, STREAMS)
     home.log("simulate-relay").parent.mkdir(parents=True, exist_ok=True)
     with StreamsVerification(database, database, STREAMS) as verification:

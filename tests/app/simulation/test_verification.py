@@ -61,8 +61,8 @@ class World:
 def world(database: str) -> Iterator[World]:
     dsn = workload.make_database(database)
     workload.prepare_writing(dsn)
-    workload.make_facts(dsn, [STREAM])
-    workload.make_effects(dsn)
+    workload.make_fact_tables(dsn, [STREAM])
+    workload.make_effect_tables(dsn)
     with psycopg.connect(dsn, autocommit=True) as connection, StreamsVerification(dsn, dsn, [STREAM]) as verification:
         connection.execute(files("tidemark.sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.expected_room import ExpectedRoom
-from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent, depth_after
+from tidemark.sources.rooms.rules import MAX_DEPTH, MEMBER, EventKind, RoomEvent, compute_depth
 
 ROOM = "!tea"
 _KINDS = [EventKind.REGULAR] * 6 + [EventKind.SOFT_FAILED, EventKind.REJECTED]
@@ -19,7 +19,7 @@ def an_event(
     id: str, *prevs: RoomEvent, key: str | None = None, kind: EventKind = EventKind.REGULAR, room: str = ROOM
 ) -> RoomEvent:
     """A regular or other event that follows `prevs`. `key`: its state key; None if it is not a state event."""
-    depth = depth_after(prev.summary for prev in prevs)
+    depth = compute_depth(prev.summary for prev in prevs)
     return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, kind=kind)
 
 
@@ -51,7 +51,7 @@ def dags(draw: st.DrawFn, max_events: int = 25, *, with_wrong_depths: bool = Fal
 def has_wrong_depth(event: RoomEvent, everything: list[RoomEvent]) -> bool:
     """Whether the depth is not one more than the depth of the deepest prev event."""
     summaries = {other.id: other.summary for other in everything}
-    return "gone" not in event.prevs and event.depth != depth_after(summaries[id] for id in event.prevs)
+    return "gone" not in event.prevs and event.depth != compute_depth(summaries[id] for id in event.prevs)
 
 
 @st.composite

@@ -18,10 +18,10 @@ from tidemark.sources.rooms.rules import (
     Stay,
     check_state_before,
     choose_prevs,
+    compare_joined_members,
     compute_change,
-    group_after_event,
+    find_group_after_event,
     is_join,
-    joined_and_left,
     merge_groups,
 )
 
@@ -110,7 +110,7 @@ class MemoryRooms:
         self, event: RoomEvent, room: MemoryRoom, change: RoomChange, state_before: State | None
     ) -> None:
         prev_groups = [self.group_of[id] for id in event.prevs if id in self.group_of]
-        group = group_after_event(event, prev_groups, state_before, room.groups)
+        group = find_group_after_event(event, prev_groups, state_before, room.groups)
         self.group_of[event.id] = group
         room.backward_extremities.discard(event.id)
         room.backward_extremities.update(change.missing_prevs)
@@ -144,7 +144,7 @@ class MemoryRooms:
     def _update_members(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
         changed = room.groups.changed_entries(before, after)
         members = {key: self.events[entry.id] for (kind, key), entry in changed.items() if kind == MEMBER}
-        joined, left = joined_and_left(
+        joined, left = compare_joined_members(
             room.joined.keys() & members, {member for member, other in members.items() if is_join(other)}
         )
         turn = self._turns[event.id]

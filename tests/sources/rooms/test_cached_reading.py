@@ -12,7 +12,7 @@ from tests.sources.rooms.dags import an_event
 from tests.sources.rooms.test_persisting import SQL_STORE, STORE, a_member
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import persisting
-from tidemark.sources.rooms.persisting import RoomStore, next_prevs_and_depth
+from tidemark.sources.rooms.persisting import RoomStore, choose_prevs_and_depth
 from tidemark.sources.rooms.reading import (
     VectorPosition,
     load_current_state,
@@ -88,7 +88,7 @@ class Server:
     def write(self, connection: Connection, store: RoomStore, room: str, kind: str) -> set[int]:
         """Write one event. Returns the IDs of its invalidations."""
         before = self._ids(connection)
-        prevs, depth = next_prevs_and_depth(connection, room)
+        prevs, depth = choose_prevs_and_depth(connection, room)
         self.number += 1
         id = f"e{self.number}"
         change, _, member = kind.partition(" ")

@@ -15,7 +15,13 @@ from tests.sources.rooms.memory import MemoryRooms
 from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, next_prevs_and_depth
+from tidemark.sources.rooms.persisting import (
+    RoomStore,
+    RoomStreams,
+    SqlAppender,
+    WriterAppender,
+    choose_prevs_and_depth,
+)
 from tidemark.sources.rooms.reading import (
     VectorPosition,
     load_current_state,
@@ -129,7 +135,7 @@ def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, seco
             ).fetchall()
             root = replace(ROOT, id=f"root{early}", room=f"!{early}")
             assert store.persist(rooms, root) == early + 1
-            prevs, depth = next_prevs_and_depth(second_connection, root.room)
+            prevs, depth = choose_prevs_and_depth(second_connection, root.room)
             late = replace(root, id=f"late{early}", prevs=prevs, depth=depth)
             assert store.persist(second_connection, late, reserved_id=early) == early
 
@@ -289,7 +295,7 @@ def test_a_room_continues_at_the_maximum_depth(rooms: Connection) -> None:
     """After an event of depth 2^63 - 1, each new event still replaces the forward extremity and changes the state."""
     STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=MAX_DEPTH), state_ids_before=[])
     for id in ("z", "y", "x"):
-        prevs, depth = next_prevs_and_depth(rooms, ROOM)
+        prevs, depth = choose_prevs_and_depth(rooms, ROOM)
         assert depth == MAX_DEPTH
         STORE.persist(rooms, RoomEvent(id, ROOM, "topic", "@ada", prevs, depth, "a"))
         assert [*tables.load_forward_extremities(rooms, ROOM)] == [id]

@@ -8,7 +8,7 @@ from tests.sources.rooms.memory import MemoryRooms
 from tests.sources.rooms.test_persisting import SQL_STORE, STORE, a_member
 from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.persisting import next_prevs_and_depth
+from tidemark.sources.rooms.persisting import choose_prevs_and_depth
 from tidemark.sources.rooms.reading import PageEnd, TimelineRow, VectorPosition, initial_sync, messages, sync
 from tidemark.sources.rooms.rules import MEMBER, EventKind, RoomEvent
 
@@ -150,7 +150,7 @@ def test_sync_reads_the_rooms_that_the_member_has_joined(rooms: Connection) -> N
     """A room that the member has left is not in `rooms`."""
     for room in ("!one", "!two"):
         STORE.persist(rooms, RoomEvent(f"join{room}", room, MEMBER, "@ada", (), 1, "@ada", {"membership": "join"}))
-    prevs, depth = next_prevs_and_depth(rooms, "!two")
+    prevs, depth = choose_prevs_and_depth(rooms, "!two")
     STORE.persist(rooms, RoomEvent("leave", "!two", MEMBER, "@ada", prevs, depth, "@ada", {"membership": "leave"}))
     assert sync(rooms, "@ada", VectorPosition(0), VectorPosition(3)).rooms == ["!one"]
     assert sync(rooms, "@eve", VectorPosition(0), VectorPosition(3)).rooms == []

@@ -28,7 +28,7 @@ from tidemark.sources.rooms.rules import (
     BadEvent,
     EventKind,
     RoomEvent,
-    depth_after,
+    compute_depth,
 )
 
 
@@ -98,7 +98,7 @@ def test_only_joined_members_receive_an_event() -> None:
         kind = "m" if member is None else MEMBER
         prev_ids = tuple(prev.id for prev in prevs)
         content = {"membership": membership}
-        rooms.persist(RoomEvent(id, ROOM, kind, "@op", prev_ids, depth_after(prevs), member, content))
+        rooms.persist(RoomEvent(id, ROOM, kind, "@op", prev_ids, compute_depth(prevs), member, content))
 
     def received(member: str) -> list[str]:
         return [rooms.live[id - 1] + "!" * (id in rooms.recipients) for id in rooms.received_ids(member)]
@@ -262,7 +262,7 @@ def test_a_room_continues_at_the_maximum_depth() -> None:
     rooms.persist(last, state_ids_before=[])
     for id in ("z", "y", "x"):
         prevs = rooms.extremities(ROOM)
-        assert depth_after(prevs) == MAX_DEPTH
+        assert compute_depth(prevs) == MAX_DEPTH
         rooms.persist(an_event(id, *(rooms.events[prev.id] for prev in prevs), key="a"))
         room = rooms.rooms[ROOM]
         assert {*room.forward_extremities} == {id}
@@ -341,7 +341,7 @@ def test_a_new_event_follows_the_ten_deepest_extremities() -> None:
         prevs = rooms.extremities(ROOM)
         assert len(prevs) <= MAX_NEW_PREV_EVENTS
         rooms.persist(
-            RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(prev.id for prev in prevs), depth_after(prevs))
+            RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(prev.id for prev in prevs), compute_depth(prevs))
         )
     assert {*rooms.rooms[ROOM].forward_extremities} == {"heal2"}
 

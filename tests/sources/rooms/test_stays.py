@@ -12,7 +12,7 @@ from tests.sources.rooms.test_persisting import SQL_STORE, STORE, a_member
 from tidemark.app.simulation.expected_room import ExpectedRoom
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.persisting import SqlAppender, next_prevs_and_depth
+from tidemark.sources.rooms.persisting import SqlAppender, choose_prevs_and_depth
 from tidemark.sources.rooms.reading import VectorPosition, sync
 from tidemark.sources.rooms.rules import EventKind, RoomEvent
 
@@ -136,13 +136,13 @@ def tea_room(rooms: Connection) -> Connection:
 
 
 def send_message(connection: Connection, id: str, reserved_id: int | None = None) -> int | None:
-    prevs, depth = next_prevs_and_depth(connection, ROOM)
+    prevs, depth = choose_prevs_and_depth(connection, ROOM)
     event = RoomEvent(id, ROOM, "m", "@ada", prevs, depth)
     return (SQL_STORE if reserved_id else STORE).persist(connection, event, reserved_id=reserved_id)
 
 
 def change_membership(connection: Connection, id: str, membership: str) -> int | None:
-    prevs, depth = next_prevs_and_depth(connection, ROOM)
+    prevs, depth = choose_prevs_and_depth(connection, ROOM)
     event = a_member(id, "@bob", membership=membership)
     return STORE.persist(connection, replace(event, prevs=prevs, depth=depth))
 

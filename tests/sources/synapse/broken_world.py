@@ -231,8 +231,12 @@ class Bridge:
         """A new connection."""
         head, reach = self.head(), max(self.sent_upto.values())
         table = self._table(self.published.since, reach)
-        if self.writers.database != self.database or head < max(self.seen, reach) or self.published.replaced(table):
-            agreed = self.published.last_common_id(table, self.sent_upto)
+        if (
+            self.writers.database != self.database
+            or head < max(self.seen, reach)
+            or self.published.find_replaced(table)
+        ):
+            agreed = self.published.find_last_common_id(table, self.sent_upto)
             at = min(FLOOR if agreed is None else max(agreed, FLOOR), head)
             self.published.truncate(at)
             self.sent_upto = {name: min(sent_upto, at) for name, sent_upto in self.sent_upto.items()}
@@ -285,10 +289,10 @@ class Bridge:
 
     def _audit(self) -> None:
         table = self._table(self.published.since, max(self.sent_upto.values()))
-        if self.published.replaced(table):
+        if self.published.find_replaced(table):
             self._begin()
             return
-        for fact in self.published.unpublished(table, self.sent_upto):
+        for fact in self.published.find_unpublished(table, self.sent_upto):
             assert fact.id <= self.reached[fact.writer]
             self.late.add((fact.id, min(fact.marks)))
             self.published.add([fact])

@@ -278,10 +278,10 @@ def test_what_came_below_is_late(sql: psycopg.Connection) -> None:
     known = state.advance_stream(sql, known, published, advances, "0/200", 20)
     known = state.retire(sql, known, "event1")
     table = [fact(8, "event1"), fact(9, "event2"), fact(10, "event1"), fact(14, "event2"), fact(15, "event1")]
-    late = published.unpublished(table, known.all_sent_upto)
+    late = published.find_unpublished(table, known.all_sent_upto)
     assert [it.id for it in late] == [9, 10]
     state.publish_late(sql, known, published, late)
-    assert published.unpublished(table, known.all_sent_upto) == []
+    assert published.find_unpublished(table, known.all_sent_upto) == []
     assert (begun(sql), sent_upto(sql).rejected) == (known, {})
     assert {9, 10} <= sent_upto(sql).late_ids
 

@@ -93,7 +93,7 @@ class PostgresFailover:
             self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
             return
         self._replacement = (
-            self._servers.new_restore() if planned.fault is Fault.RESTORE else self._servers.new_failover()
+            self._servers.make_restore() if planned.fault is Fault.RESTORE else self._servers.make_failover()
         )
         self._start_work(
             self._replacement.prepare,
@@ -219,7 +219,7 @@ class FaultInjector:
         self._services = [
             self._make_service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writer_count + 1)
         ]
-        for process in self._processes():
+        for process in self._all_processes():
             process.start()
 
     def inject(self, planned: PlannedFault) -> None:
@@ -289,7 +289,7 @@ class FaultInjector:
             for fault, target in self._source_faults.take_injected():
                 self._count_fault(fault, target)
         self._scheduler.run(blocking=False)
-        for process in self._processes():
+        for process in self._all_processes():
             if process.child and (code := process.child.exit_code) is not None:
                 log.warning("A process of the simulation ended by itself; restarting it", name=process.name, code=code)
                 process.detach()
@@ -308,20 +308,20 @@ class FaultInjector:
             self._failover.end()
         if self._source_faults:
             self._source_faults.end()
-        self._workload.services_ended = True
+        self._workload.have_services_ended = True
         writing = [reader for reader in self._readers if reader.child and reader.name in self._workload.writing_readers]
         self._stop_all(
             [*self._leaving_children, *(process.detach() for process in [*self._running_services(), *writing])], seconds
         )
         self._services = []
-        for process in self._processes():
+        for process in self._all_processes():
             if process.child is None:
                 process.start()
 
     def kill_all(self) -> None:
         """Stop every process, and kill the processes that do not end within `QUICK_STOP_SECONDS`."""
         self._stop_all(
-            [*self._leaving_children, *(process.child for process in self._processes() if process.child)],
+            [*self._leaving_children, *(process.child for process in self._all_processes() if process.child)],
             QUICK_STOP_SECONDS,
         )
 
@@ -330,7 +330,7 @@ class FaultInjector:
             name, self._databases.home, partial(self._workload.make_service_role, self._databases, name)
         )
 
-    def _processes(self) -> list[SimulatedProcess]:
+    def _all_processes(self) -> list[SimulatedProcess]:
         return [self._relay, *self._readers, *self._services]
 
     def _services_and_relay(self) -> list[SimulatedProcess]:
@@ -530,7 +530,7 @@ class Servers:
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
         self._verification = verification
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="servers")
         self._work: Future[None] | None = None
         self._on_done: Callable[[Exception | None], None] = lambda _: None
         self._next_failovers = cycle(
@@ -556,13 +556,13 @@ class Servers:
         process.send_signal(number)
         return f"{owner}, {number.name}"
 
-    def new_failover(self) -> Replacement:
+    def make_failover(self) -> Replacement:
         """Make the next replacement of a server by a standby. The servers and the kinds of standbys take turns. Does
         not start the replacement."""
         owner, successor = next(self._next_failovers)
         return Replacement(owner, self._postgres[owner], successor, self._verification)
 
-    def new_restore(self) -> Replacement:
+    def make_restore(self) -> Replacement:
         """Make a replacement of the services' server by a base backup. Does not start the replacement."""
         return Replacement(
             PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.BASE_BACKUP, self._verification
@@ -578,7 +578,7 @@ class Servers:
         After the end of `work`, `tick` calls `on_done` with the error of `work`, or with None.
         """
         assert not self.is_busy
-        self._work, self._on_done = self._worker.submit(work), on_done
+        self._work, self._on_done = self._executor.submit(work), on_done
 
     def tick(self) -> None:
         """If the work has ended, call `on_done`. Does not wait. If the exception of the work is not an error of
@@ -592,4 +592,4 @@ class Servers:
 
     def close(self) -> None:
         """Wait until the work on the second thread has ended, and end the thread."""
-        self._worker.shutdown()
+        self._executor.shutdown()

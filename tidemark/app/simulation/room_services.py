@@ -40,7 +40,7 @@ from tidemark.sources.rooms.persisting import (
     RoomStreams,
     SqlAppender,
     WriterAppender,
-    next_prevs_and_depth,
+    choose_prevs_and_depth,
 )
 from tidemark.sources.rooms.reading import (
     VectorPosition,
@@ -56,17 +56,17 @@ from tidemark.sources.rooms.reading import (
 from tidemark.sources.rooms.rules import MEMBER, EventKind, RoomEvent, State, StateEntry, resolve_states
 from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, MEMBERS_CACHE, ROOM_CACHES, STATE_CACHE, Caches
 
-ROOMS = 12
+ROOM_COUNT = 12
 ROOM_MEMBERS = ("@ada", "@bob")
 """The members who join every room when the room is created, and never leave."""
 GUEST = "@eve"
 """The member who is invited and never joins."""
-OTHER_MEMBERS = 20
+OTHER_MEMBER_COUNT = 20
 """Number of other members, `@m0` and so on. They join, leave and are banned."""
 FREQUENT_JOINER = "@m0"
 """The member who joins and leaves most often."""
-LIVE_THREADS = 2  # of one service
-BACKFILL_SECONDS = 0.3  # mean time between two backfills of one service
+LIVE_THREAD_COUNT = 2  # of one service
+BACKFILL_INTERVAL_SECONDS = 0.3  # mean time between two backfills of one service
 COMPACTION_PROBABILITY = 0.05  # of a compaction before a backfill
 _RANDOM_KINDS = [*[EventKind.REGULAR] * 7, EventKind.SOFT_FAILED, EventKind.REJECTED]
 
@@ -103,11 +103,11 @@ class RoomServiceRole:
     seed: str
 
 
-def room_streams(prefix: str) -> RoomStreams:
+def make_room_streams(prefix: str) -> RoomStreams:
     return RoomStreams(f"{prefix}events", f"{prefix}backfill", f"{prefix}caches")
 
 
-def simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
+def make_simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
     return [
         SimulatedStream(streams.events),
         SimulatedStream(streams.backfill, "backward"),
@@ -120,9 +120,9 @@ def run_room_service(role: RoomServiceRole, dsn: str, stopping: threading.Event)
 
     After a lost connection, opens a new one. At another error, sets `stopping`, and raises the error.
     """
-    threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREADS)]
+    threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREAD_COUNT)]
     run_threads(
-        [*(thread.work for thread in threads), _BackfillThread(role, LIVE_THREADS, dsn, stopping).work], stopping
+        [*(thread.work for thread in threads), _BackfillThread(role, LIVE_THREAD_COUNT, dsn, stopping).work], stopping
     )
 
 
@@ -149,7 +149,7 @@ class _RoomThread:
             self._store = RoomStore(self._appender, self._role.streams)
             while not self._stopping.wait(self._random.expovariate(1 / mean_pause_seconds)):
                 with suppress(RolledBack), connection.transaction():
-                    write(connection, f"!{self._random.randrange(ROOMS)}")
+                    write(connection, f"!{self._random.randrange(ROOM_COUNT)}")
                     sleep_in_transaction(self._role.faults, self._random, self._stopping)
                     if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACK_PROBABILITY:
                         raise RolledBack
@@ -166,7 +166,7 @@ class _LiveThread(_RoomThread):
     """Writes live events: own events and events that other servers send."""
 
     def work(self) -> None:
-        self._run_transactions(LIVE_THREADS / self._role.transactions_per_second, self._write_live)
+        self._run_transactions(LIVE_THREAD_COUNT / self._role.transactions_per_second, self._write_live)
 
     def _write_live(self, connection: Connection, room: str) -> None:
         """Write one random live event. If the room does not exist, create the room instead."""
@@ -174,15 +174,15 @@ class _LiveThread(_RoomThread):
         if self._random.random() < 0.3:  # before the room is locked, so that IDs complete out of order
             reserved_id = self._appender.reserve(connection, self._role.streams.events)
             sleep_in_transaction(self._role.faults, self._random, self._stopping)
-        prevs, depth = next_prevs_and_depth(connection, room)
+        prevs, depth = choose_prevs_and_depth(connection, room)
         if not prevs:
             self._create_room(connection, room)
             return
         chance = self._random.random()
         if chance < 0.6:
-            self._store.persist(connection, self._new_event(room, prevs, depth), reserved_id=reserved_id)
+            self._store.persist(connection, self._make_event(room, prevs, depth), reserved_id=reserved_id)
         elif chance < 0.7:
-            fork = self._new_fork_event(connection, room)
+            fork = self._make_fork_event(connection, room)
             self._store.persist(
                 connection, replace(fork, kind=self._random.choice(_RANDOM_KINDS)), reserved_id=reserved_id
             )
@@ -192,27 +192,27 @@ class _LiveThread(_RoomThread):
             self._store_outlier_again(connection, room, reserved_id)
 
     def _create_room(self, connection: Connection, room: str) -> None:
-        event = RoomEvent(_new_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
+        event = RoomEvent(_make_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
         self._store.persist(connection, event)
         for member in ROOM_MEMBERS:
             event = RoomEvent(
-                _new_id(), room, MEMBER, member, (event.id,), event.depth + 1, member, {"membership": "join"}
+                _make_id(), room, MEMBER, member, (event.id,), event.depth + 1, member, {"membership": "join"}
             )
             self._store.persist(connection, event)
 
-    def _new_event(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
+    def _make_event(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
         """Make a random event: a message, a topic, or a membership change. `prevs` are the IDs of the prev events."""
-        chance, sender = self._random.random(), f"@m{self._random.randrange(OTHER_MEMBERS)}"
+        chance, sender = self._random.random(), f"@m{self._random.randrange(OTHER_MEMBER_COUNT)}"
         prev_ids = tuple(prevs)
         if chance < 0.7:
-            return RoomEvent(_new_id(), room, "m.room.message", sender, prev_ids, depth, None, {"body": "hello"})
+            return RoomEvent(_make_id(), room, "m.room.message", sender, prev_ids, depth, None, {"body": "hello"})
         if chance < 0.8:
-            return RoomEvent(_new_id(), room, "m.room.topic", sender, prev_ids, depth, "", {"topic": _new_id()})
+            return RoomEvent(_make_id(), room, "m.room.topic", sender, prev_ids, depth, "", {"topic": _make_id()})
         content = {"membership": self._random.choice(["join", "join", "leave", "ban"])}
-        member = f"@m{int(OTHER_MEMBERS * self._random.random() ** 2)}"
-        return RoomEvent(_new_id(), room, MEMBER, sender, prev_ids, depth, member, content)
+        member = f"@m{int(OTHER_MEMBER_COUNT * self._random.random() ** 2)}"
+        return RoomEvent(_make_id(), room, MEMBER, sender, prev_ids, depth, member, content)
 
-    def _new_fork_event(self, connection: Connection, room: str) -> RoomEvent:
+    def _make_fork_event(self, connection: Connection, room: str) -> RoomEvent:
         """Make an event whose prev events are up to three random ones of the room's eight deepest events. The event may
         fork the room."""
         rows = connection.execute(
@@ -221,7 +221,7 @@ class _LiveThread(_RoomThread):
             [room],
         ).fetchall()
         prevs = self._random.sample(rows, min(len(rows), self._random.choice((1, 1, 2, 3))))
-        return self._new_event(room, [event for event, _ in prevs], 1 + max(depth for _, depth in prevs))
+        return self._make_event(room, [event for event, _ in prevs], 1 + max(depth for _, depth in prevs))
 
     def _receive_remote_event(self, connection: Connection, room: str, reserved_id: int | None) -> None:
         """Write a chain of events into `play.remote`, and store only the last event, as a live event or as an invite.
@@ -229,7 +229,7 @@ class _LiveThread(_RoomThread):
         The other events of the chain reach the tables by backfill. `reserved_id`: the reserved stream ID of the stored
         event; None to take the next ID.
         """
-        event = self._new_fork_event(connection, room)
+        event = self._make_fork_event(connection, room)
         groups = [group for _, group in tables.load_events(connection, event.prevs).values() if group is not None]
         state: State = resolve_states([tables.load_state(connection, group) for group in groups])
         before: list[str] = []
@@ -246,7 +246,7 @@ class _LiveThread(_RoomThread):
             if left:
                 if event.key and event.kind is not EventKind.REJECTED:
                     state = {**state, event.key: StateEntry(event.depth, event.id)}
-                event = self._new_event(room, [event.id], event.depth + 1)
+                event = self._make_event(room, [event.id], event.depth + 1)
         if is_invite:
             event = replace(event, kind=EventKind.OUT_OF_BAND)
         self._store_outliers(connection, before)
@@ -268,7 +268,7 @@ class _BackfillThread(_RoomThread):
     """Backfills missing events of rooms as history, and sometimes compacts the states of rooms."""
 
     def work(self) -> None:
-        self._run_transactions(BACKFILL_SECONDS, self._backfill)
+        self._run_transactions(BACKFILL_INTERVAL_SECONDS, self._backfill)
 
     def _backfill(self, connection: Connection, room: str) -> None:
         """Store up to five missing events as history. Sometimes compact the room's states first."""
@@ -293,14 +293,14 @@ def fetch_remote_events(connection: Connection, events: Iterable[str]) -> list[t
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
 
 
-def _new_id() -> str:
+def _make_id() -> str:
     return f"${uuid4().hex[:20]}"
 
 
 SYNCING_MEMBERS = (*ROOM_MEMBERS, FREQUENT_JOINER, GUEST)
 """The members for whom clients sync, with linear positions and with vectors."""
 PAUSE_SECONDS = 0.05  # between two requests of a client; of a sync, the mean time
-OWN_EVENT_SECONDS = 1.0  # between two events of the client that waits for its own events
+OWN_EVENT_INTERVAL_SECONDS = 1.0  # between two events of the client that waits for its own events
 OWN_EVENT_TIMEOUT_SECONDS = 60.0
 
 ANSWERS_TABLE = """
@@ -345,7 +345,7 @@ class RoomClientRole:
         streams: the streams of the rooms.
         writer: the name of the writer of the client of kind `OWN_EVENT`.
         seed: seed of the random choices.
-        store_all: whether to store all answers, for the verification. If False, only the last answer of each syncing
+        stores_all: whether to store all answers, for the verification. If False, only the last answer of each syncing
             client is stored, so that a simulation can run forever.
     """
 
@@ -353,7 +353,7 @@ class RoomClientRole:
     streams: RoomStreams
     writer: str
     seed: str
-    store_all: bool = True
+    stores_all: bool = True
 
 
 def run_room_clients(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
@@ -406,10 +406,10 @@ class _Clients:
         The first sync starts from the last stored answer of the incarnation, or at the first event if there is none.
         """
         with ExitStack() as stack:
-            facts, answers = self._connections(stack)
-            since = answers.last_position(member)
+            facts, answers = self._open_connections(stack)
+            since = answers.read_last_position(member)
             while not self._stopping.wait(self._random.random() * 2 * PAUSE_SECONDS):
-                now = self._published_position(self._role.streams.events)
+                now = self._read_published_position(self._role.streams.events)
                 if now is None or now == since:
                     continue
                 synced = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
@@ -422,12 +422,12 @@ class _Clients:
         """Open a random room, page back to the first event of the room, and store the whole history as one answer.
         Repeatedly."""
         with ExitStack() as stack:
-            facts, answers = self._connections(stack)
+            facts, answers = self._open_connections(stack)
             while not self._stopping.wait(PAUSE_SECONDS):
-                room = f"!{self._random.randrange(ROOMS)}"
+                room = f"!{self._random.randrange(ROOM_COUNT)}"
                 now, history = (
-                    self._published_position(self._role.streams.events),
-                    self._published_position(self._role.streams.backfill),
+                    self._read_published_position(self._role.streams.events),
+                    self._read_published_position(self._role.streams.backfill),
                 )
                 if now is None or history is None:
                     continue
@@ -448,11 +448,11 @@ class _Clients:
         """Apply the invalidations up to the published vector, read 20 values from the caches, and store their versions
         as one answer. Repeatedly."""
         with ExitStack() as stack:
-            facts, answers = self._connections(stack)
+            facts, answers = self._open_connections(stack)
             caches = Caches({ROOM_CACHES: [STATE_CACHE, MEMBERS_CACHE]})
             applied = None
             while not self._stopping.wait(PAUSE_SECONDS):
-                now = self._published_position(self._role.streams.caches)
+                now = self._read_published_position(self._role.streams.caches)
                 if now is None:
                     continue
                 if applied is None:
@@ -468,9 +468,9 @@ class _Clients:
         """Read a random value. Returns the name of the cache, the key, and the version of the value."""
         cache = self._random.choice([STATE_CACHE, MEMBERS_CACHE, JOINED_ROOMS_CACHE])
         key = (
-            f"@m{self._random.randrange(OTHER_MEMBERS)}"
+            f"@m{self._random.randrange(OTHER_MEMBER_COUNT)}"
             if cache == JOINED_ROOMS_CACHE
-            else f"!{self._random.randrange(ROOMS)}"
+            else f"!{self._random.randrange(ROOM_COUNT)}"
         )
         load: Mapping[str, Callable[[], tuple[int, object]]] = {
             STATE_CACHE: lambda: load_current_state(facts, key),
@@ -487,14 +487,14 @@ class _Clients:
         `OWN_EVENT_TIMEOUT_SECONDS`.
         """
         with ExitStack() as stack:
-            facts, answers = self._connections(stack)
+            facts, answers = self._open_connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
             stream, member = self._role.streams.events, ROOM_MEMBERS[0]
             since = None
-            while not self._stopping.wait(OWN_EVENT_SECONDS):
-                room = f"!{self._random.randrange(ROOMS)}"
+            while not self._stopping.wait(OWN_EVENT_INTERVAL_SECONDS):
+                room = f"!{self._random.randrange(ROOM_COUNT)}"
                 with facts.transaction():
-                    prevs, depth = next_prevs_and_depth(facts, room)
+                    prevs, depth = choose_prevs_and_depth(facts, room)
                     event = RoomEvent(f"$own{uuid4().hex}", room, "m.room.message", member, prevs, depth)
                     id = store.persist(facts, event) if prevs else None
                 if id is None:
@@ -511,21 +511,21 @@ class _Clients:
                     if self._stopping.is_set():
                         return
                     raise
-                now = _vector_position(snapshot)
+                now = _make_vector_position(snapshot)
                 synced = sync(facts, member, since or VectorPosition(id - 1), now, limit=10_000)
                 since = synced.until
                 answer = {"id": id, "found": id in {event.stream_ordering for event in synced.events}}
                 answers.add("own", room, None, now, answer)
 
-    def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
+    def _open_connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
         """Open connections to the services' database and to the database that stores the answers. `stack` closes the
         connections, and converts their errors to `ConnectionLost`."""
         stack.enter_context(convert_connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
         facts = stack.enter_context(SessionConnection.open(self._servers.facts_dsn))
         effects = stack.enter_context(SessionConnection.open(self._servers.effects_dsn))
-        return facts, _Answers(effects, self._kind, self._role.store_all, load_incarnation(facts))
+        return facts, _Answers(effects, self._kind, self._role.stores_all, load_incarnation(facts))
 
-    def _published_position(self, stream: str) -> VectorPosition | None:
+    def _read_published_position(self, stream: str) -> VectorPosition | None:
         """Read the published position of the stream: a linear position if the client is `LINEAR`, otherwise a vector.
 
         If no position is published yet, sleeps for `PAUSE_SECONDS`, and returns None. Raises `ConnectionLost` if the
@@ -538,7 +538,7 @@ class _Clients:
         if not isinstance(snapshot, PositionSnapshot):
             time.sleep(PAUSE_SECONDS)
             return None
-        return VectorPosition(snapshot.linear) if self._kind is ClientKind.LINEAR else _vector_position(snapshot)
+        return VectorPosition(snapshot.linear) if self._kind is ClientKind.LINEAR else _make_vector_position(snapshot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,21 +546,21 @@ class _Answers:
     """Stores the answers of one client in the readers' database.
 
     Attributes:
-        effects: a connection to the readers' database.
+        connection: a connection to the readers' database.
         client: the kind of the client.
-        store_all: see `RoomClientRole`.
+        stores_all: see `RoomClientRole`.
         incarnation: the incarnation of the services' database that gave the answers. A restore begins a new one.
     """
 
-    effects: Connection
+    connection: Connection
     client: ClientKind
-    store_all: bool
+    stores_all: bool
     incarnation: int
 
-    def last_position(self, member: str) -> VectorPosition:
+    def read_last_position(self, member: str) -> VectorPosition:
         """Read the position of the client's last stored sync for this member and incarnation; position 0 if none is
         stored."""
-        row = self.effects.execute(
+        row = self.connection.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
             [self.client.value, member, self.incarnation],
@@ -570,7 +570,8 @@ class _Answers:
     def add(
         self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]
     ) -> None:
-        """Store one answer. If `store_all` is False, only a `sync` is stored, and replaces the last sync of the member.
+        """Store one answer. If `stores_all` is False, only a `sync` is stored, and replaces the last sync of the
+        member.
 
         Args:
             kind: `sync`, `history`, `served` or `own`.
@@ -579,23 +580,23 @@ class _Answers:
             upto: the position of the answer.
             answer: depends on `kind`; see `rooms.compare_answer` and `rooms.compare_syncs`.
         """
-        if not self.store_all and kind != "sync":
+        if not self.stores_all and kind != "sync":
             return
         texts = [msgspec.json.encode(part).decode() for part in (since, upto, answer)]
-        with self.effects.transaction():
-            if not self.store_all:
-                self.effects.execute(
+        with self.connection.transaction():
+            if not self.stores_all:
+                self.connection.execute(
                     "delete from play.answers where client = %s and kind = %s and about = %s",
                     [self.client.value, kind, about],
                 )
-            self.effects.execute(
+            self.connection.execute(
                 "insert into play.answers (client, kind, about, since, upto, answer, incarnation)"
                 " values (%s, %s, %s, %s, %s, %s, %s)",
                 [self.client.value, kind, about, *texts, self.incarnation],
             )
 
 
-def _vector_position(snapshot: PositionSnapshot) -> VectorPosition:
+def _make_vector_position(snapshot: PositionSnapshot) -> VectorPosition:
     """The published vector, without writers at or below the linear position."""
     return VectorPosition(
         snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}

@@ -25,8 +25,8 @@ from tidemark.app.simulation.room_services import (
     ClientKind,
     RoomClientRole,
     RoomServiceRole,
-    room_streams,
-    simulated_streams,
+    make_room_streams,
+    make_simulated_streams,
 )
 from tidemark.app.simulation.script import ALL_FAULTS, SOURCE_FAULTS, SimulatedStream, Successor
 from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
@@ -81,7 +81,7 @@ class StoredRooms:
     invalidations: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
     joined_rooms_invalidations: Mapping[str | None, Sequence[TimelineRow]]
 
-    def min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
+    def find_min_version(self, cache: str, key: str, upto: VectorPosition) -> int:
         """The lowest version that a cached value may have when a client has applied the invalidations up to `upto`.
 
         Args:
@@ -160,7 +160,7 @@ def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], 
     until, ends = msgspec.convert(answers[-1][1], VectorPosition), stored.end_ids(member)
     expected = stored.expected_ids(member)
     covered = {id for id in expected if until.covers(stored.timeline[id])} | {id for id in ends if id <= until.linear}
-    missed, duplicated = _missed_and_duplicated(covered, received)
+    missed, duplicated = _count_missed_and_duplicated(covered, received)
     return RoomCount(client, len(expected | ends), len(covered & {*received}), missed, duplicated, disordered)
 
 
@@ -181,7 +181,7 @@ def compare_answer(
             return _compare_pages(about, upto, answer, stored)
         case ClientKind.CACHES:
             served = answer["served"]
-            stale = sum(version < stored.min_version(cache, key, upto) for cache, key, version in served)
+            stale = sum(version < stored.find_min_version(cache, key, upto) for cache, key, version in served)
             return RoomCount(client, len(served), len(served), stale=stale)
         case _:
             return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
@@ -197,14 +197,16 @@ def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], s
     timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     expected = {id for id, row in timeline.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
     extra = {id for id in received if id < 0 and id in timeline}
-    missed, duplicated = _missed_and_duplicated(expected, [id for id in received if id in expected or id not in extra])
+    missed, duplicated = _count_missed_and_duplicated(
+        expected, [id for id in received if id in expected or id not in extra]
+    )
     duplicated += len(received) - len({*received}) if not duplicated else 0
     keys = [(depth, id) for depth, id in answer["events"]]
     disordered = int(keys != sorted(keys, reverse=True))
     return RoomCount(ClientKind.HISTORY, len(expected), len(expected & {*received}), missed, duplicated, disordered)
 
 
-def _missed_and_duplicated(expected: set[int], received: Sequence[int]) -> tuple[int, int]:
+def _count_missed_and_duplicated(expected: set[int], received: Sequence[int]) -> tuple[int, int]:
     """Compare stream IDs. Returns the number of missed events, and the number of duplicated or unexpected events."""
     counted = Counter(received)
     return len(expected - counted.keys()), sum(count - (id in expected) for id, count in counted.items())
@@ -250,23 +252,23 @@ class RoomsVerification(Verification):
         effects_dsn: str,
         read_heads: Callable[[], Mapping[str, int]],
         *,
-        answers_stored: bool = True,
+        stores_all_answers: bool = True,
     ) -> None:
         """
         Args:
             facts_dsn: the DSN of the services' database.
             effects_dsn: the DSN of the readers' database.
             read_heads: returns stream -> highest ID of the stream in Tidemark.
-            answers_stored: whether the clients store all their answers (`RoomClientRole.store_all`). If False,
+            stores_all_answers: whether the clients store all their answers (`RoomClientRole.stores_all`). If False,
                 `counts` compares nothing.
         """
-        self._answers_stored = answers_stored
+        self._stores_all_answers = stores_all_answers
         self._read_heads = read_heads
-        self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts_dsn, effects_dsn)]
-        self._facts = session_of(facts_dsn, APPLICATION_NAME)
-        self._effects = session_of(effects_dsn, APPLICATION_NAME)
+        self._database_names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts_dsn, effects_dsn)]
+        self._facts_session = session_of(facts_dsn, APPLICATION_NAME)
+        self._effects_session = session_of(effects_dsn, APPLICATION_NAME)
         self._lock = Lock()
-        self._compared: set[int] = set()
+        self._compared_numbers: set[int] = set()
         """Numbers of the answers that were compared."""
         self._other_counts: dict[int, dict[str, RoomCount]] = defaultdict(dict)
         """Incarnation -> client -> the counts of answers other than syncs."""
@@ -276,8 +278,8 @@ class RoomsVerification(Verification):
         """The (client, member) pairs of syncing clients that have an answer of the newest incarnation."""
 
     def __exit__(self, *error: object) -> None:
-        self._facts.close()
-        self._effects.close()
+        self._facts_session.close()
+        self._effects_session.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -296,7 +298,7 @@ class RoomsVerification(Verification):
         """
         if successor is Successor.SYNCHRONOUS_STANDBY:
             return
-        with _connect(server_dsn, self._names[0]) as connection:
+        with _connect(server_dsn, self._database_names[0]) as connection:
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._read_heads()).decode()])
 
     def prepare_readers_server(self, server_dsn: str) -> None:
@@ -305,17 +307,17 @@ class RoomsVerification(Verification):
         Args:
             server_dsn: the DSN of the new server of the readers' database. No other process uses this server yet.
         """
-        with _connect(server_dsn, self._names[1]) as connection:
+        with _connect(server_dsn, self._database_names[1]) as connection:
             ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
-        self._compared = {number for number in self._compared if number <= newest}
+        self._compared_numbers = {number for number in self._compared_numbers if number <= newest}
 
     def has_begun(self) -> bool:
         """Whether each kind of client has stored an answer. If only syncs are stored: each kind of syncing client.
 
         False if the readers' database does not answer.
         """
-        expected = {*ClientKind} if self._answers_stored else {*CLIENTS_BY_PROCESS["rooms-sync"]}
-        with suppress(Unavailable), self._effects.use() as connection:
+        expected = {*ClientKind} if self._stores_all_answers else {*CLIENTS_BY_PROCESS["rooms-sync"]}
+        with suppress(Unavailable), self._effects_session.use() as connection:
             rows = connection.execute("select distinct client from play.answers").fetchall()
             return {*rows} >= {(kind,) for kind in expected}
         return False
@@ -326,17 +328,17 @@ class RoomsVerification(Verification):
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
         """Whether each kind of client and each syncing client has an answer, and all `counts` are complete."""
         kinds = {count.reader for count in counts}
-        return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.unanswered
+        return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.unanswered_clients
 
     def error_for(self, counts: Sequence[ReadCount]) -> TidemarkError:
-        return RoomsDiffer(counts, self.unanswered)
+        return RoomsDiffer(counts, self.unanswered_clients)
 
     def counts(self) -> list[RoomCount]:
         """Compare the new answers, and return the counts of each kind of client since the database was created.
 
         Empty if answers are not stored.
         """
-        if not self._answers_stored:
+        if not self._stores_all_answers:
             return []
         with self._lock:
             newest = self._compare()
@@ -349,7 +351,7 @@ class RoomsVerification(Verification):
         return [*totals.values()]
 
     @property
-    def unanswered(self) -> set[tuple[str, str]]:
+    def unanswered_clients(self) -> set[tuple[str, str]]:
         """The (client, member) pairs of syncing clients that have no answer of the newest incarnation yet."""
         return {
             (kind.value, member) for kind in (ClientKind.LINEAR, ClientKind.VECTOR) for member in SYNCING_MEMBERS
@@ -357,9 +359,9 @@ class RoomsVerification(Verification):
 
     def _compare(self) -> int:
         """Compare all syncs, and the new other answers, of the newest incarnation. Returns the newest incarnation."""
-        with self._facts.use() as connection:
+        with self._facts_session.use() as connection:
             newest = load_incarnation(connection)
-        with self._effects.use() as connection:
+        with self._effects_session.use() as connection:
             answers = connection.execute(
                 "select client, about, since, upto, answer from play.answers"
                 " where kind = 'sync' and incarnation = %s order by number",
@@ -368,16 +370,16 @@ class RoomsVerification(Verification):
             others = connection.execute(
                 "select number, client, about, upto, answer from play.answers"
                 " where kind <> 'sync' and incarnation = %s and number > %s order by number",
-                [newest, max(self._compared, default=0) - MAX_REORDERED_ANSWERS],
+                [newest, max(self._compared_numbers, default=0) - MAX_REORDERED_ANSWERS],
             ).fetchall()
-        with self._facts.use() as connection:  # read after the answers, so that it contains all of their events
+        with self._facts_session.use() as connection:  # read after the answers, so that it contains all of their events
             stored = _load_stored_rooms(connection)
             self._sync_counts[newest] = [*compare_syncs(answers, stored)]
             self._answered_clients = {(client, member) for client, member, *_ in answers}
             counts = self._other_counts[newest]
             expected_rooms: dict[str, ExpectedRoom] = {}
             for number, client, about, upto, answer in (
-                answered for answered in others if answered[0] not in self._compared
+                answered for answered in others if answered[0] not in self._compared_numbers
             ):
                 count = compare_answer(client, about, msgspec.convert(upto, VectorPosition), answer, stored)
                 if client == ClientKind.HISTORY:
@@ -388,13 +390,13 @@ class RoomsVerification(Verification):
                         expected_rooms[about], about, msgspec.convert(upto, VectorPosition), state, stored
                     )
                 counts[client] = counts.get(client, RoomCount(client)) + count
-                self._compared.add(number)
+                self._compared_numbers.add(number)
         return newest
 
     def compare_rooms(self) -> RoomCount:
         """Compare the extremities, states, members, timelines and stays of all rooms with the definitions. Counts
         rooms."""
-        with self._lock, self._facts.use() as connection:
+        with self._lock, self._facts_session.use() as connection:
             rows = connection.execute("select room from rooms.rooms order by room").fetchall()
             wrong = []
             for (room,) in rows:
@@ -534,7 +536,7 @@ class RoomsWorkload(Workload):
 
     @property
     def streams(self) -> Sequence[SimulatedStream]:
-        return simulated_streams(room_streams(self.plan.writer_plan.prefix))
+        return make_simulated_streams(make_room_streams(self.plan.writer_plan.prefix))
 
     def make_tables(self, facts_dsn: str, effects_dsn: str) -> None:
         simulation_tables.make_streams(facts_dsn, self.streams)
@@ -546,7 +548,7 @@ class RoomsWorkload(Workload):
     def make_service_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
         writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {start_number}"
         writer = None if name == writer_plan.writer_name(1) else name
-        streams = room_streams(writer_plan.prefix)
+        streams = make_room_streams(writer_plan.prefix)
         role = RoomServiceRole(
             writer, streams, self.plan.faults, writer_plan.transactions_per_second / writer_plan.writer_count, seed
         )
@@ -555,14 +557,14 @@ class RoomsWorkload(Workload):
     def make_reader_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
         prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {start_number}"
         kinds = [
-            kind for kind in CLIENTS_BY_PROCESS[name] if not (self.services_ended and kind is ClientKind.OWN_EVENT)
+            kind for kind in CLIENTS_BY_PROCESS[name] if not (self.have_services_ended and kind is ClientKind.OWN_EVENT)
         ]
-        role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, store_all=self.verify)
+        role = RoomClientRole(kinds, make_room_streams(prefix), f"{prefix}client", seed, stores_all=self.verify)
         return ProcessRole(databases.facts_dsn, databases.effects_dsn, room_client=role)
 
     def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> RoomsVerification:
         read_heads = partial(_read_heads, tidemark_dsn, self.streams)
-        return RoomsVerification(databases.facts_dsn, databases.effects_dsn, read_heads, answers_stored=self.verify)
+        return RoomsVerification(databases.facts_dsn, databases.effects_dsn, read_heads, stores_all_answers=self.verify)
 
 
 def _read_heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:

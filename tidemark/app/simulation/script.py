@@ -186,7 +186,7 @@ class PlannedFault:
 
 # For each kind: mean seconds between two faults, and the shortest and longest duration in seconds. The other kinds
 # happen inside transactions, see `services`.
-_INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
+_FAULT_TIMES: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CRASH: (20.0, (0.2, 4.0)),
     Fault.PAUSE: (45.0, (3.0, 8.0)),
     Fault.LATE: (30.0, (0.0, 0.0)),
@@ -225,13 +225,13 @@ def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[Pl
     random = Random(f"script {seed}")
     slowdown = min(max(1.0, seconds / _FULL_RATE_SECONDS), _MAX_SLOWDOWN) if math.isfinite(seconds) else 1.0
     due: list[tuple[float, Fault]] = []
-    for fault, (interval, _) in _INTERVALS.items():
+    for fault, (interval, _) in _FAULT_TIMES.items():
         first = random.uniform(0.1, 1.0) * min(interval, seconds / 2)
         if fault in faults:
             due.append((first, fault))
     heapify(due)
     while due:
         at, fault = due[0]
-        interval, duration = _INTERVALS[fault]
+        interval, duration = _FAULT_TIMES[fault]
         yield PlannedFault(at, fault, random.random(), random.uniform(*duration))
         heapreplace(due, (at + slowdown * interval * random.uniform(0.5, 1.5), fault))

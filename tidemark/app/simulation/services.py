@@ -67,7 +67,7 @@ Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
 `ConnectionLost`."""
 
 
-def installed_drivers() -> list[Driver]:
+def find_installed_drivers() -> list[Driver]:
     """The drivers that are installed; psycopg always is."""
     others = {"sqlalchemy": open_sqlalchemy, "asyncpg": open_asyncpg}
     return [open_psycopg, *(driver for name, driver in others.items() if find_spec(name))]
@@ -179,33 +179,39 @@ class _AsyncpgConnection:
         self._runner.run(transaction.commit())
 
     def append(self, stream: str, *rows: Row) -> int:
-        return int(self._value("select tidemark.append_as($1, $2, variadic $3)", self._name, stream, _json(rows)))
+        return int(
+            self._fetch_value("select tidemark.append_as($1, $2, variadic $3)", self._name, stream, _encode_rows(rows))
+        )
 
     def append_many(self, stream: str, rows: Sequence[Row]) -> list[int]:
-        return [*self._value("select tidemark.append_many($1, $2, writer => $3)", stream, _json(rows), self._name)]
+        return [
+            *self._fetch_value(
+                "select tidemark.append_many($1, $2, writer => $3)", stream, _encode_rows(rows), self._name
+            )
+        ]
 
     def reserve(self, stream: str) -> int:
-        return int(self._value("select tidemark.reserve($1, writer => $2)", stream, self._name))
+        return int(self._fetch_value("select tidemark.reserve($1, writer => $2)", stream, self._name))
 
     def complete(self, stream: str, id: int, *rows: Row) -> None:
-        self._value("select tidemark.complete($1, $2, variadic $3)", stream, id, _json(rows))
+        self._fetch_value("select tidemark.complete($1, $2, variadic $3)", stream, id, _encode_rows(rows))
 
     def insert(self, stream: str, id: int, part: int) -> None:
         numbered = _INSERT.format(stream) % ("$1", "$2", "$3")
         self._runner.run(self._connection.execute(numbered, id, part, self._name))
 
-    def _value(self, statement: str, *params: object) -> Any:
+    def _fetch_value(self, statement: str, *params: object) -> Any:
         return self._runner.run(self._connection.fetchval(statement, *params))
 
 
-def _json(rows: Sequence[Row]) -> list[str]:
+def _encode_rows(rows: Sequence[Row]) -> list[str]:
     return [json.encode(row).decode() for row in rows]
 
 
 log = get_logger(__name__)
 
-CONNECTIONS = 3  # of one service
-TRANSACTION_SECONDS = 0.03  # mean time between the reservation of an ID and the end of the transaction
+CONNECTION_COUNT = 3  # of one service
+MEAN_TRANSACTION_SECONDS = 0.03  # mean time between the reservation of an ID and the end of the transaction
 HANG_SECONDS = (1.5, 6.0)  # shortest and longest duration of a transaction that hangs
 RECONNECT_SECONDS = 0.2
 ROLLBACK_PROBABILITY = 0.1
@@ -232,13 +238,14 @@ class ServiceRole:
 
 
 def run_service(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Write on `CONNECTIONS` connections until `stopping` is set.
+    """Write on `CONNECTION_COUNT` connections until `stopping` is set.
 
     After `ConnectionLost`, opens a new connection. At another error of a driver, sets `stopping`, and raises the error.
     """
-    drivers = installed_drivers()
+    drivers = find_installed_drivers()
     threads = [
-        _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)]) for number in range(CONNECTIONS)
+        _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)])
+        for number in range(CONNECTION_COUNT)
     ]
     run_threads([thread.work for thread in threads], stopping)
 
@@ -267,12 +274,12 @@ def run_threads(functions: Sequence[Callable[[], None]], stopping: threading.Eve
 
 
 def sleep_in_transaction(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """Sleep for a random time, which is `TRANSACTION_SECONDS` on average. With the fault HANG, some times are in the
-    range `HANG_SECONDS`; such a sleep ends early when `stopping` is set."""
+    """Sleep for a random time, which is `MEAN_TRANSACTION_SECONDS` on average. With the fault HANG, some times are in
+    the range `HANG_SECONDS`; such a sleep ends early when `stopping` is set."""
     if Fault.HANG in faults and random.random() < HANG_PROBABILITY:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:
-        time.sleep(random.expovariate(1 / TRANSACTION_SECONDS))
+        time.sleep(random.expovariate(1 / MEAN_TRANSACTION_SECONDS))
 
 
 class _ServiceThread:
@@ -287,7 +294,9 @@ class _ServiceThread:
 
     def work(self) -> None:
         with self._driver(self._dsn, self._role.writer) as connection:
-            while not self._stopping.wait(self._random.expovariate(self._role.transactions_per_second / CONNECTIONS)):
+            while not self._stopping.wait(
+                self._random.expovariate(self._role.transactions_per_second / CONNECTION_COUNT)
+            ):
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:

@@ -30,10 +30,10 @@ from tidemark.app.simulation.workload import (
     SimulationPlan,
     Verification,
     Workload,
+    find_missing_streams,
     format_table,
     make_database,
     make_logins,
-    missing_streams,
     prepare_writing,
 )
 from tidemark.app.stack.home import Home
@@ -44,7 +44,7 @@ from tidemark.sources.topics import Topics
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_INTERVAL_SECONDS = 5.0
-REPORT_SHARE = 0.05  # maximum share of the time for reports; no process is restarted during a report
+MAX_REPORT_SHARE = 0.05  # maximum share of the time for reports; no process is restarted during a report
 FINISH_FAULTS_SECONDS = 60.0  # at the end, for faults that have begun
 NO_PROGRESS_SECONDS = 300.0  # until the verification fails; on a busy machine, a pipeline restarts within a minute
 
@@ -130,7 +130,7 @@ def _prepare_databases(settings: Settings, workload: Workload, services_dsn: str
 def _require_unknown_streams(settings: Settings, facts_dsn: str, streams: Sequence[SimulatedStream]) -> None:
     """Raise `StreamTaken` if Tidemark has positions of a stream that the services' database lacks."""
     with Positions(settings.redis) as positions:
-        for stream in missing_streams(facts_dsn, streams):
+        for stream in find_missing_streams(facts_dsn, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), PositionSnapshot):
                 raise StreamTaken(stream.name)
@@ -173,16 +173,18 @@ def _make_source_faults(
     return stack.enter_context(faults)
 
 
-def _require_rejected(tidemark_dsn: str, overrides: int) -> None:
+def _require_rejected(tidemark_dsn: str, sent_overrides: int) -> None:
     """Print the number of dead letters with the reason `bad_text`. Raises `OverridesAccepted` if there are fewer than
-    `overrides`, the number of sent operator overrides with a NUL character."""
+    `sent_overrides`, the number of sent operator overrides with a NUL character."""
     with psycopg.connect(tidemark_dsn) as connection:
         ((rejected,),) = connection.execute(
             "select coalesce(sum(records), 0) from tidemark.dead_letters where reason = 'bad_text'"
         ).fetchall()
-    if rejected < overrides:
-        raise OverridesAccepted(overrides, int(rejected))
-    click.echo(f"operator overrides with a NUL character: {overrides}, dead letters with reason bad_text: {rejected}")
+    if rejected < sent_overrides:
+        raise OverridesAccepted(sent_overrides, int(rejected))
+    click.echo(
+        f"operator overrides with a NUL character: {sent_overrides}, dead letters with reason bad_text: {rejected}"
+    )
 
 
 def _wait_for_first_reads(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
@@ -239,7 +241,7 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
             yield now
             report_seconds = time.monotonic() - began - now
             next_interval = (now // REPORT_INTERVAL_SECONDS + 1) * REPORT_INTERVAL_SECONDS
-            report_at = max(next_interval, now + report_seconds / REPORT_SHARE)
+            report_at = max(next_interval, now + report_seconds / MAX_REPORT_SHARE)
 
 
 def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:

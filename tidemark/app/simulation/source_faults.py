@@ -69,14 +69,14 @@ class _Job:
     """Work for a fault.
 
     Attributes:
-        due: when the work is due, in seconds of `time.monotonic`.
-        number: orders jobs with the same `due`.
+        due_at: when the work is due, in seconds of `time.monotonic`.
+        number: orders jobs with the same `due_at`.
         fault: the kind of the fault.
         work: does the work. Returns the target of the fault as text when the fault is injected, or a second job that
             finishes the fault.
     """
 
-    due: float
+    due_at: float
     number: int
     fault: Fault = field(compare=False)
     work: Callable[[], "str | _Job"] = field(compare=False)
@@ -111,9 +111,11 @@ class SourceFaults:
         self._streams = {stream.name: stream for stream in streams}
         self._writer = writer
         self._verification = verification
-        self._logs = [_LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", *StreamsWorkload.readers)]
-        self._planned: SimpleQueue[PlannedFault] = SimpleQueue()
-        self._injected: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
+        self._log_files = [
+            _LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", *StreamsWorkload.readers)
+        ]
+        self._planned_faults: SimpleQueue[PlannedFault] = SimpleQueue()
+        self._injected_faults: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
         self._jobs: list[_Job] = []
         self._job_numbers = count()
         self._earliest_remedy_times: dict[str, float] = {}
@@ -149,7 +151,7 @@ class SourceFaults:
     def begin(self, planned: PlannedFault) -> None:
         """Queue a fault for the second thread, and return at once."""
         self.pending_count += 1
-        self._planned.put(planned)
+        self._planned_faults.put(planned)
 
     def take_injected(self) -> Iterator[tuple[Fault, str]]:
         """Yield the faults that were injected since the last call, each with its target as text.
@@ -160,7 +162,7 @@ class SourceFaults:
             raise self._failure
         while True:
             try:
-                yield self._injected.get_nowait()
+                yield self._injected_faults.get_nowait()
             except Empty:
                 return
 
@@ -189,7 +191,7 @@ class SourceFaults:
             self.pending_count = 0
         else:
             self._take_planned(now)
-        while self._jobs and self._jobs[0].due <= time.monotonic() and not self._end_requested.is_set():
+        while self._jobs and self._jobs[0].due_at <= time.monotonic() and not self._end_requested.is_set():
             self._run_job(heapq.heappop(self._jobs))
         if now - self._remedies_run_at >= REMEDY_INTERVAL_SECONDS:
             self._remedies_run_at = now
@@ -199,7 +201,7 @@ class SourceFaults:
         """Make jobs of the faults that `begin` has queued."""
         while True:
             try:
-                planned = self._planned.get_nowait()
+                planned = self._planned_faults.get_nowait()
             except Empty:
                 return
             heapq.heappush(self._jobs, self._new_job(now, planned.fault, partial(self._inject, planned)))
@@ -214,14 +216,14 @@ class SourceFaults:
         except _RETRYABLE_ERRORS as problem:
             text = " ".join(str(problem).split())[:300]
             log.warning("Could not inject a fault; trying again", fault=job.fault.value, problem=text)
-            job.due = time.monotonic() + RETRY_SECONDS
+            job.due_at = time.monotonic() + RETRY_SECONDS
             heapq.heappush(self._jobs, job)
             return
         if isinstance(target, _Job):
             heapq.heappush(self._jobs, target)
         else:
             self.pending_count -= 1
-            self._injected.put((job.fault, target))
+            self._injected_faults.put((job.fault, target))
 
     def _inject(self, planned: PlannedFault) -> "str | _Job":
         """Inject a fault. Returns its target as text, or a job that finishes the fault."""
@@ -277,9 +279,9 @@ class SourceFaults:
             to = max(1, head - id_count)
             self._verification.note_sequence_set_back(stream, min(to, _read_floor(connection, stream)))
             if id_count % 2:
-                connection.execute(f"alter sequence {name} restart with {self._signed(stream, to + 1)}".encode())
+                connection.execute(f"alter sequence {name} restart with {self._to_signed(stream, to + 1)}".encode())
             else:
-                connection.execute("select setval(%s, %s)", [name, self._signed(stream, to)])
+                connection.execute("select setval(%s, %s)", [name, self._to_signed(stream, to)])
         return f"{stream}, from {head} back to {to} with {'RESTART' if id_count % 2 else 'setval'}"
 
     def _advance_sequence(self, stream: str, id_count: int) -> str:
@@ -287,7 +289,7 @@ class SourceFaults:
         text."""
         with self._connect() as connection:
             name, head = _read_sequence_and_head(connection, stream)
-            connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + id_count)])
+            connection.execute("select setval(%s, %s)", [name, self._to_signed(stream, head + id_count)])
         return f"{stream}, {id_count} IDs"
 
     def _set_sequence_cache(self, planned: PlannedFault, stream: str) -> str:
@@ -307,16 +309,16 @@ class SourceFaults:
             connection.execute("create schema simulate_backup")
             for table, copy in self._tables_and_copies():
                 connection.execute(sql.SQL("create table {} as table {}").format(copy, table))
-            heads = {stream: _read_sequence_and_head(connection, stream) for stream in self._streams}
-        restore = partial(self._restore_tables, planned, heads)
+            sequences_and_heads = {stream: _read_sequence_and_head(connection, stream) for stream in self._streams}
+        restore = partial(self._restore_tables, planned, sequences_and_heads)
         return self._new_job(time.monotonic() + planned.duration_seconds, planned.fault, restore)
 
-    def _restore_tables(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
+    def _restore_tables(self, planned: PlannedFault, sequences_and_heads: dict[str, tuple[str, int]]) -> "str | _Job":
         """Restore the backup in one transaction, while services, relay and readers are connected.
 
-        The verification is paused meanwhile. `heads` is stream -> (name of the sequence, last ID at the time of the
-        backup). Returns the target as text. If the backup is missing, restores nothing, makes a new backup, and returns
-        the job that restores the new backup.
+        The verification is paused meanwhile. `sequences_and_heads` is stream -> (name of the sequence, last ID at the
+        time of the backup). Returns the target as text. If the backup is missing, restores nothing, makes a new backup,
+        and returns the job that restores the new backup.
         """
         saved = [*self._tables_and_copies()]
         with self._verification.paused(), self._connect() as connection:
@@ -329,10 +331,12 @@ class SourceFaults:
                 for table, copy in saved:
                     connection.execute(sql.SQL("delete from {}").format(table))
                     connection.execute(sql.SQL("insert into {} select * from {}").format(table, copy))
-                reached = {stream: (_read_floor(connection, stream), head) for stream, (_, head) in heads.items()}
+                reached = {
+                    stream: (_read_floor(connection, stream), head) for stream, (_, head) in sequences_and_heads.items()
+                }
                 self._verification.prepare_restored_tables(connection, reached)
-                for stream, (name, head) in heads.items():
-                    connection.execute("select setval(%s, %s)", [name, self._signed(stream, max(1, head))])
+                for stream, (name, head) in sequences_and_heads.items():
+                    connection.execute("select setval(%s, %s)", [name, self._to_signed(stream, max(1, head))])
             connection.execute("drop schema simulate_backup cascade")
         return "the services' tables and sequences"
 
@@ -398,7 +402,7 @@ class SourceFaults:
         Moves at most one place of a reader in SQL. A remedy that fails with one of `_RETRYABLE_ERRORS` is run again at
         the next call.
         """
-        for log_file in self._logs:
+        for log_file in self._log_files:
             for line in log_file.read_new_lines():
                 self._find_remedy(line)
         try:
@@ -457,7 +461,7 @@ class SourceFaults:
                     log.info("The simulated operator moved a reader in SQL", reader=name, stream=stream)
         del self._place_remedies[stream, name]
 
-    def _signed(self, stream: str, magnitude: int) -> int:
+    def _to_signed(self, stream: str, magnitude: int) -> int:
         return -magnitude if self._streams[stream].direction == "backward" else magnitude
 
 

@@ -33,7 +33,7 @@ _TAKE = """
 select low, high, late, withdrawn from tidemark_reader.take(
     %(stream)s, %(reader)s, most => %(most)s, wait => false, partition => %(partition)s, partitions => %(partitions)s)
 """
-_UNDO = """
+_DELETE_WITHDRAWN_EFFECTS = """
 delete from demo.effects as effect
 where reader = %(reader)s and stream = %(stream)s and stream_id <@ %(withdrawn)s::int8multirange
     and (%(partitions)s::integer is null
@@ -41,7 +41,7 @@ where reader = %(reader)s and stream = %(stream)s and stream_id <@ %(withdrawn)s
     and not exists (
         select from {table} as fact where fact.stream_id = effect.stream_id and not fact.stream_id = any(%(late)s))
 """
-_APPLY = """
+_INSERT_EFFECTS = """
 insert into demo.effects (reader, stream, stream_id, writer, mark, late)
 select %(reader)s, %(stream)s, stream_id, writer, mark, case when stream_id = any(%(late)s) then 0 end from {table}
 where (abs(stream_id) > abs(%(low)s) and abs(stream_id) <= abs(%(high)s) or stream_id = any(%(late)s))
@@ -163,7 +163,7 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
             if taken is None:
                 return False
             values |= dict(zip(("low", "high", "late", "withdrawn"), taken, strict=True))
-            for statement in (_UNDO, _APPLY) if taken[3] else (_APPLY,):
+            for statement in (_DELETE_WITHDRAWN_EFFECTS, _INSERT_EFFECTS) if taken[3] else (_INSERT_EFFECTS,):
                 connection.execute(sql.SQL(statement).format(table=sql.Identifier("demo", stream)), values)
             return True
     except (

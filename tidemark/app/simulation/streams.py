@@ -261,7 +261,7 @@ class StreamsVerification(Verification):
         facts_dsn: the DSN of the services' database.
         effects_dsn: the DSN of the readers' database.
         streams: the streams to compare.
-        timelines: returns stream -> number of the stream's timeline in Tidemark.
+        read_timelines: returns stream -> number of the stream's timeline in Tidemark.
     """
 
     columns = ("LATE", "AGAIN", "LOST")
@@ -271,12 +271,12 @@ class StreamsVerification(Verification):
         facts_dsn: str,
         effects_dsn: str,
         streams: Sequence[SimulatedStream],
-        timelines: Callable[[], Mapping[str, int]] = dict,
+        read_timelines: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._timelines = timelines
-        self._first_timelines = timelines()
-        self._facts = session_of(facts_dsn, APPLICATION_NAME)
-        self._effects = session_of(effects_dsn, APPLICATION_NAME)
+        self._read_timelines = read_timelines
+        self._first_timelines = read_timelines()
+        self._facts_session = session_of(facts_dsn, APPLICATION_NAME)
+        self._effects_session = session_of(effects_dsn, APPLICATION_NAME)
         self._streams = streams
         self._lock = Lock()
         self._verified_marks: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
@@ -288,7 +288,7 @@ class StreamsVerification(Verification):
         self._resent_above: dict[str, int] = {}
         """Stream -> the ID (a magnitude) beyond which facts may be sent again, because the database was restored or the
         sequence was set back."""
-        self._restores: Counter[str] = Counter()
+        self._restore_counts: Counter[str] = Counter()
         """Stream -> how often the database was restored or the sequence was set back."""
         self._restored_heads: dict[str, int] = {}
         """Stream -> the ID (a magnitude) beyond which the sequence of a restored database gives out IDs again."""
@@ -299,8 +299,8 @@ class StreamsVerification(Verification):
         """Streams of which a reader received a late completion, and whose database was restored."""
 
     def __exit__(self, *error: object) -> None:
-        self._facts.close()
-        self._effects.close()
+        self._facts_session.close()
+        self._effects_session.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -316,7 +316,7 @@ class StreamsVerification(Verification):
             server_dsn: the DSN of the new server. No other process uses this server yet.
             successor: not used.
         """
-        dsn = workload.simulation_dsn(server_dsn)
+        dsn = workload.make_simulation_dsn(server_dsn)
         with closing(session_of(dsn, APPLICATION_NAME)) as session, session.use() as connection:
             self.prepare_restored_tables(connection, workload.read_floors_and_heads(connection))
             for marks in self._verified_marks.values():
@@ -340,7 +340,7 @@ class StreamsVerification(Verification):
 
     def note_sequence_set_back(self, stream: str, id: int) -> None:
         """Note that IDs beyond `id` (a magnitude) may be given out again, and their facts may be sent again."""
-        self._restores[stream] += 1
+        self._restore_counts[stream] += 1
         self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
     def prepare_readers_server(self, server_dsn: str) -> None:
@@ -350,14 +350,14 @@ class StreamsVerification(Verification):
             server_dsn: the DSN of the new server. No other process uses this server yet.
         """
         with (
-            closing(session_of(workload.simulation_dsn(server_dsn), APPLICATION_NAME)) as session,
+            closing(session_of(workload.make_simulation_dsn(server_dsn), APPLICATION_NAME)) as session,
             session.use() as connection,
         ):
             for marks in self._verified_marks.values():
                 _delete_marks(connection, _EFFECTS_TABLE, [*marks])
 
     def final_counts(self) -> list[StreamsCount]:
-        return self.counts(final=True)
+        return self.counts(is_final=True)
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
         return bool(counts) and all(count.is_complete for count in counts)
@@ -370,21 +370,21 @@ class StreamsVerification(Verification):
 
         A late completion that a reader received, or a new timeline of the stream, is a report.
         """
-        now = self._timelines()
+        now = self._read_timelines()
         for stream in sorted(self.lost_streams - self.late_streams):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
                 raise LossUnreported(stream)
 
-    def counts(self, *, final: bool = False) -> list[StreamsCount]:
+    def counts(self, *, is_final: bool = False) -> list[StreamsCount]:
         """Compare all streams, and return the counts of each reader since the databases were created.
 
-        All counts are 0 before the first reader has begun. With `final`, facts that may still come late count as
+        All counts are 0 before the first reader has begun. With `is_final`, facts that may still come late count as
         missed. For each stream with correct counts, deletes the rows that all readers have read (see
         `_delete_verified`). If a reader receives a deleted row again, the row counts as duplicated, or as lost after a
         restore. Waits while the verification is paused.
         """
         with self._lock:
-            with self._effects.use() as connection, connection.transaction():
+            with self._effects_session.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
                 if not _has_begun(connection):
                     return [StreamsCount(reader, 0, 0) for reader in READERS]
@@ -394,7 +394,7 @@ class StreamsVerification(Verification):
                 for key in self._reader_streams(LIBRARY_READERS):
                     positions[key] = _read_reader_position(connection, *key)
                     delivered[key] = _read_delivered_rows(connection, *key)
-            with self._facts.use() as connection:
+            with self._facts_session.use() as connection:
                 for stream, marks in [*self._marks_to_delete.items()]:
                     with connection.transaction():
                         _delete_marks(connection, _facts_table(stream), marks)
@@ -412,7 +412,7 @@ class StreamsVerification(Verification):
                 comparisons = [
                     Comparison(
                         *(reader, rows, delivered[reader, stream], positions[reader, stream]),
-                        *(self._resent_above.get(stream), final, self._restores[stream]),
+                        *(self._resent_above.get(stream), is_final, self._restore_counts[stream]),
                     )
                     for reader in READERS
                 ]
@@ -453,7 +453,7 @@ class StreamsVerification(Verification):
             return
         rows = {row.mark for row in verified[0].facts}
         marks = [*rows.union(*(comparison.marks for comparison in verified))]
-        with self._effects.use() as connection, connection.transaction():
+        with self._effects_session.use() as connection, connection.transaction():
             _delete_marks(connection, _EFFECTS_TABLE, marks)
             for reader, count in counts.items():
                 connection.execute(
@@ -534,9 +534,9 @@ class StreamsWorkload(Workload):
         return self.plan.writer_plan.stream_list()
 
     def make_tables(self, facts_dsn: str, effects_dsn: str) -> None:
-        workload.make_facts(facts_dsn, self.streams)
+        workload.make_fact_tables(facts_dsn, self.streams)
         for dsn in (facts_dsn, effects_dsn):
-            workload.make_effects(dsn)
+            workload.make_effect_tables(dsn)
 
     def make_service_role(self, databases: SimulationDatabases, name: str, start_number: int) -> ProcessRole:
         writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {start_number}"
@@ -552,8 +552,8 @@ class StreamsWorkload(Workload):
         return ProcessRole(databases.readers_dsn, databases.effects_dsn, reader=role)
 
     def make_verification(self, databases: SimulationDatabases, tidemark_dsn: str) -> StreamsVerification:
-        timelines = partial(_read_timelines, tidemark_dsn) if self.plan.faults & DATABASE_FAULTS else dict
-        return StreamsVerification(databases.facts_dsn, databases.effects_dsn, self.streams, timelines)
+        read_timelines = partial(_read_timelines, tidemark_dsn) if self.plan.faults & DATABASE_FAULTS else dict
+        return StreamsVerification(databases.facts_dsn, databases.effects_dsn, self.streams, read_timelines)
 
 
 def _read_timelines(dsn: str) -> dict[str, int]:

@@ -53,11 +53,11 @@ class ProcessRole:
 class ChildProcess:
     """A process of the simulation, started by the constructor. The process ends by itself when this process dies.
 
-    The output of the process is appended to the file `log`.
+    The output of the process is appended to the file `log_path`.
     """
 
-    def __init__(self, role: ProcessRole, log: Path) -> None:
-        with log.open("ab") as output:
+    def __init__(self, role: ProcessRole, log_path: Path) -> None:
+        with log_path.open("ab") as output:
             # The child inherits the environment: it may configure connections to the user's servers (PGSSLROOTCERT).
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tidemark.app.simulation"],
@@ -292,7 +292,7 @@ class Workload(ABC):
     def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
         self.plan = plan
         self.verify = verify
-        self.services_ended = False
+        self.have_services_ended = False
         """Whether the services have ended. Readers that start later must not write, or the verification would never
         complete."""
 
@@ -377,7 +377,7 @@ restored';
 """
 
 
-def simulation_dsn(dsn: str, suffix: str = "demo") -> str:
+def make_simulation_dsn(dsn: str, suffix: str = "demo") -> str:
     """The DSN of the simulation's database on the server of `dsn`.
 
     The name of the database is the name of the database in `dsn` (`tidemark` if there is none), `_` and `suffix`.
@@ -386,8 +386,9 @@ def simulation_dsn(dsn: str, suffix: str = "demo") -> str:
 
 
 def make_database(dsn: str, suffix: str = "demo") -> str:
-    """Create the database of `simulation_dsn` if it is missing. Returns its DSN. Raises `Unavailable` and `Refused`."""
-    new_dsn = simulation_dsn(dsn, suffix)
+    """Create the database of `make_simulation_dsn` if it is missing. Returns its DSN. Raises `Unavailable` and
+    `Refused`."""
+    new_dsn = make_simulation_dsn(dsn, suffix)
     name = str(conninfo_to_dict(new_dsn)["dbname"])
     with _connect(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
@@ -400,14 +401,14 @@ def prepare_writing(dsn: str) -> None:
     relay.migrate(dsn, (), "forward", say=lambda _: None)
 
 
-def missing_streams(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
+def find_missing_streams(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
     """The streams that the database `dsn` lacks."""
     with _connect(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]
 
 
-def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
+def make_fact_tables(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Create the missing streams, and the missing tables of the services, in the database `dsn`."""
     with _connect(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
@@ -420,7 +421,7 @@ def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
-def make_effects(dsn: str) -> None:
+def make_effect_tables(dsn: str) -> None:
     """Create the missing tables of the readers in the database `dsn`."""
     run_script(dsn, _EFFECTS)
 

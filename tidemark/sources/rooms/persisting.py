@@ -30,17 +30,18 @@ from tidemark.sources.rooms.rules import (
     StateEntry,
     check_state_before,
     choose_prevs,
+    compare_joined_members,
     compute_change,
-    depth_after,
+    compute_depth,
     difference,
-    group_after_event,
-    joined_and_left,
+    find_group_after_event,
     merge_groups,
 )
 from tidemark.sources.rooms.tables import JOINED_ROOMS_CACHE, ROOM_CACHES, STATE_CACHE, LockedRoom, PostgresStateGroups
 from tidemark.sources.writer import Writer
 
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL in JSON, but not an escaped backslash before `u0000`
+# An escaped NUL in JSON, but not an escaped backslash before `u0000`.
+_ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_INVALIDATED_MEMBERS = 10
 """If the memberships of more members change at once, the cache of joined rooms is cleared for all members."""
 
@@ -137,7 +138,7 @@ class RoomStore:
         Raises:
             BadEvent: the event is refused, and nothing was written. The transaction can continue.
         """
-        event = _with_stored_content(event)
+        event = _normalize_content(event)
         try:
             with connection.transaction():
                 return self._persist(connection, event, stream, state_ids_before, reserved_id)
@@ -165,7 +166,7 @@ class RoomStore:
         groups, group = PostgresStateGroups(connection, event.room), None
         if not event.kind.is_outlier:
             prev_groups = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
-            group = group_after_event(event, prev_groups, state_before, groups)
+            group = find_group_after_event(event, prev_groups, state_before, groups)
         _store_event(connection, event, group)
         _store_change(connection, event, change)
         id = None
@@ -211,9 +212,9 @@ class RoomStore:
         self,
         connection: Connection,
         room: str,
-        before: LockedRoom,
+        locked_room: LockedRoom,
         groups: PostgresStateGroups,
-        newest: int | None,
+        newest_group: int | None,
     ) -> None:
         """Update the room's current state and memberships, and invalidate the caches of the previous state. Does
         nothing if the state has not changed.
@@ -221,15 +222,15 @@ class RoomStore:
         Args:
             connection: in the transaction that has locked the room.
             room: the room.
-            before: the room before the event.
+            locked_room: the room before the event.
             groups: the state groups of the room.
-            newest: the group of the state after the event, if the event replaced its prev events as a forward
+            newest_group: the group of the state after the event, if the event replaced its prev events as a forward
                 extremity. Then this state includes the states after the prev events. Otherwise None.
         """
-        current = before.group
+        current = locked_room.group
         current_groups = dict.fromkeys(group for _, group in tables.load_forward_extremities(connection, room).values())
-        if newest is not None and current is not None and len(current_groups) > 1:
-            current_groups = dict.fromkeys([current, newest])
+        if newest_group is not None and current is not None and len(current_groups) > 1:
+            current_groups = dict.fromkeys([current, newest_group])
         group = merge_groups([*current_groups], None, {}, groups) if current_groups else None
         if group == current:
             return
@@ -238,13 +239,14 @@ class RoomStore:
         if not changed:  # an equal state in another group
             return
         connection.execute(
-            "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, before.version + 1, room]
+            "update rooms.rooms set state_group = %s, version = %s where room = %s",
+            [group, locked_room.version + 1, room],
         )
         members = {key: entry for (kind, key), entry in changed.items() if kind == MEMBER}
         if members:
-            self._update_members(connection, room, before.turn, members)
+            self._update_members(connection, room, locked_room.turn, members)
         for cache, keys in _caches_to_invalidate(room, [*members]):
-            self._invalidate(connection, cache, keys, before.version + 1 if cache != JOINED_ROOMS_CACHE else None)
+            self._invalidate(connection, cache, keys, locked_room.version + 1 if cache != JOINED_ROOMS_CACHE else None)
 
     def _update_members(self, connection: Connection, room: str, turn: int, members: Mapping[str, StateEntry]) -> None:
         """Update memberships and stays, and publish the end of each stay that ends.
@@ -257,7 +259,7 @@ class RoomStore:
         """
         before = tables.load_joined_members(connection, room, members)
         tables.store_memberships(connection, room, [entry.id for entry in members.values()])
-        joined, left = joined_and_left(before, tables.load_joined_members(connection, room, members))
+        joined, left = compare_joined_members(before, tables.load_joined_members(connection, room, members))
         left_by = []
         for member in left:
             event = EventSummary(members[member].id, room, members[member].depth, EventKind.REGULAR)
@@ -341,7 +343,7 @@ def _store_change(connection: Connection, event: RoomEvent, change: RoomChange) 
         )
 
 
-def _with_stored_content(event: RoomEvent) -> RoomEvent:
+def _normalize_content(event: RoomEvent) -> RoomEvent:
     """Copy the event, with the content that the table will return. Raises `BadEvent` if the table cannot store the
     content."""
     try:
@@ -349,12 +351,12 @@ def _with_stored_content(event: RoomEvent) -> RoomEvent:
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadEvent(event.id, f"its content cannot be stored as JSON: {error}") from error
-    if _NUL.search(text):
+    if _ESCAPED_NUL.search(text):
         raise BadEvent(event.id, "its content has the character NUL, which Postgres does not accept")
     return replace(event, content=msgspec.json.decode(text))
 
 
-def next_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
+def choose_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
     """Take the room's lock until the transaction ends, and choose the prev events of a new event. Creates the room if
     it is new.
 
@@ -363,4 +365,4 @@ def next_prevs_and_depth(connection: Connection, room: str) -> tuple[tuple[str, 
     """
     tables.lock_room(connection, room)
     prevs = choose_prevs(extremity for extremity, _ in tables.load_forward_extremities(connection, room).values())
-    return tuple(prev.id for prev in prevs), depth_after(prevs)
+    return tuple(prev.id for prev in prevs), compute_depth(prevs)

@@ -192,7 +192,7 @@ def choose_prevs(extremities: Iterable[EventSummary]) -> tuple[EventSummary, ...
     return tuple(ranked[:MAX_NEW_PREV_EVENTS])
 
 
-def depth_after(prevs: Iterable[EventSummary]) -> int:
+def compute_depth(prevs: Iterable[EventSummary]) -> int:
     """The depth of the deepest prev event plus one, limited to `MAX_DEPTH`; 1 without prev events."""
     return min(MAX_DEPTH, 1 + max((prev.depth for prev in prevs), default=0))
 
@@ -253,7 +253,7 @@ def _check_prevs_and_depth(event: RoomEvent, related: RelatedEvents) -> None:
     """
     for prev in related.prevs.values():
         _require(event, prev.room == event.room, f"its prev event {prev.id} is of another room, {prev.room}")
-    min_depth = depth_after(related.prevs.values())
+    min_depth = compute_depth(related.prevs.values())
     deepest = max((prev.depth for prev in related.prevs.values()), default=0)
     if len(related.prevs) == len(event.prevs):
         expected = f"an event after these prev events has {min_depth}"
@@ -300,7 +300,7 @@ def is_join(event: RoomEvent) -> bool:
     return event.content.get("membership") == JOINED
 
 
-def joined_and_left(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
+def compare_joined_members(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
     """Compare the joined members before and after an event. Returns the members who joined, and who left, sorted."""
     return sorted(after - before), sorted(before - after)
 
@@ -402,7 +402,7 @@ def check_state_before(
     return state
 
 
-def group_after_event(
+def find_group_after_event(
     event: RoomEvent, prev_groups: Iterable[int], state_before: State | None, groups: StateGroups
 ) -> int:
     """Find or add the group of the state after an event. Returns its number.
@@ -430,7 +430,7 @@ def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_st
     """
     if len(stored_groups) == 1 and other_state is None:
         (group,) = stored_groups
-        return groups.add(group_with_base(group, own_state, groups)) if own_state else group
+        return groups.add(make_group_with_base(group, own_state, groups)) if own_state else group
     states = {group: groups.state(group) for group in stored_groups}
     state = {**resolve_states([*states.values(), other_state or {}]), **own_state}
     deltas = {group: difference(state, before) for group, before in states.items()}
@@ -440,10 +440,10 @@ def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_st
     if not deltas:
         return groups.add(StateGroup(None, state, 1))
     nearest = min(deltas, key=lambda group: (len(deltas[group]), group))
-    return groups.add(group_with_base(nearest, deltas[nearest], groups))
+    return groups.add(make_group_with_base(nearest, deltas[nearest], groups))
 
 
-def group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
+def make_group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
     """Make a group whose state is the state of the group `base`, updated by `delta`. Does not add the group to
     `groups`.
 
@@ -472,11 +472,11 @@ class MemoryStateGroups:
 
     Attributes:
         stored: number -> group.
-        last_id: the number that `add` gave to the last group.
+        last_number: the number that `add` gave to the last group.
     """
 
     stored: dict[int, StateGroup] = field(default_factory=dict)
-    last_id: int = 0
+    last_number: int = 0
 
     def state(self, group: int) -> State:
         state: dict[StateKey, StateEntry] = {}
@@ -499,9 +499,9 @@ class MemoryStateGroups:
         return difference(self.state(after), {} if before is None else self.state(before))
 
     def add(self, state_group: StateGroup) -> int:
-        self.last_id += 1
-        self.stored[self.last_id] = state_group
-        return self.last_id
+        self.last_number += 1
+        self.stored[self.last_number] = state_group
+        return self.last_number
 
 
 def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> dict[int, StateGroup]:
@@ -523,7 +523,7 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
         if base is None:
             after.stored[group] = StateGroup(None, state, 1)
         else:
-            after.stored[group] = group_with_base(base, difference(state, after.state(base)), after)
+            after.stored[group] = make_group_with_base(base, difference(state, after.state(base)), after)
     return after.stored
 
 

@@ -61,7 +61,7 @@ class PostgresStateGroups:
         return [id for (id,) in rows.fetchall()]
 
     def add(self, state_group: StateGroup) -> int:
-        types, keys, events, depths = _columns(state_group.delta)
+        types, keys, events, depths = _split_columns(state_group.delta)
         row = self._connection.execute(
             """
             with made as (insert into rooms.state_groups (room, base) values (%s, %s) returning id),
@@ -270,7 +270,7 @@ def compact_states(connection: Connection, room: str) -> int:
             connection.execute(
                 "insert into rooms.state_deltas (state_group, type, state_key, event, depth)"
                 " select %s, delta.* from unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) as delta",
-                [group, *_columns(state_group.delta)],
+                [group, *_split_columns(state_group.delta)],
             )
         removed = sorted(stored.keys() - after.keys(), reverse=True)
         connection.execute("delete from rooms.state_groups where id = any(%s)", [removed])
@@ -294,7 +294,7 @@ def _load_groups(connection: Connection, room: str) -> dict[int, StateGroup]:
     return {id: StateGroup(base, deltas[id], 0) for id, base in bases.items()}
 
 
-def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
+def _split_columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
     """Convert entries to columns: the types, the state keys, the event IDs and the depths."""
     items: Iterable[tuple[StateKey, StateEntry]] = delta.items()
     types, keys, events, depths = [], [], [], []
@@ -330,7 +330,7 @@ class Caches:
         self._groups = groups
         self._max_entries = max_entries
         self._values: dict[CacheKey, Any] = {}
-        self._loading: dict[CacheKey, list[set[str]]] = {}
+        self._running_loads: dict[CacheKey, list[set[str]]] = {}
         """Key -> the running loads of its value. Each load is a set, to which an invalidation adds an element."""
         self._lock = Lock()
 
@@ -347,7 +347,7 @@ class Caches:
                 if cache_key in self._values:
                     cached: V = self._values[cache_key]
                     return cached
-                self._loading.setdefault(cache_key, []).append(stale)
+                self._running_loads.setdefault(cache_key, []).append(stale)
             try:
                 value = load()
             except BaseException:
@@ -373,7 +373,7 @@ class Caches:
         with self._lock:
             for name in self._groups.get(cache, (cache,)):
                 self._forget(
-                    [cache_key for cache_key in (*self._values, *self._loading) if cache_key[0] == name]
+                    [cache_key for cache_key in (*self._values, *self._running_loads) if cache_key[0] == name]
                     if keys is None
                     else [(name, tuple(keys))]
                 )
@@ -381,7 +381,7 @@ class Caches:
     def clear(self) -> None:
         """Remove all values from all caches, because invalidations may have been missed. Running loads are repeated."""
         with self._lock:
-            self._forget([*self._values, *self._loading])
+            self._forget([*self._values, *self._running_loads])
 
     def __len__(self) -> int:
         return len(self._values)
@@ -390,12 +390,12 @@ class Caches:
         """Remove cached values, and mark the running loads of these values as stale."""
         for cache_key in cache_keys:
             self._values.pop(cache_key, None)
-            for load in self._loading.get(cache_key, ()):
+            for load in self._running_loads.get(cache_key, ()):
                 load.add("stale")
 
     def _remove_load(self, cache_key: CacheKey, load: set[str]) -> None:
         """Remove a load from the running loads of a value."""
-        loads = self._loading[cache_key]
+        loads = self._running_loads[cache_key]
         loads[:] = [other for other in loads if other is not load]
         if not loads:
-            del self._loading[cache_key]
+            del self._running_loads[cache_key]

@@ -64,7 +64,7 @@ class SynapseChannel:
         self._make_client = make_client
         self.name = name
         self._halt = halt
-        self._received: deque[ChannelMessage] = deque()
+        self._messages: deque[ChannelMessage] = deque()
         self._own_requests = set[str]()
         """REPLICATE lines that this bridge has sent and not received."""
         self._lock = threading.Lock()
@@ -91,8 +91,8 @@ class SynapseChannel:
         if self._failure is not None:
             raise self._failure
         with self._lock:
-            received = [*self._received]
-            self._received.clear()
+            received = [*self._messages]
+            self._messages.clear()
         return received
 
     def request_positions(self) -> None:
@@ -163,8 +163,8 @@ class SynapseChannel:
         """Replace all messages that were not taken with `ChannelEvent.LOSS`, and forget the bridge's own requests."""
         with self._lock:
             self._own_requests.clear()
-            self._received.clear()
-            self._received.append(ChannelEvent.LOSS)
+            self._messages.clear()
+            self._messages.append(ChannelEvent.LOSS)
 
     def _receive(self, line: str | bytes) -> None:
         self.line_count += 1
@@ -181,7 +181,7 @@ class SynapseChannel:
         else:
             return
         with self._lock:
-            self._received.append(received)
-        if len(self._received) > MAX_MESSAGES:
+            self._messages.append(received)
+        if len(self._messages) > MAX_MESSAGES:
             self._report_loss()
             self.request_positions()

@@ -142,7 +142,7 @@ class SynapseWriter:
     barriers: list[Barrier] = field(default_factory=list)
     process_start_id: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
-    empty: Intervals = NO_INTERVALS
+    empty_ranges: Intervals = NO_INTERVALS
     """The ranges beyond the published position that the writer has announced to be empty."""
     has_moved: bool = False
     """Whether the table must be read, because the announced position has advanced or a barrier has ended."""
@@ -188,7 +188,7 @@ class SynapseWriter:
             self.sent_upto,
             False,
         )
-        self.is_uncertain, self.has_announced, self.empty = True, False, NO_INTERVALS
+        self.is_uncertain, self.has_announced, self.empty_ranges = True, False, NO_INTERVALS
         return True
 
     @property
@@ -253,15 +253,15 @@ class StreamDecider:
         with_backlog: Iterable[str] = (),
     ) -> None:
         self.kept_above = 0 if keeps_rows else UNBOUNDED
-        self._retired = dict(retired)
+        self._retired_positions = dict(retired)
         self._writers = {name: SynapseWriter(at) for name, at in sent_upto.items()}
         for name in with_backlog:
             self._writers[name].has_backlog = True
-        self._received: dict[int, StreamFact] = {}
+        self._received_facts: dict[int, StreamFact] = {}
         """ID -> received fact that is not published."""
         self._partial_rows: dict[str, list[str]] = {}
         """Writer -> the received rows of a fact whose last row was not received yet."""
-        self._at_boundary: set[str] = set()
+        self._writers_at_boundary: set[str] = set()
         """Writers whose next row begins a new fact. Of other writers, the first rows of a fact may be lost."""
         self._unknown_writers: dict[str, SynapseWriter] = {}
 
@@ -297,7 +297,7 @@ class StreamDecider:
         writers = [*self._writers.values(), *self._unknown_writers.values()]
         contradicted = [writer.discard_beyond(head) for writer in writers]
         if any(contradicted):
-            self._received = {id: fact for id, fact in self._received.items() if id <= head}
+            self._received_facts = {id: fact for id, fact in self._received_facts.items() if id <= head}
 
     @property
     def linear(self) -> int:
@@ -325,7 +325,7 @@ class StreamDecider:
     def add_unknown(self, writers: Iterable[str]) -> None:
         """Add writers to the unknown writers, unless they are known or have retired."""
         for name in writers:
-            if name not in self._writers and name not in self._retired:
+            if name not in self._writers and name not in self._retired_positions:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
@@ -348,11 +348,11 @@ class StreamDecider:
 
     def forget(self, writer: str) -> None:
         """Move a writer that has retired from the known writers to the retired writers."""
-        self._retired[writer] = self._writers.pop(writer).sent_upto
+        self._retired_positions[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
         """Note that an unknown writer has joined at `sent_upto`. The writer's facts up to this ID are its backlog."""
-        self._retired.pop(writer, None)
+        self._retired_positions.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
             unknown_writer.sent_upto, unknown_writer.has_moved, unknown_writer.has_backlog = (
@@ -379,7 +379,7 @@ class StreamDecider:
         """Note that lines of the channel may be lost, including the first positions of new processes. Each writer
         advances again only after its next announced position."""
         self._partial_rows.clear()
-        self._at_boundary.clear()
+        self._writers_at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.is_uncertain, writer.has_announced, writer.unanswered_requests = True, False, 0
 
@@ -396,11 +396,11 @@ class StreamDecider:
         """Apply the line `POSITION writer prev id` of the channel. If `prev` is not below `id`, the worker has started,
         or answers a request."""
         self._partial_rows.pop(writer, None)
-        self._at_boundary.add(writer)
+        self._writers_at_boundary.add(writer)
         known = self._get_writer(writer)
         known.apply_announced_position(id, is_repeated=prev >= id)
         if not known.is_uncertain and (first := max(prev, known.process_start_id, known.sent_upto)) < id:
-            known.empty = known.empty.union(Intervals.of([(first, id)]))
+            known.empty_ranges = known.empty_ranges.union(Intervals.of([(first, id)]))
 
     def apply_rdata(self, writer: str, id: int | None, row: str) -> None:
         """Apply the line `RDATA writer id row` of the channel. If `id` is None, more rows of the fact follow: only the
@@ -411,15 +411,15 @@ class StreamDecider:
             return
         del self._partial_rows[writer]
         self._get_writer(writer).apply_announced_position(id)
-        if writer in self._at_boundary:
-            self._received.setdefault(id, StreamFact(id, writer, rows))
-            while len(self._received) > MAX_RECEIVED_FACTS:
-                del self._received[next(iter(self._received))]
-        self._at_boundary.add(writer)
+        if writer in self._writers_at_boundary:
+            self._received_facts.setdefault(id, StreamFact(id, writer, rows))
+            while len(self._received_facts) > MAX_RECEIVED_FACTS:
+                del self._received_facts[next(iter(self._received_facts))]
+        self._writers_at_boundary.add(writer)
 
     def _get_writer(self, writer: str) -> SynapseWriter:
         """The state of a writer. A writer that is not known, or has retired, becomes an unknown writer."""
-        self._retired.pop(writer, None)
+        self._retired_positions.pop(writer, None)
         self.add_unknown([writer])
         return self._writers.get(writer) or self._unknown_writers[writer]
 
@@ -488,9 +488,9 @@ class StreamDecider:
         table = {fact.id: fact for fact in self.with_writers(facts)}
         # Above `kept_above`, rows are not deleted: a received fact that is not in the table belongs to a lost history.
         received = min(top, self.kept_above)
-        known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
+        known = {id: fact for id, fact in self._received_facts.items() if low < id <= received} | table
         for fact in known.values():
-            if fact.id > self._retired.get(fact.writer, 0):
+            if fact.id > self._retired_positions.get(fact.writer, 0):
                 self._get_writer(fact.writer)
         if self.unknown_writers:
             return []
@@ -501,7 +501,7 @@ class StreamDecider:
                 advances += self._advance(name, writer, top, known, fact_ids)
         linear = self.linear
         if advances:
-            self._received = {id: fact for id, fact in self._received.items() if id > linear}
+            self._received_facts = {id: fact for id, fact in self._received_facts.items() if id > linear}
         return advances
 
     def with_writers(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
@@ -511,7 +511,7 @@ class StreamDecider:
     def _find_probable_writer(self, id: int) -> str:
         """The probable writer of a fact whose row names no writer: the writer that announced the ID, or the only
         writer, or the main process."""
-        if received := self._received.get(id):
+        if received := self._received_facts.get(id):
             return received.writer
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
@@ -529,7 +529,7 @@ class StreamDecider:
         if id <= prev:
             return
         facts = [fact for _, fact in sorted(facts_by_id.items()) if prev < fact.id <= id and fact.writer == name]
-        unseen = bool(without_fact.up_to(min(id, self.kept_above)).difference(writer.empty))
+        unseen = bool(without_fact.up_to(min(id, self.kept_above)).difference(writer.empty_ranges))
         writer.sent_upto = id
-        writer.empty = writer.empty.above(id)
+        writer.empty_ranges = writer.empty_ranges.above(id)
         yield ProvenAdvance(name, prev, id, facts, unseen)

@@ -49,7 +49,7 @@ class PublishedFacts:
         """The highest ID above which there are `count` published facts; `since` if there are `count` facts or fewer."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
-    def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
+    def find_unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
         """The facts of `table` that should have been published and were not.
 
         Args:
@@ -62,16 +62,16 @@ class PublishedFacts:
             if self.since < fact.id <= sent_upto.get(fact.writer, 0) and not self._marks.get(fact.id)
         ]
 
-    def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
+    def find_replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
         """The facts of `table` whose IDs were published with other marks. These IDs must have been given out again."""
         return [fact for fact in table if self._marks.get(fact.id) and not self.contains(fact)]
 
-    def last_common_id(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
+    def find_last_common_id(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
         """The ID up to which `table` certainly has the published history. No ID up to this one is given out again.
 
         The result is the highest ID of a proof (`is_proof`) that was published and is in `table`. Facts that should
-        have been published and were not (see `unpublished`), and replaced facts, are all above this ID. None if there
-        is no such ID.
+        have been published and were not (see `find_unpublished`), and replaced facts, are all above this ID. None if
+        there is no such ID.
         """
         proven = None
         for fact in sorted(table, key=lambda fact: fact.id):
@@ -110,7 +110,7 @@ def load(connection: Connection, name: str) -> PublishedFacts | None:
     rows = connection.execute(
         "select id, marks from tidemark.synapse_facts where stream = %s and id > %s", [name, row[0]]
     ).fetchall()
-    return PublishedFacts(row[0], {id: _unpacked(marks) for id, marks in rows})
+    return PublishedFacts(row[0], {id: _unpack_marks(marks) for id, marks in rows})
 
 
 def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
@@ -143,7 +143,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
         [
             name,
             [fact.id for fact in facts],
-            [_packed(fact.marks) for fact in facts],
+            [_pack_marks(fact.marks) for fact in facts],
             [bool(fact.marks) and min(fact.marks) % _FACTS_PER_ANCHOR == 0 for fact in facts],
         ],
     )
@@ -182,7 +182,7 @@ def load_anchors(connection: Connection, name: str, upto: int) -> list[StreamFac
     ).fetchall()
     indices = [0, *(2**power for power in range(len(rows).bit_length()))]
     chosen = [rows[index] for index in indices if index < len(rows)]
-    return [StreamFact(id, "", (), _unpacked(marks)) for id, marks in chosen]
+    return [StreamFact(id, "", (), _unpack_marks(marks)) for id, marks in chosen]
 
 
 @dataclass
@@ -243,9 +243,9 @@ class HeadSamples:
             )
 
 
-def _packed(marks: Marks) -> bytes:
+def _pack_marks(marks: Marks) -> bytes:
     return struct.pack(f">{len(marks)}q", *sorted(marks))
 
 
-def _unpacked(marks: bytes) -> Marks:
+def _unpack_marks(marks: bytes) -> Marks:
     return frozenset(struct.unpack(f">{len(marks) // 8}q", marks))

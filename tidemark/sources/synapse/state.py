@@ -68,13 +68,13 @@ def append_outbox(connection: Connection, stream: str, values: Iterable[Record])
     )
 
 
-COMMAND = "tidemark synapse migrate"
-SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", COMMAND)
-_USE = DatabaseUse(
+MIGRATE_COMMAND = "tidemark synapse migrate"
+SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", MIGRATE_COMMAND)
+_DATABASE_USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",
     refusals={
-        "3F": f"run `{COMMAND}`",
-        "42P01": f"run `{COMMAND}`",
+        "3F": f"run `{MIGRATE_COMMAND}`",
+        "42P01": f"run `{MIGRATE_COMMAND}`",
         "42501": "grant the user select, insert, update and delete on the tables tidemark.synapse_..., and BYPASSRLS if"
         " they have row level security",
     },
@@ -86,7 +86,7 @@ _USE = DatabaseUse(
 
 def state_session(dsn: Dsn) -> PostgresSession:
     """Make the bridge's session in its own database. The session connects at its first use."""
-    return PostgresSession(dsn, "tidemark synapse", _USE)
+    return PostgresSession(dsn, "tidemark synapse", _DATABASE_USE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class StreamProgress:
         return {**self.retired, **self.sent_upto}
 
     @property
-    def reach(self) -> int:
+    def max_sent_upto(self) -> int:
         """The highest published position of all writers; 0 without writers."""
         return max(self.all_sent_upto.values(), default=0)
 

@@ -75,8 +75,8 @@ class StreamPublisher:
         self._samples = samples
         self.blocked_reason = ""
         """Why the stream is blocked until an operator acts; empty if the stream is not blocked."""
-        self._retiring: set[str] = set()
-        self._discarded: Mapping[str, int] = {}
+        self._requested_retirements: set[str] = set()
+        self._logged_positions: Mapping[str, int] = {}
         """Discarded positions that were logged."""
         sent_upto = dict.fromkeys(writers, 0) if self.progress is None else self.progress.sent_upto
         retired, backlog = ({}, {}) if self.progress is None else (self.progress.retired, self.progress.backlog)
@@ -112,11 +112,11 @@ class StreamPublisher:
         Returns whether there were any. Then the caller must request the positions of all workers.
         """
         requested = {*state.read_requested_retirements(own, self.bridged.name)} if self.has_begun else set[str]()
-        added = requested - self._retiring
+        added = requested - self._requested_retirements
         for writer in sorted(added):
             log.info("Retiring a writer of Synapse", stream=self.bridged.name, writer=writer)
             self.decider.retire(writer)
-        self._retiring = requested
+        self._requested_retirements = requested
         return bool(added)
 
     def _finish_retirements(self, own: Connection) -> bool:
@@ -127,7 +127,7 @@ class StreamPublisher:
         """
         assert self.progress is not None
         retiring = self.decider.retiring_writers
-        for writer in sorted(self._retiring - retiring.keys()):
+        for writer in sorted(self._requested_retirements - retiring.keys()):
             log.warning(
                 "The retirement of a writer of Synapse is cancelled, because the writer is alive",
                 stream=self.bridged.name,
@@ -140,7 +140,7 @@ class StreamPublisher:
             self.decider.forget(writer)
             id = self.progress.retired[writer]
             log.info("A writer of Synapse has retired", stream=self.bridged.name, writer=writer, id=id)
-        self._retiring &= {writer for writer, at in retiring.items() if at is None}
+        self._requested_retirements &= {writer for writer, at in retiring.items() if at is None}
         return bool(ended)
 
     def receive(self, command: PositionCommand | RdataCommand) -> None:
@@ -165,7 +165,7 @@ class StreamPublisher:
         if (
             self.progress is None
             or self._add_unknown_writers(own)
-            or (self._retiring and self._finish_retirements(own))
+            or (self._requested_retirements and self._finish_retirements(own))
         ):
             return []
         assert self.published is not None
@@ -229,11 +229,13 @@ class StreamPublisher:
         sent_upto = {
             writer: at for writer, at in self.progress.all_sent_upto.items() if writer not in self.progress.backlog
         }
-        table = self.decider.with_writers(tables.read_marks(synapse, self.bridged.stream, low, self.progress.reach))
+        table = self.decider.with_writers(
+            tables.read_marks(synapse, self.bridged.stream, low, self.progress.max_sent_upto)
+        )
         self.decider.add_unknown(fact.writer for fact in table)
-        if replaced := self.published.replaced(table):
+        if replaced := self.published.find_replaced(table):
             raise FactsReplaced(self.bridged.name, replaced[0].id)
-        missing = {fact.id for fact in self.published.unpublished(table, sent_upto)}
+        missing = {fact.id for fact in self.published.find_unpublished(table, sent_upto)}
         late = list[StreamFact]()
         for id in sorted(missing)[:MAX_LATE_FACTS]:
             late += self.decider.with_writers(tables.read_facts(synapse, self.bridged.stream, id - 1, id)[1])
@@ -253,14 +255,14 @@ class StreamPublisher:
         """Log each writer whose announced position was discarded. Logs each discarded position once."""
         discarded = self.decider.discarded_positions
         for writer, announced in discarded.items():
-            if self._discarded.get(writer) != announced:
+            if self._logged_positions.get(writer) != announced:
                 log.error(
                     "A worker of Synapse announces IDs that the sequence has not given out, so its position does not"
                     " advance. Restart the worker, and check whether the sequence was set back",
                     stream=self.bridged.name, writer=writer, announced=announced,
                     sequence=self.bridged.stream.sequence, given_out=self.head,
                 )  # fmt: skip
-        self._discarded = discarded
+        self._logged_positions = discarded
 
     def _create(self, synapse: Connection, own: Connection) -> None:
         """Begin the stream if all writers have announced a position and their earlier transactions have ended.

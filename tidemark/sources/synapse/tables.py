@@ -94,27 +94,33 @@ class SynapseStream:
     kept_seconds: float | None = None
 
 
-_DAY = 86_400.0
-_ABOUT = (
+_DAY_SECONDS = 86_400.0
+_EVENT_JOINS = (
     " left join redactions x using (event_id) left join event_relations r using (event_id)"
     " left join room_memberships m using (event_id)"
 )
-_ROW = "event_id, e.room_id, e.type, e.state_key, x.redacts, r.relates_to_id"
-_LIVE = f"json_build_array('ev', json_build_array({_ROW}, m.membership, e.rejection_reason is not null, e.outlier))"
-_BACKFILLED = f"json_build_array({_ROW})"
+_EVENT_COLUMNS = "event_id, e.room_id, e.type, e.state_key, x.redacts, r.relates_to_id"
+_LIVE_ROW = (
+    f"json_build_array('ev', json_build_array({_EVENT_COLUMNS},"
+    " m.membership, e.rejection_reason is not null, e.outlier))"
+)
+_BACKFILL_ROW = f"json_build_array({_EVENT_COLUMNS})"
 
 
 def _events(row: str) -> tuple[TableQuery, TableQuery]:
     return (
-        TableQuery(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
+        TableQuery(f"events e{_EVENT_JOINS}", "stream_ordering", row, "e.event_id"),
         # Events that were outliers and now have a state. The row of such an event in `events` keeps the older ID.
         TableQuery(
-            f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
+            f"ex_outlier_stream o join events e using (event_id){_EVENT_JOINS}",
+            "event_stream_ordering",
+            row,
+            "event_id",
         ),
     )
 
 
-_STATE = TableQuery(
+_STATE_QUERY = TableQuery(
     "current_state_delta_stream d",
     "stream_id",
     "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
@@ -122,7 +128,7 @@ _STATE = TableQuery(
 )
 
 
-_WRITTEN_BY = "t.xmin::text"
+_WRITING_TRANSACTION = "t.xmin::text"
 """The number of the transaction that wrote the row. If another history gives out the ID again, this number almost
 always differs."""
 
@@ -137,14 +143,14 @@ def _table_query(table: str, row: str, identity: str = "") -> TableQuery:
     """
     extra = f", {identity}" if identity else ""
     whole = f"json_build_array({row}{extra})::text"
-    return TableQuery(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in extra)
+    return TableQuery(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITING_TRANSACTION not in extra)
 
 
-_KNOWN = (
+_STREAMS_TO_SEND = (
     SynapseStream(
         "events",
         "events_stream_seq",
-        [*_events(_LIVE), _STATE],
+        [*_events(_LIVE_ROW), _STATE_QUERY],
         keeps_rows=True,
         positions_name="events",
         earlier_tables=["event_json"],
@@ -152,7 +158,7 @@ _KNOWN = (
     SynapseStream(
         "backfill",
         "events_backfill_stream_seq",
-        _events(_BACKFILLED),
+        _events(_BACKFILL_ROW),
         keeps_rows=True,
         positions_name="backfill",
         earlier_tables=["event_json"],
@@ -163,12 +169,12 @@ _KNOWN = (
         "cache_invalidation_stream_seq",
         [_table_query("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
         keeps_rows=True,
-        kept_seconds=6 * _DAY,  # Synapse deletes rows after 7 days, by its own clock
+        kept_seconds=6 * _DAY_SECONDS,  # Synapse deletes rows after 7 days, by its own clock
     ),
     SynapseStream(
         "push_rules",
         "push_rules_stream_sequence",
-        [_table_query("push_rules_stream", "t.user_id", _WRITTEN_BY)],
+        [_table_query("push_rules_stream", "t.user_id", _WRITING_TRANSACTION)],
         keeps_rows=True,
         positions_name="push_rules_stream",
     ),
@@ -178,7 +184,7 @@ _KNOWN = (
         [
             _table_query("account_data", "t.user_id, null, t.account_data_type", "t.content"),
             _table_query("room_account_data", "t.user_id, t.room_id, t.account_data_type", "t.content"),
-            _table_query("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
+            _table_query("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITING_TRANSACTION),
         ],
         keeps_rows=False,
         positions_name="account_data",
@@ -209,8 +215,8 @@ _KNOWN = (
         "device_lists",
         "device_lists_sequence",
         [
-            _table_query("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
-            _table_query("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
+            _table_query("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITING_TRANSACTION}"),
+            _table_query("user_signature_stream", "t.from_user_id, true, false", _WRITING_TRANSACTION),
             # Synapse updates the row of a poke after it has sent the poke.
             _table_query("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
@@ -231,13 +237,13 @@ _KNOWN = (
         positions_name="presence_stream",
     ),
 )
-STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
+STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _STREAMS_TO_SEND}
 """Name on the replication channel -> stream, for the streams that the bridge can send."""
 
-_MEMORY = "the stream exists only in its writer's memory, and its IDs start again with each start of the writer"
-_OTHER = "Tidemark does not support the tables of this stream yet"
+_ONLY_IN_MEMORY = "the stream exists only in its writer's memory, and its IDs start again with each start of the writer"
+_UNSUPPORTED_TABLES = "Tidemark does not support the tables of this stream yet"
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
+    **dict.fromkeys(("typing", "federation", "presence_federation"), _ONLY_IN_MEMORY),
     **dict.fromkeys(
         (
             "pushers",
@@ -248,13 +254,13 @@ REFUSED: Mapping[str, str] = {
             "profile_updates",
             "quarantined_media",
         ),
-        _OTHER,
+        _UNSUPPORTED_TABLES,
     ),
 }
 """Name on the replication channel -> the reason why the bridge cannot send the stream."""
 
 
-_USE = DatabaseUse(
+_DATABASE_USE = DatabaseUse(
     "TIDEMARK_SYNAPSE_DSN",
     refusals={
         "42P01": "give the DSN of Synapse's own database; Synapse must be version 1.100 or newer",
@@ -272,7 +278,7 @@ _USE = DatabaseUse(
 
 def synapse_session(dsn: Dsn) -> PostgresSession:
     """Make the bridge's session in Synapse's database. The session connects at its first use."""
-    return PostgresSession(dsn, "tidemark synapse", _USE)
+    return PostgresSession(dsn, "tidemark synapse", _DATABASE_USE)
 
 
 def read_head(connection: Connection, stream: SynapseStream) -> int:
@@ -338,7 +344,7 @@ def read_writers(connection: Connection, stream: SynapseStream) -> set[str]:
 
 
 def read_facts(
-    connection: Connection, stream: SynapseStream, low: int, top: int, only: str | None = None
+    connection: Connection, stream: SynapseStream, low: int, top: int, only_writer: str | None = None
 ) -> tuple[int, list[StreamFact]]:
     """Read the highest ID that was given out, and the facts with IDs in `(low, top]`, with one statement.
 
@@ -349,7 +355,7 @@ def read_facts(
         stream: the stream.
         low: the ID before the range.
         top: the last ID of the range.
-        only: read only rows that name this writer; None for all rows.
+        only_writer: read only rows that name this writer; None for all rows.
     """
     first, last = low + 1, top
     if stream.direction is Direction.BACKWARD:
@@ -361,7 +367,7 @@ def read_facts(
         union all
         select null, null, null, null, pg_sequence_last_value(%(sequence)s::regclass)
         """.encode(),
-        {"sequence": stream.sequence, "low": first, "high": last, "of": only},
+        {"sequence": stream.sequence, "low": first, "high": last, "of": only_writer},
     ).fetchall()
     facts_by_id: dict[int, tuple[str, dict[str, None], set[int]]] = {}
     for id, writer, row, mark, _ in rows:

@@ -49,7 +49,7 @@ def load_progress(
     server: SynapseServer,
     head: int,
     read_table: ReadTable,
-    highest: int = 0,
+    highest_head: int = 0,
 ) -> tuple[StreamProgress, PublishedFacts] | None:
     """Load the progress of a stream and its published facts.
 
@@ -62,7 +62,7 @@ def load_progress(
         server: Synapse's database.
         head: the highest ID that was given out, read after `server`.
         read_table: reads facts of Synapse's tables.
-        highest: the highest head of the stream that this process has read before.
+        highest_head: the highest head of the stream that this process has read before.
 
     Returns:
         The progress and the published facts; None if the stream is new.
@@ -74,8 +74,12 @@ def load_progress(
         return None
     progress, before = previous
     published = evidence.load(connection, name)
-    reason = _rollback_reason(connection, progress, before, server, head, highest)
-    replaced = [] if reason or published is None else published.replaced(read_table(published.since, progress.reach))
+    reason = _find_rollback_reason(connection, progress, before, server, head, highest_head)
+    replaced = (
+        []
+        if reason or published is None
+        else published.find_replaced(read_table(published.since, progress.max_sent_upto))
+    )
     if replaced:
         reason = f"other rows have IDs that were published, such as {replaced[0].id}"
     if not reason:
@@ -84,12 +88,12 @@ def load_progress(
             since = max(progress.floor, lowest - MAX_FACTS)
             facts = [
                 fact
-                for fact in read_table(since, progress.reach)
+                for fact in read_table(since, progress.max_sent_upto)
                 if fact.id <= progress.all_sent_upto.get(fact.writer, lowest)
             ]
             published = evidence.begin(connection, name, since, facts)
         return progress, published
-    at = min(_last_common_id(connection, progress, published, read_table), head)
+    at = min(_find_last_common_id(connection, progress, published, read_table), head)
     if published is None:
         published = PublishedFacts(at)
     with connection.transaction():
@@ -98,18 +102,18 @@ def load_progress(
     log.warning(
         "Synapse's database was set back: a new timeline of the stream begins, and facts with IDs beyond `id` are"
         " published again",
-        stream=name, reason=reason, id=at, published=progress.reach, given_out=head,
+        stream=name, reason=reason, id=at, published=progress.max_sent_upto, given_out=head,
     )  # fmt: skip
     return new_progress, published
 
 
-def _rollback_reason(
+def _find_rollback_reason(
     connection: Connection,
     progress: StreamProgress,
     before: _PreviousState,
     server: SynapseServer,
     head: int,
-    highest: int,
+    highest_head: int,
 ) -> str:
     """Why published IDs may be given out again; empty if the database shows no reason.
 
@@ -120,12 +124,12 @@ def _rollback_reason(
     row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [before.lsn, server.lsn]).fetchone()
     if row is None or row[0]:
         return "the write-ahead log of the server is shorter than before"
-    if head < (last_head := max(progress.reach, before.head, highest)):
+    if head < (last_head := max(progress.max_sent_upto, before.head, highest_head)):
         return f"the sequence {progress.stream.sequence} is below the ID that it gave out before ({last_head})"
     return ""
 
 
-def _last_common_id(
+def _find_last_common_id(
     connection: Connection, progress: StreamProgress, published: PublishedFacts | None, read_table: ReadTable
 ) -> int:
     """The ID up to which Synapse's tables certainly have the published history; at least the floor of the stream.
@@ -136,7 +140,9 @@ def _last_common_id(
         return progress.floor
     sent_upto = {writer: at for writer, at in progress.all_sent_upto.items() if writer not in progress.backlog}
     sent_upto[""] = min(progress.sent_upto.values(), default=0)  # for rows without a writer
-    if (id := published.last_common_id(read_table(published.since, progress.reach), sent_upto)) is not None:
+    if (
+        id := published.find_last_common_id(read_table(published.since, progress.max_sent_upto), sent_upto)
+    ) is not None:
         return max(id, progress.floor)
     for anchor in evidence.load_anchors(connection, progress.name, published.since):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in read_table(anchor.id - 1, anchor.id)):
