@@ -99,20 +99,20 @@ COMES_BELOW: list[Act] = [("swap", 0, True), ("begin", 0, True), ("end", 0, True
 class _JoinsAtTheHead(PublishedFacts):
     """Takes the head of the moment for the end of what both histories have."""
 
-    def last_common_id(self, table: object, sent_upto: object) -> int | None:
+    def find_last_common_id(self, table: object, sent_upto: object) -> int | None:
         return 10_000
 
-    def replaced(self, table: object) -> list[StreamFact]:
+    def find_replaced(self, table: object) -> list[StreamFact]:
         return []
 
-    def unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
+    def find_unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
         return []
 
 
 class _NeverLooksBack(PublishedFacts):
     """Believes that nothing comes where everything was told."""
 
-    def unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
+    def find_unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
         return []
 
 

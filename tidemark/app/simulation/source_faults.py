@@ -206,8 +206,8 @@ class SourceFaults:
                 return
             heapq.heappush(self._jobs, self._new_job(now, planned.fault, partial(self._inject, planned)))
 
-    def _new_job(self, due: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
-        return _Job(due, next(self._job_numbers), fault, work)
+    def _new_job(self, due_at: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
+        return _Job(due_at, next(self._job_numbers), fault, work)
 
     def _run_job(self, job: _Job) -> None:
         """Run a job. If it fails with one of `_RETRYABLE_ERRORS`, run it again after `RETRY_SECONDS`."""

@@ -144,7 +144,7 @@ class SynapseWriter:
     """IDs beyond this one were given out after the writer's current process started."""
     empty_ranges: Intervals = NO_INTERVALS
     """The ranges beyond the published position that the writer has announced to be empty."""
-    has_moved: bool = False
+    must_read_table: bool = False
     """Whether the table must be read, because the announced position has advanced or a barrier has ended."""
     unanswered_requests: int = 0
     """The number of requests for positions that the writer has not answered. The writer may repeat its position this
@@ -169,7 +169,7 @@ class SynapseWriter:
         self.is_retiring = False
         self.discarded_position = 0
         self.has_announced = True
-        self.has_moved |= id > self.sent_upto
+        self.must_read_table |= id > self.sent_upto
         self.announced_position = max(self.announced_position, id)
 
     def discard_beyond(self, head: int) -> bool:
@@ -183,7 +183,7 @@ class SynapseWriter:
         """
         if self.announced_position <= head:
             return False
-        self.discarded_position, self.announced_position, self.has_moved = (
+        self.discarded_position, self.announced_position, self.must_read_table = (
             self.announced_position,
             self.sent_upto,
             False,
@@ -195,7 +195,9 @@ class SynapseWriter:
     def may_advance(self) -> bool:
         """Whether facts of the writer beyond its published position can be published now."""
         return (
-            self.has_moved and self.sent_upto < self.announced_position and not (self.is_uncertain or self.has_backlog)
+            self.must_read_table
+            and self.sent_upto < self.announced_position
+            and not (self.is_uncertain or self.has_backlog)
         )
 
     @property
@@ -278,7 +280,8 @@ class StreamDecider:
 
     @property
     def announced_positions(self) -> Mapping[str, int]:
-        """Known writer -> the highest position that the writer has announced; 0 if none."""
+        """Known writer -> the highest position that the writer has announced; 0 if none. If this position was
+        discarded: the published position."""
         return {name: writer.announced_position for name, writer in self._writers.items()}
 
     @property
@@ -355,7 +358,7 @@ class StreamDecider:
         self._retired_positions.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
-            unknown_writer.sent_upto, unknown_writer.has_moved, unknown_writer.has_backlog = (
+            unknown_writer.sent_upto, unknown_writer.must_read_table, unknown_writer.has_backlog = (
                 sent_upto,
                 unknown_writer.announced_position > sent_upto,
                 True,
@@ -440,7 +443,7 @@ class StreamDecider:
         for writer in self._writers.values():
             barriers = [Barrier(barrier.head, barrier.transactions & running) for barrier in writer.barriers]
             barriers = [barrier for barrier in barriers if barrier.transactions]
-            writer.has_moved |= len(barriers) < len(writer.barriers)
+            writer.must_read_table |= len(barriers) < len(writer.barriers)
             if writer.is_uncertain and writer.has_announced:
                 writer.is_uncertain = writer.has_announced = False
                 writer.process_start_id = head
@@ -461,7 +464,11 @@ class StreamDecider:
     def begin(self, floor: int) -> None:
         """Note that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
-            writer.sent_upto, writer.has_moved, writer.has_backlog = floor, writer.announced_position > floor, False
+            writer.sent_upto, writer.must_read_table, writer.has_backlog = (
+                floor,
+                writer.announced_position > floor,
+                False,
+            )
 
     def range_to_read(self) -> tuple[int, int] | None:
         """The range `(low, high]` of IDs whose facts must be read from the tables now. None if no writer may
@@ -519,7 +526,7 @@ class StreamDecider:
         self, name: str, writer: SynapseWriter, top: int, facts_by_id: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         """Move the writer's position up to `top` if possible. Yields the advance, or nothing."""
-        writer.has_moved = writer.announced_position > top
+        writer.must_read_table = writer.announced_position > top
         prev, id = writer.sent_upto, min(writer.announced_position, top)
         if id <= prev:
             return
