@@ -310,7 +310,7 @@ def test_a_connection_that_it_cannot_use(dsn: str) -> None:
                 Writer().append(connection, "orders", 1)
 
     asyncio.run(mistaken())
-    with psycopg.connect(dsn) as connection, pytest.raises(TypeError, match=r"SELECT tidemark.append"):
+    with psycopg.connect(dsn) as connection, pytest.raises(TypeError, match=r"use Writer"):
         asyncio.run(AsyncWriter().append(connection, "orders", 1))
     with pytest.raises(TypeError, match=r"builtins.str is not a psycopg\.Connection"):
         Writer().append(dsn, "orders", 1)

@@ -192,8 +192,8 @@ def _begin_new_epochs(
 
     A stream keeps its timeline if Kafka has not acknowledged all JOINs of that timeline.
 
-    If a restore or a replication wrote a stream's row, the row keeps its `written_by` as evidence until the stream is in
-    `regressions`. `sequences.find_regressions` leaves out a stream with an unfit sequence until the repair.
+    If a restore or a replication wrote a stream's row, the row keeps its `written_by` as evidence, until the stream is
+    in `regressions`. `sequences.find_regressions` leaves out a stream with an unfit sequence until the repair.
     """
     connection.execute(
         """
