@@ -63,7 +63,7 @@ class ReplayTrial:
     """The effects that the record of a dead letter would have on the stored state of its stream.
 
     Attributes:
-        letter: the dead letter.
+        dead_letter: the dead letter.
         record: the record of the dead letter.
         effects: the effects on the stream of a batch that has only this record.
     """
@@ -105,7 +105,7 @@ def try_replay(
     """Apply the record of a dead letter to a copy of its stream's state.
 
     Args:
-        letter: the dead letter.
+        dead_letter: the dead letter.
         facts_topic: only records of this topic can be sent again.
         stored: the stream's encoded state; None if the stream does not exist.
         now: seconds since 1970.

@@ -95,7 +95,8 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
 
 
 def _run_checks() -> Iterator[Check]:
-    """Run the checks one after the other, and yield each result. If a setting is invalid, its result is the last."""
+    """Run the checks one after the other, and yield each result. If a setting is invalid, the failed check of the
+    settings is the last."""
     from tidemark.app.settings import read_stack_env
 
     stack = read_stack_env()
@@ -332,8 +333,8 @@ def _listen_problem(host: str, port: int) -> str | None:
 
 
 def check_clock(name: str, server_time: float, before: float, after: float) -> Check:
-    """Compare a server's clock with this machine's. The duration of the query is allowed for. Times are in seconds
-    since 1970.
+    """Compare a server's clock with this machine's. A difference of up to half the duration of the query is ignored.
+    Times are in seconds since 1970.
 
     Args:
         name: the name of the check.

@@ -279,7 +279,7 @@ def read_file(path: str) -> Iterator[RecordedMessage]:
 def read_topics(settings: Settings, facts_topic: str, max_records: int) -> Iterator[RecordedMessage]:
     """Yield all records of `facts_topic` and of the control topic, and show the progress on a terminal.
 
-    Raises `CommandFailed` if these topics have about more than `max_records` records.
+    Raises `CommandFailed` if these topics have more than about `max_records` records.
     """
     with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts_topic})

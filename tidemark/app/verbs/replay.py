@@ -82,13 +82,13 @@ class ReplayReport:
     """The result of a replay.
 
     Attributes:
-        records: number of records in the recording that batches have read.
-        batches: number of batches that were compared.
-        equal: streams without a difference in the compared part.
+        records: the number of records in the recording that batches have read.
+        batches: the number of batches that were compared.
+        equal: the streams without a difference in the compared part.
         parted: the first difference of each stream that differs.
-        parts: the compared part of each stream of which only a part was compared, by name.
-        unknown: the reason for each stream that could not be compared, by name.
-        absent: streams in the history of which the recording has no record.
+        parts: stream -> compared part, for the equal streams that were compared only in part.
+        unknown: stream -> reason, for the streams that could not be compared.
+        absent: the streams of the history of which the recording has no record.
     """
 
     records: int = 0

@@ -56,7 +56,8 @@ def relay_migrate(
     wait: float,
     as_json: bool,
 ) -> None:
-    """Create or update the tables and functions of `tidemark.append` in a service's database, and create streams."""
+    """Create or update the tables and functions of `tidemark.append` in a service's database. Create the streams of
+    --stream."""
     settings = load_settings(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
     from tidemark.common.backoff import wait_out
