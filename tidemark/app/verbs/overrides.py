@@ -485,7 +485,7 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
         "--beyond", is_flag=True, help="Allow IDs beyond all IDs that records named. Positions never move back."
     ),
     click.option(
-        "--force", is_flag=True, help="Send despite a live or unknown writer, or although a bridge sends STREAM."
+        "--force", is_flag=True, help="Send even if the writer is alive or not in STREAM, or if a bridge sends STREAM."
     ),
 ]
 
@@ -550,7 +550,7 @@ def join(**options: Any) -> None:
 @click.option(
     "--id",
     type=int,
-    help="Settle IDs up to this ID. Default: the writer's highest completed ID, or its higher position.",
+    help="Settle IDs up to this ID. Default: the writer's highest completed ID or position.",
 )
 def fence(**options: Any) -> None:
     """End the epoch of WRITER on STREAM. Use this command if the process of WRITER cannot be stopped.

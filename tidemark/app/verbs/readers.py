@@ -135,7 +135,9 @@ def readers() -> None:
 
 @readers.command("list")
 @click.argument("stream", required=False)
-@click.option("--check", is_flag=True, help="End with exit code 3 if a reader is stuck, not running or ahead.")
+@click.option(
+    "--check", is_flag=True, help="End with exit code 3 if a reader is stuck, not running, or ahead of its stream."
+)
 @_dsn
 @_as_json
 def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: bool) -> None:
