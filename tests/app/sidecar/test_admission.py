@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import re
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -143,6 +144,23 @@ def test_half_open_connections_keep_nobody_out() -> None:
                 assert answer(it).startswith(b"HTTP/1.1 200")
         closed = [it for it in silent if is_closed(it)]
         assert 40 <= len(closed) <= 50
+
+
+def test_a_connection_with_a_second_request_is_not_idle(servers: Any) -> None:
+    """The answer to the first of two pipelined requests has ended; the second is an event stream. Of connections of
+    one address, the oldest idle ones are closed, and not the older one that serves the stream."""
+    two = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\nGET /v1/watch HTTP/1.1\r\nhost: x\r\n\r\n"
+    bounds = AdmissionConfig(slots=20, head_timeout_seconds=60)
+    with sidecar(servers, AppConfig(), admitted=bounds) as client, ExitStack() as crowd:
+        served = crowd.enter_context(connected(client, two))
+        received = b""
+        while b"text/event-stream" not in received:
+            received += served.recv(4096)
+        silent = [crowd.enter_context(connected(client, b"GET /li")) for _ in range(60)]
+        eventually(lambda: sum(map(is_closed, silent)) >= 40)
+        while not is_closed(served) and select.select([served], [], [], 0)[0]:
+            pass
+        assert not is_closed(served)
 
 
 def test_probes_are_answered_when_every_place_is_taken(servers: Any) -> None:

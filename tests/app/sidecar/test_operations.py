@@ -129,6 +129,15 @@ def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client
     assert new.headers["etag"] != had
 
 
+def test_a_page_of_streams_has_another_tag_once_there_is_a_next_page(pipeline: Pipeline, client: SidecarClient) -> None:
+    pipeline.publish(moved("a", 7, w=At(0, 7)))
+    had = client.get("/v1/streams?limit=1").headers["etag"]
+    pipeline.publish(moved("b", 7, w=At(0, 7)))
+    new = client.get("/v1/streams?limit=1", headers={"If-None-Match": had})
+    assert (new.status_code, [stream["stream"] for stream in new.json()["streams"]]) == (200, ["a"])
+    assert new.json()["next"]
+
+
 @pytest.mark.parametrize("name", ["nobody", "a%20b", "%00", "%FF%FE", "x" * 256])
 def test_stream_that_does_not_exist(client: SidecarClient, name: str) -> None:
     """404 with a reason for people, whatever the name looks like."""

@@ -71,7 +71,7 @@ class RequestHandler:
         try:
             keys = await self._redis_reader.read(request)
         except Stop as problem:
-            raise Unavailable("Redis", request.stream, str(problem)) from problem
+            raise Unavailable("Redis", self._redis_reader.where, str(problem)) from problem
         lagging = self.lagging_streams.get(request.stream)
         is_lagging = lagging is not None and not (
             keys.linear is not None and lagging.is_reached_by(keys.linear, keys.positions, keys.late)

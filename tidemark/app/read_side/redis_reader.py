@@ -57,7 +57,7 @@ class RedisReader:
         self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT_SECONDS)
         self._is_cluster = address.is_cluster
-        self._where = address.where
+        self.where = address.where
 
     async def aclose(self) -> None:
         await aclose(self.client)
@@ -104,11 +104,11 @@ class RedisReader:
         try:
             answers = [check_answer(reply) for reply in replies]
         except StreamFault as fault:
-            return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
+            return Refused("Redis", self.where, f"stream {request.stream}: {fault}", REMEDIES.rights)
         try:
             return read_reply(request, answers)
         except ResponseError as fault:
-            return Refused("Redis", self._where, str(fault), REMEDIES.rights)
+            return Refused("Redis", self.where, str(fault), REMEDIES.rights)
 
     async def _read_in_transaction(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)

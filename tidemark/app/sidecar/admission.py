@@ -256,8 +256,9 @@ class AdmittedConnection(HttpToolsProtocol):
             self._slots.release(request)
 
     def on_response_complete(self) -> None:
-        self._mark_idle()
         was_last = not self.pipeline
+        if was_last:  # otherwise uvicorn starts the next pipelined request
+            self._mark_idle()
         super().on_response_complete()
         if self._is_refusal_pending and was_last and not self.transport.is_closing():
             self._send_refusal()

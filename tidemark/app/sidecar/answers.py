@@ -188,10 +188,9 @@ def blocker_answer(gap: Blocker) -> BlockerAnswer:
 
 
 def etag(body: StreamAnswer | StreamsAnswer) -> str:
-    """A weak ETag: equal for answers whose streams differ only in their ages. Does not depend on
-    `StreamsAnswer.next`."""
-    streams = body.streams if isinstance(body, StreamsAnswer) else [body]
-    content = msgspec.json.encode([_without_ages(stream) for stream in streams])
+    """A weak ETag: equal for answers that differ only in the ages of their streams."""
+    streams, following = (body.streams, body.next) if isinstance(body, StreamsAnswer) else ([body], None)
+    content = msgspec.json.encode([*(_without_ages(stream) for stream in streams), following])
     return f'W/"{blake2b(content, digest_size=12).hexdigest()}"'
 
 

@@ -146,7 +146,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     ]
 
 
-class ActAnswer(msgspec.Struct, frozen=True):
+class OverrideAnswer(msgspec.Struct, frozen=True):
     """An operator override. The operator wrote the texts `by` and `why`; `seen_as` is the operator's Postgres user."""
 
     number: Count
@@ -206,7 +206,7 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     ]
     dead_letters: list[DeadLettersAnswer] | None
     overrides: Annotated[
-        list[ActAnswer] | None, Meta(description="The overrides of the last day, newest first; at most 5.")
+        list[OverrideAnswer] | None, Meta(description="The overrides of the last day, newest first; at most 5.")
     ]
     not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot publish.")]
     lagging: Annotated[
@@ -280,7 +280,7 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
         lease_seconds=round(condition.lease_seconds, 1),
         quiet_seconds=None if condition.seconds_since_batch is None else round(condition.seconds_since_batch, 1),
         dead_letters=[DeadLettersAnswer(entry.reason, entry.records, entry.newest) for entry in condition.dead_letters],
-        overrides=[ActAnswer(*astuple(entry)) for entry in condition.overrides],
+        overrides=[OverrideAnswer(*astuple(entry)) for entry in condition.overrides],
         not_shown=[NotShownAnswer(entry.sink, entry.stream, entry.problem, entry.since) for entry in condition.faults],
         lagging=[LaggingAnswer(*astuple(lag)) for lag in condition.lagging],
     )
@@ -348,7 +348,6 @@ class Watch:
 
     def __init__(self, read_side: ReadSide) -> None:
         self._read_side = read_side
-        self._rounds_task: asyncio.Task[None] | None = None
         self._watchers = 0
         self._has_watchers = asyncio.Event()
         self._round_ended = asyncio.Condition()
@@ -361,23 +360,21 @@ class Watch:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the rounds during the block."""
-        self._start()
+        task = asyncio.create_task(self._run_again_after_failures())
         try:
             yield
         finally:
-            if self._rounds_task is not None:
-                await cancel_until_done(self._rounds_task)
+            await cancel_until_done(task)
 
-    def _start(self) -> None:
-        self._rounds_task = asyncio.create_task(self._run())
-        self._rounds_task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Start the task again after a failure, because watchers cannot distinguish a failure from idle streams."""
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Reading the streams for /v1/watch failed; trying again", problem=repr(problem))
-            self._rounds_task = None
-            asyncio.get_running_loop().call_later(MIN_ROUND_PAUSE_SECONDS, self._start)
+    async def _run_again_after_failures(self) -> None:
+        """Run the rounds until the task is cancelled. They begin again after any failure, because watchers cannot
+        distinguish a failure from idle streams."""
+        while True:
+            try:
+                await self._run()
+            except Exception as problem:  # noqa: BLE001
+                log.error("Reading the streams for /v1/watch failed; trying again", problem=repr(problem))
+                await asyncio.sleep(MIN_ROUND_PAUSE_SECONDS)
 
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
