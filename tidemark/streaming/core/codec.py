@@ -84,7 +84,7 @@ class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_format = msgspec.msgpack.Decoder(_FormatOnly)
+_format_decoder = msgspec.msgpack.Decoder(_FormatOnly)
 _decoder = msgspec.msgpack.Decoder(StoredStream)
 
 
@@ -147,7 +147,7 @@ def decode_stored(data: bytes) -> StoredStream:
     Raises:
         StateTooNew: a later version of Tidemark wrote the state.
     """
-    number = _format.decode(data).format
+    number = _format_decoder.decode(data).format
     if number > FORMAT:
         raise StateTooNew(number, FORMAT)
     return _decoder.decode(data)

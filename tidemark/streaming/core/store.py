@@ -55,7 +55,7 @@ class _Columns(msgspec.Struct, array_like=True, frozen=True):
     unreadable_count: int
 
 
-_columns = msgspec.msgpack.Decoder(_Columns)
+_columns_decoder = msgspec.msgpack.Decoder(_Columns)
 
 
 class PackedStates:
@@ -67,7 +67,7 @@ class PackedStates:
     """
 
     def __init__(self, data: bytes | memoryview) -> None:
-        columns = _columns.decode(data)
+        columns = _columns_decoder.decode(data)
         self.data = data
         self.unreadable_count = columns.unreadable_count
         self._name_ends, self._state_ends = columns.name_ends.cast("I"), columns.state_ends.cast("I")
@@ -163,7 +163,7 @@ class _Layers(msgspec.Struct, array_like=True, frozen=True):
     recent: dict[str, bytes]
 
 
-_layers = msgspec.msgpack.Decoder(_Layers)
+_layers_decoder = msgspec.msgpack.Decoder(_Layers)
 
 
 class States:
@@ -181,7 +181,7 @@ class States:
         """Decode the result of `pack`. `data` is None before the first batch of a query."""
         if data is None:
             return cls({}, NO_STATES, seed)
-        layers = _layers.decode(data)
+        layers = _layers_decoder.decode(data)
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:

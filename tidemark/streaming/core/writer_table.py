@@ -170,7 +170,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         )
 
     def decode(self) -> WriterState:
-        return _rows.decode(self.row).decode()
+        return _row_decoder.decode(self.row).decode()
 
 
 class BlockingWriter(NamedTuple):
@@ -199,8 +199,8 @@ class _Name(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_names = msgspec.msgpack.Decoder(_Name)
-_rows = msgspec.msgpack.Decoder(StoredWriter)
+_name_decoder = msgspec.msgpack.Decoder(_Name)
+_row_decoder = msgspec.msgpack.Decoder(StoredWriter)
 
 COLUMNS = np.dtype(
     [("length", "<u4"), ("uncertain", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
@@ -238,10 +238,10 @@ class PackedTable:
         return row if row < len(self) and self.name(row) == name else None
 
     def name(self, row: int) -> str:
-        return _names.decode(self._row_bytes(row)).name
+        return _name_decoder.decode(self._row_bytes(row)).name
 
     def writer(self, row: int) -> WriterState:
-        writer = _rows.decode(self._row_bytes(row)).decode()
+        writer = _row_decoder.decode(self._row_bytes(row)).decode()
         if self.columns["uncertain"][row]:
             writer.chain.mark_uncertain_up_to(UNBOUNDED)
         return writer

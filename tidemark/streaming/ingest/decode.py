@@ -56,13 +56,13 @@ def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Itera
         fields = _object_decoder.decode(value)
     except (ValueError, RecursionError):
         fields = _AnyRecord()
-    kind = _string(fields.kind)
+    kind = _decode_string(fields.kind)
     by_operator = fields.by is not _ABSENT or (topic is Topic.CONTROL and fields.epoch is _ABSENT)
     if kind in (Kind.SKIP.name, Kind.RETIRE.name, Kind.OPEN.name) or (kind == Kind.JOIN.name and by_operator):
         return
-    stream, key_stream = _string(fields.stream), _utf8(key)
+    stream, key_stream = _decode_string(fields.stream), _decode_utf8(key)
     if is_name(stream):
-        writer, epoch = _string(fields.writer), 0 if fields.epoch is _ABSENT else _integer(fields.epoch)
+        writer, epoch = _decode_string(fields.writer), 0 if fields.epoch is _ABSENT else _decode_integer(fields.epoch)
         if is_writer_name(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
             yield PossibleFacts(stream, writer, epoch, _reach(kind, fields), offset)
         else:
@@ -80,11 +80,11 @@ def _reach(kind: str, fields: _AnyRecord) -> int:
         with suppress(ValueError):
             number = max(map(abs, _integers_decoder.decode(fields.ids)), default=0)
     elif kind in _EDGE_KINDS:
-        number = abs(_integer(fields.id) or 0)
+        number = abs(_decode_integer(fields.id) or 0)
     return number if 0 < number <= MAX_ID else UNBOUNDED
 
 
-def _string(raw: Raw) -> str:
+def _decode_string(raw: Raw) -> str:
     """The decoded string; the empty string if the value is not a string. The empty string is not a legal name."""
     try:
         return _text_decoder.decode(raw)
@@ -92,14 +92,14 @@ def _string(raw: Raw) -> str:
         return ""
 
 
-def _integer(raw: Raw) -> int | None:
+def _decode_integer(raw: Raw) -> int | None:
     try:
         return _integer_decoder.decode(raw)
     except ValueError:
         return None
 
 
-def _utf8(key: bytes) -> str:
+def _decode_utf8(key: bytes) -> str:
     try:
         return key.decode()
     except UnicodeDecodeError:
