@@ -133,7 +133,7 @@ class PositionFollower:
         dsn: the database of readers.
         halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
+        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
         metrics: the metrics to update; None: metrics that are not served.
     """
 
@@ -143,12 +143,12 @@ class PositionFollower:
         dsn: Dsn,
         halt: threading.Event,
         streams: Collection[str] | None = None,
-        history: str | None = None,
+        history_dsn: str | None = None,
         metrics: FollowMetrics | None = None,
     ) -> None:
         self._redis = RedisSession(redis, REMEDIES, REDIS_TIMEOUT_SECONDS)
         self._session = reader_session(dsn, "tidemark follow")
-        self._positions = Positions(redis, history)
+        self._positions = Positions(redis, history_dsn)
         self._halt = halt
         self._metrics = metrics or FollowMetrics(CollectorRegistry())
         self._streams = None if streams is None else frozenset(streams)
@@ -261,7 +261,7 @@ class PositionFollower:
             self._local_streams.discard(stream)
             if known is not None and is_decided_here:
                 log.warning(
-                    "This database no longer decides the position of a stream; the published position is used",
+                    "This database no longer decides the position of a stream; the stream follows its published position",
                     stream=stream,
                     reason=reason,
                 )
@@ -330,7 +330,11 @@ class PositionFollower:
 
 
 def run(
-    settings: Settings, dsn: Dsn, streams: Collection[str] | None, history: str | None, metrics: str | None
+    settings: Settings,
+    dsn: Dsn,
+    streams: Collection[str] | None,
+    history_dsn: str | None,
+    metrics_address: str | None,
 ) -> None:
     """Copy published positions until SIGTERM or SIGINT. Waits while servers are unavailable.
 
@@ -338,22 +342,21 @@ def run(
         settings: the settings with the address of Redis.
         dsn: the database of readers.
         streams: the streams to copy; None for all.
-        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
-        metrics: the address at which metrics and probes are served; None: serve none.
+        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
+        metrics_address: host:port at which metrics and probes are served; None: serve none.
 
     Raises:
-        BadSetting: `metrics` is not `host:port`, or the process cannot listen on this address.
+        BadSetting: `metrics_address` is not `host:port`, or the process cannot listen on this address.
         Refused: a server refused a statement.
     """
     halt = shutdown_event()
     follow_metrics = FollowMetrics(CollectorRegistry())
     with ExitStack() as stack:
-        if metrics is not None:
-            stack.enter_context(
-                http_health.serve_health("--metrics", http_health.parse_metrics_address(metrics), follow_metrics)
-            )
+        if metrics_address is not None:
+            address = http_health.parse_metrics_address(metrics_address)
+            stack.enter_context(http_health.serve_health("--metrics", address, follow_metrics))
             stack.enter_context(run_in_thread(ReaderWatch(dsn, follow_metrics.registry, halt).run, halt))
-        PositionFollower(settings.redis, dsn, halt, streams, history, follow_metrics).run()
+        PositionFollower(settings.redis, dsn, halt, streams, history_dsn, follow_metrics).run()
 
 
 def _receive_moved_streams(pubsub: object) -> set[str]:

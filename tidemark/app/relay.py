@@ -47,12 +47,12 @@ class RelayPlan:
     Attributes:
         dsn: the service's database.
         writer: the writer name of the database; None: the name of the database.
-        metrics: the address at which metrics and probes are served; None: serve none.
+        metrics_address: host:port at which metrics and probes are served; None: serve none.
     """
 
     dsn: Dsn
     writer: str | None
-    metrics: str | None
+    metrics_address: str | None
 
 
 def run(settings: Settings, plan: RelayPlan) -> None:
@@ -61,10 +61,12 @@ def run(settings: Settings, plan: RelayPlan) -> None:
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
-        if plan.metrics is not None:
+        if plan.metrics_address is not None:
             stack.enter_context(
                 http_health.serve_health(
-                    "--metrics", http_health.parse_metrics_address(plan.metrics), LoopHealth(metrics, "the database")
+                    "--metrics",
+                    http_health.parse_metrics_address(plan.metrics_address),
+                    LoopHealth(metrics, "the database"),
                 )
             )
             if find_spec("redis") is not None:  # the reader library needs it

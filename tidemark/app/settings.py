@@ -126,10 +126,8 @@ class SidecarSettings(BaseModel):
         "",
         description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For is trusted; * = any.",
     )
-    sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
-    sidecar_max_open_requests: Positive = Field(
-        2500, description="Waiting requests and event streams that may be open at the same time."
-    )
+    sidecar_max_connections: Positive = Field(5000, description="Maximum of open HTTP connections to the sidecar.")
+    sidecar_max_open_requests: Positive = Field(2500, description="Maximum of waiting requests and open event streams.")
     sidecar_banner: str = Field(
         "", description="Banner text on the live page. On a phone, only its first line is shown unfolded."
     )
@@ -140,9 +138,7 @@ class SidecarSettings(BaseModel):
     lines_listen: HostPort = Field(
         "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free port."
     )
-    lines_max_connections: Positive = Field(
-        1000, description="Clients of the line protocol that are served at the same time."
-    )
+    lines_max_connections: Positive = Field(1000, description="Maximum of connected clients of the line protocol.")
     lines_server_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
         "tidemark",
         description="Server name in the first line of the line protocol; sidecars with the same name relay commands.",
@@ -201,7 +197,7 @@ class Settings(SidecarSettings, Connections):
     no_color: str = Field("", validation_alias="NO_COLOR", description="If set to any text, no colours on a terminal.")
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Groups over which streams are distributed. A change needs --accept shards."
+        16, description="Number of groups over which streams are distributed. A change needs --accept shards."
     )
     checkpoint: Path = Field(
         default_factory=lambda known: known["home"] / "checkpoint",

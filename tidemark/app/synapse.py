@@ -42,14 +42,14 @@ class BridgePlan:
         writers: the workers of some of the streams, as texts `stream=worker,worker`. A text must name all workers that
             write to its stream.
         prefix: the prefix of the streams' names in Kafka.
-        metrics: the address at which metrics and probes are served; None: serve none.
+        metrics_address: host:port at which metrics and probes are served; None: serve none.
     """
 
     server: str
     streams: Sequence[str]
     writers: Sequence[str] = ()
     prefix: str = ""
-    metrics: str | None = None
+    metrics_address: str | None = None
 
     def bridged_streams(self) -> list[BridgedStream]:
         """The streams to send, each once. Raises `BadSetting` if an argument is wrong, or a stream cannot be sent."""
@@ -98,9 +98,9 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     health = LoopHealth(metrics, "a database")
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
-        if plan.metrics is not None:
+        if plan.metrics_address is not None:
             stack.enter_context(
-                http_health.serve_health("--metrics", http_health.parse_metrics_address(plan.metrics), health)
+                http_health.serve_health("--metrics", http_health.parse_metrics_address(plan.metrics_address), health)
             )
         wait_out(lambda: require_facts_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))

@@ -31,7 +31,8 @@ from tidemark.streaming.ingest.compact import MAX_FACTS, NotStorableOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
 SLOW_PYTHON_START = "a Python process of Spark did not start within 10 s; check whether this machine is overloaded"
-"""The message for a time limit of Spark that no setting changes. The query is not at fault."""
+"""The error text if Spark's time limit for the start of a Python process has passed. No setting changes this limit. The
+error does not count as a failure of the query (`supervisor.counts_as_failure`)."""
 _PYTHON_ERROR_PATTERN = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY_PATTERN = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 

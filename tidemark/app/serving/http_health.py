@@ -74,7 +74,7 @@ def serve_health(
         address: host and port; port 0 selects a free one.
         health: the answers.
         now: a clock, in seconds since 1970.
-        limits: None: the defaults.
+        limits: the limits of the server; None: the default limits.
 
     Raises:
         BadSetting: the process cannot listen on the address.

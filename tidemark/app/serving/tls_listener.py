@@ -120,7 +120,8 @@ def network_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IdleConnection(Generic[T]):
-    """An idle connection. `address`: the client's. `since`: since when it is idle, in seconds of a monotonic clock."""
+    """An idle connection. `address`: the client's IP address. `since`: when the connection became idle, in seconds of a
+    monotonic clock."""
 
     connection: T
     address: str
