@@ -261,7 +261,7 @@ class PositionFollower:
             self._local_streams.discard(stream)
             if known is not None and is_decided_here:
                 log.warning(
-                    "This database no longer decides the position of a stream; the stream follows its published position",
+                    "This database no longer decides the position of a stream; the stream follows the published one",
                     stream=stream,
                     reason=reason,
                 )

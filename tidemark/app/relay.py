@@ -62,13 +62,9 @@ def run(settings: Settings, plan: RelayPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics_address is not None:
-            stack.enter_context(
-                http_health.serve_health(
-                    "--metrics",
-                    http_health.parse_metrics_address(plan.metrics_address),
-                    LoopHealth(metrics, "the database"),
-                )
-            )
+            address = http_health.parse_metrics_address(plan.metrics_address)
+            health = LoopHealth(metrics, "the database")
+            stack.enter_context(http_health.serve_health("--metrics", address, health))
             if find_spec("redis") is not None:  # the reader library needs it
                 from tidemark.app.follow_positions import ReaderWatch  # noqa: PLC0415
 

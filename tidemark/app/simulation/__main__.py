@@ -40,7 +40,7 @@ def main() -> None:
         servers = services.ReaderServers(role.facts_dsn, role.effects_dsn, settings.redis, settings.postgres())
         room_services.run_room_clients(role.room_client, servers, stopping)
     else:
-        relay.run(settings, relay.RelayPlan(role.facts_dsn, writer=None, metrics=None))
+        relay.run(settings, relay.RelayPlan(role.facts_dsn, writer=None, metrics_address=None))
 
 
 def _end_with_parent() -> None:
