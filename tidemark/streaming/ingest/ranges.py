@@ -103,9 +103,9 @@ class RangeReader:
             self._errors.raise_refusal()
             if positions and time.monotonic() > deadline:
                 planned, offset = next(iter(positions.items()))
-                others = f", nor of {len(positions) - 1} other ranges" if len(positions) > 1 else ""
                 name = f"{self._names[planned.topic]}[{planned.partition}]"
-                problem = f"no record of {name} from {offset} to {planned.end}{others}"
+                last_offset, count = planned.end - 1, len(positions)
+                problem = f"no record of {name} from offset {offset} to {last_offset} (unfinished ranges: {count})"
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def stop_fetching(self) -> None:
