@@ -45,7 +45,7 @@ def test_servers_that_come_one_after_the_other_and_go_away_in_the_middle_are_wai
             running.says("Kafka at")
         running.says("Waiting for Redis")
     site.shows(play)  # which a refill may see to, while the batch still waits
-    running.says("Redis answers again")
+    running.says("The wait for Redis has ended")
 
     def meanwhile(seconds: float) -> None:
         nonlocal now
@@ -60,7 +60,7 @@ def test_servers_that_come_one_after_the_other_and_go_away_in_the_middle_are_wai
             with away(server):
                 meanwhile(6.0)
                 running.says(f"Waiting for {name}", times=times)
-            running.says(f"{name} answers again", times=times)
+            running.says(f"The wait for {name} has ended", times=times)
             meanwhile(1.0)
         with away(kafka):
             running.says("Waiting for Kafka")

@@ -28,14 +28,18 @@ def test_waiting_is_said_once_and_again_when_it_is_over() -> None:
     """Three failed attempts make one line, and one when the server answers again."""
     with capture_logs() as logs:
         assert wait_out(Flaky(away(), away(), away()), threading.Event()) == "done"
-    assert [entry["event"] for entry in logs] == ["Waiting for Redis", "Redis answers again"]
+    assert [entry["event"] for entry in logs] == ["Waiting for Redis", "The wait for Redis has ended"]
 
 
 def test_another_server_is_said_at_once() -> None:
     """What is waited for is always the last line, though the ten seconds are not over."""
     with capture_logs() as logs:
         wait_out(Flaky(away("Redis"), away("Postgres")), threading.Event())
-    assert [entry["event"] for entry in logs] == ["Waiting for Redis", "Waiting for Postgres", "Postgres answers again"]
+    assert [entry["event"] for entry in logs] == [
+        "Waiting for Redis",
+        "Waiting for Postgres",
+        "The wait for Postgres has ended",
+    ]
 
 
 def test_other_errors_are_not_waited_out() -> None:

@@ -56,7 +56,7 @@ def test_migrate_with_nothing_to_do_takes_no_lock(schema: Migrations, database: 
         with psycopg.connect(database, autocommit=True) as other:
             other.execute("set lock_timeout = '100ms'")
             schema.check_writable(other)
-    assert time.monotonic() - began < 0.9 * migrations.LOCK_TIMEOUT
+    assert time.monotonic() - began < 0.9 * migrations.LOCK_TIMEOUT_SECONDS
 
 
 def test_migrate_beside_a_dump_applies_what_needs_no_table_of_the_dump(schema: Migrations, database: str) -> None:

@@ -13,10 +13,9 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE = 0.1  # seconds
-LONGEST_PAUSE = 5.0  # seconds
-LOG_EVERY = 10.0
-"""Seconds between two log lines about the same wait."""
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+LOG_INTERVAL_SECONDS = 10.0  # between two log lines about the same wait
 
 
 class Backoff:
@@ -41,34 +40,35 @@ class Backoff:
 class WaitLog:
     """Computes the pauses of a wait for a server, and logs the wait.
 
-    Logs the first failure, then one failure every `LOG_EVERY` seconds, and the first success.
+    Logs the first failure, the first failure of another server, one failure every `LOG_INTERVAL_SECONDS`, and the first
+    success.
     """
 
     def __init__(self) -> None:
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self._began_at = self._logged_at = 0.0
         self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Log a failure, if it is the first one after a success, is of another server, or `LOG_EVERY` has passed.
+        """Log the failure `problem` if it is due (see the class), and compute the pause.
 
         Returns:
-            The pause before the next attempt, in seconds.
+            The pause before the next attempt, in seconds. The caller pauses.
         """
         now = time.monotonic()
         if not self._server:
             self._began_at = now
             self._backoff.reset()
-        if now - self._logged_at >= LOG_EVERY or problem.what != self._server:
+        if now - self._logged_at >= LOG_INTERVAL_SECONDS or problem.what != self._server:
             seconds = round(now - self._began_at)
             log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=seconds)
             self._logged_at, self._server = now, problem.what
         return self._backoff.next()
 
     def note_success(self) -> None:
-        """Log that the server answers again, if a failure was logged before."""
+        """Log the end of the wait, if a failure was logged before."""
         if self._server:
-            log.info(f"{self._server} answers again", seconds=round(time.monotonic() - self._began_at, 1))
+            log.info(f"The wait for {self._server} has ended", seconds=round(time.monotonic() - self._began_at, 1))
             self._server = ""
 
 
@@ -78,16 +78,17 @@ def wait_out(
     seconds: float = math.inf,
     on_failure: Callable[[Unavailable], object] = lambda _: None,
 ) -> T:
-    """Call `step` until it does not raise `Unavailable`, and return its result. Logs the wait.
+    """Call `step` until a call does not raise `Unavailable`, and return the result of this call. Logs the wait.
 
     Args:
-        step: called repeatedly; errors other than `Unavailable` are raised at once.
-        stop_event: ends the wait when it is set.
-        seconds: the time limit. The first `Unavailable` after the time limit is raised.
+        step: called once or more. Errors other than `Unavailable` are raised at once.
+        stop_event: ends the wait when the event is set.
+        seconds: the time limit, checked after each failed call.
         on_failure: called with each `Unavailable` before the pause.
 
     Raises:
         Stopping: `stop_event` was set during a pause.
+        Unavailable: the first failure after the time limit.
     """
     wait_log, deadline = WaitLog(), time.monotonic() + seconds
     while True:

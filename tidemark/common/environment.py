@@ -1,8 +1,8 @@
-"""Environment variables and output of child processes, and the directory of Tidemark's files.
+"""Environment variables and output of child processes, and the directory for Tidemark's files.
 
 A server of the local stack gets only the variables that it needs. The server does not inherit `PGHOST`, proxies or JVM
-options from the user's shell, because the user set them for other programs. `failure_cause` finds in the output of a
-program why the program ended.
+options from the user's shell, because the user set them for other programs. `failure_cause` searches the output of a
+program for the reason why the program ended.
 """
 
 import os
@@ -19,9 +19,16 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 # The JVM reads and writes file names in the encoding of the locale.
 LOCALE = "C.UTF-8" if sys.platform.startswith("linux") else "en_US.UTF-8"
 
-_BASE = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ")
-_PYTHON = ("JAVA_HOME", "NO_COLOR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
-_SETTINGS = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
+_BASE_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ")
+_PYTHON_VARIABLES = (
+    "JAVA_HOME",
+    "NO_COLOR",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "PYTHONUSERBASE",
+    "PYTHONNOUSERSITE",
+)
+_SETTING_PATTERN = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
 
 
 class VariableGroup(StrEnum):
@@ -67,7 +74,7 @@ def remove_foreign_variables(
 
     Args:
         groups: the groups to remove.
-        environment: the variables to change; None: the environment of this process, also for its C libraries.
+        environment: the variables to change; None: `os.environ`, so the C libraries of this process lose them too.
 
     Returns:
         The names of the removed variables, sorted.
@@ -99,19 +106,21 @@ def server_environment(variables: Mapping[str, str] | None = None) -> dict[str, 
 
     Contains basic variables of this process such as PATH and HOME, a UTF-8 locale, and `variables`.
     """
-    inherited = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
+    inherited = {name: os.environ[name] for name in _BASE_VARIABLES if os.environ.get(name)}
     return {"PATH": os.defpath, **inherited, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The complete environment of a Tidemark process.
 
-    Contains the environment of a server, the variables that locate this Python and its modules, and all settings of
-    Tidemark and OpenTelemetry. An entry of `variables` replaces the setting of the same name, and also its `..._FILE`
-    variable.
+    Contains `server_environment()`, `_PYTHON_VARIABLES`, all settings of Tidemark and OpenTelemetry, and `variables`.
+    Contains PYTHONPATH if this package was found through it. An entry of `variables` replaces the setting of the same
+    name, and also its `..._FILE` variable.
     """
     replaced = {*variables, *(f"{name}_FILE" for name in variables)}
-    inherited = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
+    inherited = {
+        name: text for name, text in os.environ.items() if name in _PYTHON_VARIABLES or _SETTING_PATTERN.fullmatch(name)
+    }
     if _is_on_pythonpath():
         inherited["PYTHONPATH"] = os.environ["PYTHONPATH"]
     return server_environment(
@@ -120,7 +129,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_on_pythonpath() -> bool:
-    """Whether PYTHONPATH has the folder of this package. A child process then needs PYTHONPATH too."""
+    """Whether PYTHONPATH has the folder that contains this package. If so, a child process needs PYTHONPATH too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
@@ -129,7 +138,8 @@ def _is_on_pythonpath() -> bool:
 def default_home() -> Path:
     """The directory for Tidemark's files if TIDEMARK_HOME is not set. Does not create the directory.
 
-    `~/.cache/tidemark`; or `temporary_home()` if this user has no home directory, or may not write to it.
+    `~/.cache/tidemark`; or `temporary_home()` if this user has no home directory, or may not create this path
+    (`is_writable`).
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
@@ -139,9 +149,9 @@ def default_home() -> Path:
 
 
 def temporary_home() -> Path:
-    """The path of this user's directory for Tidemark's files in the system's temporary directory. Does not create it.
+    """The path of this user's directory for Tidemark's files in the system's temporary directory.
 
-    Another user may have created the directory: see `is_trusted`.
+    Does not create the directory. Another user may have created it: see `is_trusted`.
     """
     return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
 
@@ -155,9 +165,9 @@ def is_trusted(path: Path) -> bool:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether this user may create files in `path`, or in its nearest existing parent. Creates a temporary file there.
+    """Whether this user may create files in `path`, or in its nearest existing parent if `path` does not exist.
 
-    True if the file system is full: the program that writes there reports this error.
+    Tries to create a temporary file. True if the file system is full: the program that writes the files reports this.
     """
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -200,8 +210,8 @@ def is_noise(line: str) -> bool:
 def failure_cause(lines: Iterable[str]) -> str:
     """Find in the lines of a program's output why the program ended.
 
-    Chooses the innermost cause of a Java exception, or else the last line with a word such as "error", or else the last
-    line. Lines that are noise (`is_noise`) are ignored.
+    Chooses the line after "Error occurred during initialization of VM"; or else the innermost cause of a Java
+    exception; or else the last line with a word such as "error"; or else the last line. Ignores noise (`is_noise`).
 
     Returns:
         The cause, as one line of at most `MAX_CAUSE_LENGTH` characters, without a time stamp; empty if all lines are

@@ -1,4 +1,4 @@
-"""Every error that Tidemark raises on purpose, in one tree: retry, reject one record, or stop.
+"""The tree of Tidemark's errors: `Retry`, `Reject` (one record, token or command), and `Stop`.
 
 The decorator `message` gives an error class its text. The annotations of the class are the fields of the error. In the
 text, a field is written in braces.
@@ -20,7 +20,7 @@ def message(text: str) -> Callable[[type[_Error]], type[_Error]]:
 
     Args:
         text: a format string. `{name}` is a field, and `{it.name}` is a property of the error. A field that is a list
-            is shown as its first 20 elements.
+            is shown as its first 20 elements, or as `none` if the list is empty.
     """
 
     def with_fields(error: type[_Error]) -> type[_Error]:
@@ -43,7 +43,7 @@ def message(text: str) -> Callable[[type[_Error]], type[_Error]]:
 
 
 class TidemarkError(Exception):
-    """The base class of all errors that Tidemark raises on purpose. The text is one line, for a person.
+    """The base class of Tidemark's errors. The text is one line, for a person.
 
     Attributes:
         hint: what a person should do about errors of this kind.
@@ -86,7 +86,7 @@ class BatchTimedOut(Unavailable):
 
 @message("{what} is not possible yet: {problem}")
 class PrerequisitePending(Unavailable):
-    """Another process or a transaction has to finish first."""
+    """Another process or a transaction has to finish first. `what`: the action that is not possible yet."""
 
 
 @message("""sequence {sequence} is at {head} and was at {seen}: its database, or the sequence alone, went back to an
@@ -119,14 +119,14 @@ class LeaseLost(Retry):
 @message("""Postgres has {found}, but this batch follows {wanted}: commits were lost (a failover, or a restored backup);
     the query starts again from the positions in Postgres""")
 class ChainBroken(Retry):
-    """A batch does not follow what Postgres has (docs/design.md, rule 3). Both fields are texts for the message."""
+    """A batch does not follow the newest batch or position in Postgres (docs/design.md, rule 3)."""
 
-    wanted: str  # what the batch follows: a batch, or a position of a writer
-    found: str  # what Postgres has
+    wanted: str  # the batch or the writer's position that this batch follows, as text for the message
+    found: str  # the batch or the writer's position that Postgres has, as text for the message
 
 
 @message("""{records} records had more facts than fit into memory: the rest of the batch is read again, in batches of
-    {fewer} records""")
+    at most {fewer} records""")
 class BatchTooLarge(Retry):
     """The facts of a batch did not fit into memory."""
 
@@ -140,14 +140,14 @@ class NotReached(Retry):
 
     stream: str
     token: str  # the token that the caller waited for
-    position: str | None  # the token of the stream's positions; None: Redis is recovering
+    position: str | None  # the token of the stream's positions; None: Redis has no position of the stream
     seconds: float  # the duration of the wait
-    allocated: int | None = None  # the highest ID that any record of the stream named, if known
+    allocated: int | None = None  # the highest ID that any record of the stream has named; None if not known
     is_ahead: bool = False  # the token is beyond `allocated`
 
     @property
     def progress(self) -> str:
-        """How far the stream is, for the message."""
+        """The stream's position and the cause of the wait, as text for the message."""
         if self.position is None:
             return "Redis has no position of the stream"
         if not self.is_ahead:
@@ -245,7 +245,7 @@ class StreamNotKnown(Reject):
 
 
 class Stopping(TidemarkError):
-    """The process was asked to stop while it waited for a server. The next start repeats the wait."""
+    """The process was asked to stop during a wait. The next start repeats the wait."""
 
 
 @message("Spark is not running: {problem}; start the pipeline again, it continues from its stored position")
@@ -256,7 +256,7 @@ class SparkDied(TidemarkError):
 
 
 class Stop(TidemarkError):
-    """A person must act. The process prints the text and the hint, and ends with exit code 2."""
+    """A person must act. A command prints the text and the hint, and ends with exit code 2 (`exit_on_error`)."""
 
     hint = "Correct what the message names, then start the program again: it continues from its stored position."
 
@@ -295,9 +295,9 @@ class WrongCleanupPolicy(Stop):
     needed: str
 
 
-@message("""topic {topic} had {was} partitions and has {now}: streams are in other partitions now, and their records
-    have no order; stop all writers, let the pipeline read the remaining records, start the pipeline once with --accept
-    partitions, then start the writers""")
+@message("""topic {topic} had {was} partitions and has {now}: records of one stream may be in two partitions now,
+    without an order between them; stop all writers, let the pipeline read the remaining records, start the pipeline
+    once with --accept partitions, then start the writers""")
 class PartitionsChanged(Stop):
     """A topic has another number of partitions than at the last start."""
 
@@ -316,11 +316,11 @@ class TopicReplaced(Stop):
     now: str
 
 
-@message("""{topic}[{partition}]: the next record to read is {wanted} but the topic begins at {earliest}: retention
-    removed records before they were read; raise retention.ms, then start the pipeline once with --accept loss (lost
-    records leave gaps, which block positions until the writers join again)""")
+@message("""{topic}[{partition}]: the next offset to read is {wanted}, but the partition begins at {earliest}: records
+    were removed before they were read, usually by retention; raise retention.ms, then start the pipeline once with
+    --accept loss (lost records leave gaps, which block positions until the writers join again)""")
 class RecordsGone(Stop):
-    """Retention removed records before the pipeline read them."""
+    """Kafka removed records before the pipeline read them, usually because of retention."""
 
     topic: str
     partition: int
@@ -328,7 +328,7 @@ class RecordsGone(Stop):
     earliest: int  # the oldest offset that Kafka has
 
 
-@message("""{topic}[{partition}]: the next record to read is {wanted} but the topic ends at {end}: the brokers lost
+@message("""{topic}[{partition}]: the next offset to read is {wanted}, but the partition ends at {end}: the brokers lost
     records that were read already (an unclean leader election, or disks restored from an older copy); restart the
     writers so that they join again, and start the pipeline once with --accept loss""")
 class RecordsBeyondEnd(Stop):
@@ -405,10 +405,11 @@ class MalformedFact(Stop):
     problem: str
 
 
-@message("""reader {reader} has read stream {stream} in {was} mode and cannot continue in {now} mode, which has another
-    kind of position: use {was} mode, or give the reader a new name, which reads the stream from the start""")
+@message("""reader {reader} has read stream {stream} in {was} mode and cannot continue in {now} mode, because the two
+    modes have different kinds of positions: use {was} mode, or give the reader a new name, which reads the stream from
+    the start""")
 class ReaderModeChanged(Stop):
-    """A reader has stored positions of another mode."""
+    """A reader has stored positions of another mode than its present mode."""
 
     reader: str
     stream: str

@@ -1,4 +1,4 @@
-"""Disables Python's garbage collector for code in which it costs time and finds nothing."""
+"""Keeps Python's garbage collector from scanning many objects without finding garbage."""
 
 import gc
 import sys
@@ -9,7 +9,7 @@ from functools import cache
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector of the whole process during the block.
+    """Disable the garbage collector of the whole process during the block, also for other threads.
 
     For code that creates objects for many streams. The collector would scan these objects again and again, although the
     objects have no reference cycles.

@@ -43,7 +43,7 @@ _TLS_ALERT = re.compile(r"SSL alert number (42|43|44|45|46|48|49|116)\b")
 _STATE_DETAIL = re.compile(r" \(after \d+ms in state .*\)$")
 
 
-def kafka_error(error: KafkaError, where: str) -> TidemarkError:
+def explain_kafka_error(error: KafkaError, where: str) -> TidemarkError:
     """Translate an error of librdkafka: to `Refused` if a person must act, otherwise to `Unavailable`.
 
     Unknown codes become `Unavailable`, because a broker that is starting answers with many different codes.
@@ -67,14 +67,15 @@ def kafka_error(error: KafkaError, where: str) -> TidemarkError:
 
 
 def is_group_refusal(error: KafkaError) -> bool:
-    """Whether the broker refused the consumer group. Callers ignore this error, because Tidemark uses no group."""
+    """Whether the broker refused the consumer group. Callers ignore this error: Tidemark needs no consumer group."""
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
 class ErrorListener:
-    """An `error_cb` of librdkafka, which stores the newest reason why the brokers are unreachable.
+    """An `error_cb` of librdkafka, which stores the newest error that names a reason.
 
-    librdkafka calls it on the thread that polls the client. `where`: the address of the brokers, without secrets.
+    librdkafka calls the object on the thread that polls the client. `where`: the address of the brokers, without
+    secrets.
     """
 
     def __init__(self, where: str) -> None:
@@ -87,16 +88,16 @@ class ErrorListener:
 
     @property
     def reason(self) -> str:
-        """The text of the newest error; empty if there was none since the last `forget`."""
+        """The text of the stored error; empty if there was none since the last `forget`."""
         return "" if self._reason is None else _STATE_DETAIL.sub("", self._reason.str())
 
     def forget(self) -> None:
-        """Forget the newest error. Call this before a new request, because the cause may have been corrected."""
+        """Forget the stored error. Call this before a new request, because the cause may have been corrected."""
         self._reason = None
 
     def raise_refusal(self) -> None:
-        """Raise `Refused` if the newest error is a refusal. A caller then need not wait until its request times out."""
-        if self._reason is not None and isinstance(refused := kafka_error(self._reason, self.where), Refused):
+        """Raise `Refused` if the stored error is a refusal. A caller then need not wait until its request times out."""
+        if self._reason is not None and isinstance(refused := explain_kafka_error(self._reason, self.where), Refused):
             raise refused
 
     @contextmanager
@@ -108,9 +109,12 @@ class ErrorListener:
             raise self.explain(error.args[0]) from error
 
     def explain(self, error: KafkaError) -> TidemarkError:
-        """Convert the error of a failed request. A time-out is replaced by the newest error of the callback, if any."""
+        """Convert the error of a failed request, as `explain_kafka_error` does.
+
+        If the error names no reason (a time-out, or a lost connection), converts the stored error instead, if any.
+        """
         has_no_reason = error.code() in _CODES_WITHOUT_REASON
-        return kafka_error(self._reason if has_no_reason and self._reason is not None else error, self.where)
+        return explain_kafka_error(self._reason if has_no_reason and self._reason is not None else error, self.where)
 
 
 class PartitionReader:
@@ -121,7 +125,7 @@ class PartitionReader:
     Args:
         client: settings of librdkafka.
         errors: the `error_cb` of the consumer.
-        timeout: the time limit in seconds. `read` raises `Unavailable` after this time without a record.
+        timeout: the time limit of a request, in seconds. `read` raises `Unavailable` after this time without a record.
         isolation: `read_committed` or `read_uncommitted`.
     """
 
@@ -148,7 +152,8 @@ class PartitionReader:
         """Query the oldest offset and the end offset of a partition.
 
         With `read_committed`, the end is the last stable offset. A broker that has just started may not show its newest
-        records. So this method waits until the end is beyond the offset `known`, up to the time limit.
+        records. So this method waits until the end is beyond the offset `known`. After the time limit, returns the
+        offsets that Kafka shows then.
 
         Args:
             topic: the topic of the partition.
@@ -165,7 +170,7 @@ class PartitionReader:
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
         """Yield the records of a partition from the offset `start`, and then None at the end of the partition.
 
-        If retention has removed the next record, ends without None.
+        Ends without None if the broker no longer has the next offset, for example after retention.
         """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:

@@ -41,7 +41,7 @@ class LazyLogger:
 
 _configure: list[Callable[[], None]] = []
 _lock = threading.RLock()
-"""A thread that configures logging takes this lock, so that other threads wait with their first line."""
+"""Locked while logging is configured: other threads cannot log a line before the configuration is complete."""
 
 
 def configure_later(configure: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ def configure_later(configure: Callable[[], None]) -> None:
 
 
 def configure_now() -> None:
-    """Call the function that was passed to `configure_later`, unless this function was called before."""
+    """Call the function that was passed to `configure_later`, unless it was already called."""
     with _lock:
         while _configure:
             _configure[-1]()

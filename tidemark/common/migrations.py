@@ -36,11 +36,10 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-LOCK_TIMEOUT = 1.0
-"""Seconds that one attempt waits for one lock."""
-_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
-_FIRST_QUERY_AFTER, _QUERY_INTERVAL = 0.3, 0.2
-"""Seconds from the beginning of an attempt to the first query for blockers, and between two queries."""
+LOCK_TIMEOUT_SECONDS = 1.0  # how long one attempt waits for one lock
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
+_FIRST_QUERY_SECONDS, _QUERY_INTERVAL_SECONDS = 0.3, 0.2
+"""The time from the beginning of an attempt to the first query for blockers, and between two queries."""
 
 
 def run_with_lock_timeout(
@@ -48,7 +47,7 @@ def run_with_lock_timeout(
 ) -> T:
     """Run `step` in a READ COMMITTED transaction with a `lock_timeout`, until an attempt gets all its locks.
 
-    Each failed attempt is logged with the sessions that blocked the attempt.
+    Each failed attempt is logged with the sessions that blocked the attempt. Blocks the thread during the pauses.
 
     Args:
         session: a session whose connection is not in a transaction.
@@ -62,14 +61,14 @@ def run_with_lock_timeout(
     Raises:
         PrerequisitePending: the locks were not free within `seconds`. The text names the blockers.
     """
-    deadline, backoff = time.monotonic() + seconds, Backoff(_PAUSE, _LONGEST_PAUSE)
+    deadline, backoff = time.monotonic() + seconds, Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
     while True:
         blockers = _BlockerQuery(session)
         with session.use() as connection:
             try:
                 with connection.transaction(), blockers:
                     connection.execute("set transaction isolation level read committed")
-                    connection.execute("select set_config('lock_timeout', %s, true)", [f"{LOCK_TIMEOUT:g}s"])
+                    connection.execute("select set_config('lock_timeout', %s, true)", [f"{LOCK_TIMEOUT_SECONDS:g}s"])
                     blockers.begin(connection)
                     return step(connection)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
@@ -82,12 +81,12 @@ def run_with_lock_timeout(
 
 
 class _BlockerQuery:
-    """Queries which sessions block a waiting statement. A context manager; `begin` starts the queries.
+    """Queries which sessions block the statements of a connection. A context manager; `begin` starts the queries.
 
-    Uses a thread and a session of its own, because the connection of the statement is busy.
+    Uses a thread and a session of its own, because the connection is busy while a statement waits.
 
     Attributes:
-        description: the sessions that blocked the statement last, for messages.
+        description: the sessions that blocked a statement last, for messages.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -112,14 +111,14 @@ class _BlockerQuery:
             self._thread.join()
 
     def _run(self, waiting_pid: int) -> None:
-        if self._stopped.wait(_FIRST_QUERY_AFTER):
+        if self._stopped.wait(_FIRST_QUERY_SECONDS):
             return
         with suppress(TidemarkError, psycopg.Error), self._session.new_session() as other, other.use() as connection:
             while not self._stopped.is_set():
                 row = connection.execute("select pg_blocking_pids(%s)", [waiting_pid]).fetchone()
                 if row is not None and row[0]:
                     self.description = describe_sessions(connection, row[0])
-                self._stopped.wait(_QUERY_INTERVAL)
+                self._stopped.wait(_QUERY_INTERVAL_SECONDS)
 
 
 _WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILINE)
@@ -182,11 +181,11 @@ class Migrations:
         with ExitStack() as stack:
             advance: Callable[[int], None] | None = None
             while (
-                current := run_with_lock_timeout(session, f"reading tidemark.{self.table}", self._current_version)
+                current := run_with_lock_timeout(session, f"reading tidemark.{self.table}", self._query_version)
             ) is None:
                 # Another process may create the schema and the table at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
-                    run_with_lock_timeout(session, f"creating tidemark.{self.table}", self._make_table)
+                    run_with_lock_timeout(session, f"creating tidemark.{self.table}", self._create_version_table)
             while missing := [number for number in self.scripts if number > current]:
                 advance = advance or stack.enter_context(progress(len(missing)))
                 current, (name, _) = missing[0], self.scripts[missing[0]]
@@ -197,7 +196,7 @@ class Migrations:
         return applied
 
     def version(self, connection: Connection) -> int | None:
-        """The version of the schema; 0 if no migration was applied, None if there is no table of versions."""
+        """Query the version of the schema; 0 if no migration was applied, None if there is no table of versions."""
         name = f"tidemark.{self.table}"
         if not connection.execute("select 1 where to_regclass(%s) is not null", [name]).fetchone():
             return None
@@ -229,8 +228,8 @@ class Migrations:
         if not oldest <= version <= self.target_version and not self._is_compatible(connection, version):
             raise SchemaMismatch(version, self.target_version, self.command)
 
-    def _current_version(self, connection: Connection) -> int | None:
-        """The version of the schema; None if the table of versions is missing.
+    def _query_version(self, connection: Connection) -> int | None:
+        """Query the version of the schema; None if the table of versions is missing.
 
         Raises `SchemaMismatch` for a newer schema that does not work with this code.
         """
@@ -239,7 +238,7 @@ class Migrations:
             self.check_writable(connection)
         return version
 
-    def _make_table(self, connection: Connection) -> None:
+    def _create_version_table(self, connection: Connection) -> None:
         if self.version(connection) is None:
             connection.execute("create schema if not exists tidemark")
             connection.execute(

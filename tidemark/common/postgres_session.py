@@ -2,10 +2,10 @@
 
 Not a pool: each thread has its own session, or threads take turns on one session.
 
-Tidemark sets the settings of every session that it opens, and relies on no default of the server, database or role.
-When a session is opened, one statement sets the settings, and also detects a pooler. A pooler may give the session to
-another client after each transaction. So behind a pooler, each transaction sets the settings for itself. Start-up
-options (`options=`) are not used, because poolers refuse or lose them.
+Tidemark applies `SESSION_SETTINGS` to every session that it opens, instead of the defaults of the server, database or
+role. When a session is opened, one statement applies the settings, and also detects a pooler. A pooler may give the
+session to another client after each transaction. So behind a pooler, each transaction applies the settings for itself.
+Start-up options (`options=`) are not used, because poolers refuse or lose them.
 
 `tidemark.Writer` does not change the caller's session: its statements need none of these settings, and the SQL
 functions set `row_security` themselves. In the transactions of a reader's batch, only `lock_timeout` is set.
@@ -64,17 +64,17 @@ where wanted.name <> all (%s::text[])
     or not exists (select from pg_settings s where s.name = wanted.name and s.source = 'client')
 """
 
-_Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+_AnyConnection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 _QUOTED = re.compile(r'["«„](.+)["»“]')
 
 
-def detect_pooler(connection: _Driver, backend: TupleRow | None) -> bool:
+def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
     """Detect a pooler. If there is one, disable prepared statements, because each transaction may get another session.
 
     A pooler sends its clients a process ID that differs from the process ID of the server.
 
     Args:
-        backend: the row that `SELECT_BACKEND_PID` returned on `connection`. Only the first column is used.
+        backend: the row that `SELECT_BACKEND_PID` returned on `connection`, or another row with this first column.
 
     Returns:
         Whether there is a pooler.
@@ -118,7 +118,7 @@ def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tu
 
 
 def _settings_parameters(
-    connection: _Driver, settings: Mapping[str, str], *, is_exclusive: bool = False
+    connection: _AnyConnection, settings: Mapping[str, str], *, is_exclusive: bool = False
 ) -> list[object]:
     return [connection.info.backend_pid, is_exclusive, [*settings], [*settings.values()], _STARTUP_OVERRIDES]
 
@@ -127,29 +127,29 @@ def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
     return [sql.SQL("set local {} = {}").format(sql.SQL(name), sql.Literal(value)) for name, value in settings.items()]
 
 
-def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """Join the statements to one, for one round trip. Return `local` in pipeline mode: joined statements fail in it."""
+def _join_statements(connection: _AnyConnection, local: list[sql.Composed]) -> list[sql.Composed]:
+    """Join statements into one, for one round trip. In pipeline mode, which refuses joined statements, keep `local`."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
 
 
-def _is_idle(connection: _Driver) -> bool:
+def _is_idle(connection: _AnyConnection) -> bool:
     is_idle = connection.info.transaction_status == TransactionStatus.IDLE
     return is_idle and connection.pgconn.pipeline_status == PipelineStatus.OFF
 
 
 class SessionConnection(psycopg.Connection[TupleRow]):
-    """A connection in autocommit with `SESSION_SETTINGS`. `role`: its `current_user`. `is_pooled`: see `detect_pooler`.
+    """A connection in autocommit with `SESSION_SETTINGS`. `role`: the `current_user` of the session.
 
-    Behind a pooler, each statement outside a transaction gets its own transaction. So statements that cannot run in a
-    transaction (CONCURRENTLY) fail behind a pooler.
+    `is_pooled`: whether a pooler may give the session to another client. If so, each statement outside a transaction
+    gets its own transaction, so statements that cannot run in a transaction (CONCURRENTLY) fail.
     """
 
     role = ""
     is_pooled = False
     _settings: list[sql.Composed] = []  # noqa: RUF012  # replaced, never changed in place
-    _depth = 0
+    _transaction_depth = 0
 
     @classmethod
     def open(cls, conninfo: str, extra: Mapping[str, str] | None = None) -> Self:
@@ -170,7 +170,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         self.role = "" if row is None else row[1]
 
     def apply_to_session(self, extra: Mapping[str, str]) -> None:
-        """Apply `SESSION_SETTINGS` and `extra` to the whole session, which a pooler must not give to another client."""
+        """Apply `SESSION_SETTINGS` and `extra` to a session that no pooler gives to another client."""
         self.execute(
             _APPLY_SETTINGS, _settings_parameters(self, {**SESSION_SETTINGS, **extra}, is_exclusive=True), prepare=False
         )
@@ -183,13 +183,13 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         force_rollback: bool = False,  # noqa: FBT001, FBT002  # as psycopg has it
     ) -> Iterator[psycopg.Transaction]:
         with super().transaction(savepoint_name, force_rollback) as transaction:
-            self._depth += 1
+            self._transaction_depth += 1
             try:
-                for statement in _statements(self, self._settings) if self._depth == 1 else ():
+                for statement in _join_statements(self, self._settings) if self._transaction_depth == 1 else ():
                     self.execute(statement)
                 yield transaction
             finally:
-                self._depth -= 1
+                self._transaction_depth -= 1
 
 
 class _PooledCursor(psycopg.Cursor[Any]):
@@ -206,7 +206,7 @@ class AsyncSessionConnection(psycopg.AsyncConnection[TupleRow]):
     role = ""
     is_pooled = False
     _settings: list[sql.Composed] = []  # noqa: RUF012  # replaced, never changed in place
-    _depth = 0
+    _transaction_depth = 0
 
     @classmethod
     async def open(cls, conninfo: str, extra: Mapping[str, str] | None = None) -> Self:
@@ -238,13 +238,13 @@ class AsyncSessionConnection(psycopg.AsyncConnection[TupleRow]):
         force_rollback: bool = False,  # noqa: FBT001, FBT002  # as psycopg has it
     ) -> AsyncIterator[psycopg.AsyncTransaction]:
         async with super().transaction(savepoint_name, force_rollback) as transaction:
-            self._depth += 1
+            self._transaction_depth += 1
             try:
-                for statement in _statements(self, self._settings) if self._depth == 1 else ():
+                for statement in _join_statements(self, self._settings) if self._transaction_depth == 1 else ():
                     await self.execute(statement)
                 yield transaction
             finally:
-                self._depth -= 1
+                self._transaction_depth -= 1
 
 
 class _AsyncPooledCursor(psycopg.AsyncCursor[Any]):
@@ -310,7 +310,7 @@ _OUTAGE = re.compile(
 )
 
 _POOLER_CHECKS = 5
-"""Number of connections that `_is_pooled` opens. During one check, another client of the pooler may use the session."""
+"""The largest number of connections that `_is_pooled` opens. One is not enough: another client may use the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,13 +333,13 @@ class DatabaseUse:
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
-    """Host, port and database of `dsn`, without user and password, for messages. `setting`: see `conninfo`."""
+    """The host, port and database of `dsn`, without user and password, for messages. `setting`: see `conninfo`."""
     parts = {**_environment_defaults(), **_parse(dsn, setting)}
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """Add Tidemark's connection defaults to `dsn`. Parameters in `dsn` win. `setting` names `dsn` in a `BadSetting`."""
+    """Add Tidemark's connection defaults to `dsn`, which may override them. `setting` names `dsn` in a `BadSetting`."""
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 
@@ -418,7 +418,7 @@ def _backend_pid(connection: Connection) -> int:
 def describe_sessions(connection: Connection, pids: list[int]) -> str:
     """Describe server processes for a message: pid, user, application name, state, start of the transaction.
 
-    `pids`: process IDs; 0 means prepared transactions, as in `pg_blocking_pids`.
+    `pids`: process IDs; 0 means prepared transactions, as in `pg_blocking_pids`. Ended processes are left out.
     """
     rows = connection.execute(
         """
@@ -437,7 +437,7 @@ def describe_sessions(connection: Connection, pids: list[int]) -> str:
 
 # pg_locks no longer has a wait that has timed out. So this query lists up to 10 sessions that have, or wait for, a
 # strong lock on a table: on a table of Tidemark if there is such a lock, otherwise on any table.
-_LOCK_HOLDERS = """
+_LOCKING_PIDS = """
 with locks as (
     select coalesce(l.pid, 0) as pid,
         c.relnamespace in (to_regnamespace('tidemark'), to_regnamespace('tidemark_reader')) as is_ours
@@ -452,14 +452,14 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 def lock_problem(error: psycopg.Error, other_session: Connection) -> str:
     """Describe a lock time-out: the first line of `error`, and possible owners of the lock, read on `other_session`."""
-    lockers = describe_sessions(other_session, [pid for (pid,) in other_session.execute(_LOCK_HOLDERS).fetchall()])
-    return first_line(error) + (f"; locked by {lockers}" if lockers else "")
+    sessions = describe_sessions(other_session, [pid for (pid,) in other_session.execute(_LOCKING_PIDS).fetchall()])
+    return first_line(error) + (f"; possibly locked by {sessions}" if sessions else "")
 
 
 def fetch_all(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> list[Row]:
-    """Run a query and return its rows, converted by `row`: a class or function that takes the columns by keyword."""
+    """Run a query, and return its rows as results of `row`: a class or function that takes the columns by keyword."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchall()
 
@@ -467,7 +467,7 @@ def fetch_all(
 def fetch_one(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> Row | None:
-    """Run a query and return its first row, converted as by `fetch_all`; None if there are no rows."""
+    """Run a query, and return the first row as a result of `row` (see `fetch_all`); None if there are no rows."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchone()
 
@@ -507,7 +507,7 @@ class PostgresSession:
     def use(self) -> Iterator[Connection]:
         """Lock the session for this thread, connect if needed, and yield the connection. A thread may nest blocks.
 
-        Converts errors of psycopg in the block: see `explain_error`.
+        Errors of psycopg in the block are converted as by `explain_error`; a lock time-out becomes `Unavailable`.
         """
         with self._lock:
             try:
@@ -536,12 +536,12 @@ class PostgresSession:
             return fetch_value(connection, statement, parameters)
 
     def fetch_tuples(self, statement: Statement, parameters: Params | None = None) -> list[TupleRow]:
-        """The rows of a query as tuples, for large results and for key-value pairs."""
+        """Run a query, and return its rows as tuples. For large results and for key-value pairs."""
         with self.use() as connection:
             return connection.execute(statement, parameters).fetchall()
 
     def execute(self, statement: Statement, parameters: Params | None = None) -> int:
-        """Run one statement, and return the number of rows that it changed. Commits, unless in a transaction."""
+        """Run one statement, and return its `rowcount`. Commits, unless in a transaction."""
         with self.use() as connection:
             return connection.execute(statement, parameters).rowcount
 

@@ -12,10 +12,10 @@ CANCELLATIONS_UNTIL_LOGGED = 50  # about 5 s
 
 
 async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task repeatedly until the task has ended. An exception of the task is ignored.
+    """Cancel a task repeatedly until the task has ended, without a time limit. An exception of the task is ignored.
 
     One call of `cancel` may have no effect: redis-py treats a cancellation during a connection attempt as a failed
-    connection. After `CANCELLATIONS_UNTIL_LOGGED` calls, logs in which functions the task waits.
+    connection. After `CANCELLATIONS_UNTIL_LOGGED` calls, logs the functions in which the task waits.
     """
     cancellations = 0
     while not task.done():

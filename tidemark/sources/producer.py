@@ -7,7 +7,7 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.common.kafka import ErrorListener, kafka_error
+from tidemark.common.kafka import ErrorListener, explain_kafka_error
 from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
 
@@ -84,7 +84,7 @@ class RecordProducer:
         try:
             self._producer = Producer({**settings, "error_cb": self._errors})
         except KafkaException as error:
-            raise kafka_error(error.args[0], self.where) from error
+            raise explain_kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
         """Queue a record. Blocks while the queue is full. Raises the error of an earlier record, if a record failed.
@@ -119,7 +119,7 @@ class RecordProducer:
                 self._poll(0.1)
             except KafkaException as error:
                 self._poll(0)  # raises the reason if the client has failed permanently
-                raise kafka_error(error.args[0], self.where) from error
+                raise explain_kafka_error(error.args[0], self.where) from error
             else:
                 return
 

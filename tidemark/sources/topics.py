@@ -22,7 +22,7 @@ from tidemark.common.errors import (
     Unavailable,
     WrongCleanupPolicy,
 )
-from tidemark.common.kafka import ErrorListener, kafka_error
+from tidemark.common.kafka import ErrorListener, explain_kafka_error
 from tidemark.common.log import get_logger
 from tidemark.sources.kafka import KafkaConnection, Offsets
 
@@ -263,7 +263,7 @@ class Topics:
         try:
             return AdminClient({**self._connection.client_settings(), "error_cb": self._errors})
         except KafkaException as error:
-            raise kafka_error(error.args[0], self._where) from error
+            raise explain_kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
         """Create the missing topics, with the brokers' default replication factor, and wait until they are usable.

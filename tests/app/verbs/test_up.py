@@ -47,8 +47,8 @@ class Migration:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "LONGEST_PAUSE", 0.001)
-    monkeypatch.setattr(backoff, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.001)
 
 
 def test_migrations_wait_as_long_as_the_server_runs() -> None:

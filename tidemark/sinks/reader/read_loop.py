@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tidemark.common.backoff import FIRST_PAUSE, LONGEST_PAUSE, Backoff, WaitLog
+from tidemark.common.backoff import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Backoff, WaitLog
 from tidemark.common.errors import BadSetting, BatchTimedOut, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
@@ -302,7 +302,7 @@ class ReadProgram:
         self._wait_log = WaitLog()
         self._has_logged_since = False
         self.time_outs = 0  # consecutive transactions of batches that the server ended
-        self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._timed_out_pause = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self._handed_over_at = 0.0
         self._current_portion: Portion | None = None
         self._facts_upto: int | None = None  # the farthest ID that may have a fact; None: unknown
