@@ -78,7 +78,7 @@ def _with_script(schema: Migrations, script: str) -> Migrations:
 def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that comes while the migration waits is served within the lock time-out; the migration goes on by itself
     once the holder has ended."""
-    monkeypatch.setattr(migrations, "_PAUSE", 0.1)
+    monkeypatch.setattr(migrations, "_FIRST_PAUSE_SECONDS", 0.1)
     migrate(queries.SCHEMA, database)
     applied = list[int]()
     with psycopg.connect(database, autocommit=True) as reader:
@@ -108,7 +108,7 @@ def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkey
 
 def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may not even read the table of versions is told whom it waits for, and nothing was changed."""
-    monkeypatch.setattr(migrations, "_PAUSE", 120.0)
+    monkeypatch.setattr(migrations, "_FIRST_PAUSE_SECONDS", 120.0)
     migrate(queries.SCHEMA, database)
     with (
         locked(database, queries.SCHEMA.table, "access exclusive") as holder,

@@ -162,7 +162,7 @@ def test_kafka_that_was_away_is_asked_again(
     """A broker that is away, or back and not yet itself, is unavailable, and a later call sends everything."""
     produce(connection, facts, [b"0", b"1"])
     with DeadLetters(
-        DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings(), patience=1.0)
+        DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings(), timeout_seconds=1.0)
     ) as dead_letters:
         kafka.kill()
         try:

@@ -125,13 +125,15 @@ class PartitionReader:
     Args:
         client: settings of librdkafka.
         errors: the `error_cb` of the consumer.
-        timeout: the time limit of a request, in seconds. `read` raises `Unavailable` after this time without a record.
+        timeout_seconds: the time limit of a request. `read` raises `Unavailable` after this time without a record.
         isolation: `read_committed` or `read_uncommitted`.
     """
 
-    def __init__(self, client: Mapping[str, str], errors: ErrorListener, timeout: float, isolation: str) -> None:
+    def __init__(
+        self, client: Mapping[str, str], errors: ErrorListener, timeout_seconds: float, isolation: str
+    ) -> None:
         self._where = client["bootstrap.servers"]
-        self._timeout = timeout
+        self._timeout_seconds = timeout_seconds
         self._consumer = Consumer(
             {
                 **client,
@@ -160,9 +162,11 @@ class PartitionReader:
             partition: the number of the partition.
             known: the offset of a record that exists; -1: do not wait.
         """
-        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout
+        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout_seconds
         while True:
-            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(target, timeout=self._timeout, cached=False)
+            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(
+                target, timeout=self._timeout_seconds, cached=False
+            )
             if offsets[1] > known or time.monotonic() > deadline:
                 return offsets
             time.sleep(0.1)
@@ -179,11 +183,11 @@ class PartitionReader:
             self._consumer.unassign()
 
     def _records(self, start: int) -> Iterator[Message | None]:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout_seconds
         while True:
             records = self._consumer.consume(num_messages=500, timeout=0.2)
             if records:
-                deadline = time.monotonic() + self._timeout
+                deadline = time.monotonic() + self._timeout_seconds
             elif time.monotonic() > deadline:
                 raise Unavailable("Kafka", self._where, f"no answer for records from offset {start}")
             for record in records:

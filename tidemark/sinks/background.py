@@ -18,14 +18,14 @@ from tidemark.sinks.postgres.transaction import BatchWait
 
 log = get_logger(__name__)
 
-POLL = 1.0  # seconds between two checks whether a batch waits
-LOG_EVERY = 30.0  # seconds between two log lines about the same wait
+POLL_SECONDS = 1.0  # between two checks whether a batch waits
+LOG_INTERVAL_SECONDS = 30.0  # between two log lines about the same wait
 
 
 class LeasedThread(ABC):
-    """A thread that calls `work` repeatedly until the lease is lost or `work` raises. A context manager.
+    """A thread that calls `work` repeatedly until the lease is lost, `work` raises, or the context is left.
 
-    Entering the context starts the thread. Leaving the context waits until the thread has ended.
+    A context manager. Entering the context starts the thread. Leaving the context waits until the thread has ended.
 
     Attributes:
         failure: the error that `work` raised or stored here; None if there is none. The supervising thread raises it.
@@ -61,11 +61,11 @@ class LeasedThread(ABC):
             self.failure = error
 
 
-MAX_CLOCK_DIFFERENCE = 60.0
-"""Seconds. A larger difference between two clocks is logged, and the alert TidemarkClocksDiffer fires."""
-TIDY_RETRY_PAUSE = 60.0  # seconds until an incomplete run of retention is retried
+MAX_CLOCK_DIFFERENCE_SECONDS = 60.0
+"""A larger difference between two clocks is logged, and the alert TidemarkClocksDiffer fires."""
+RETENTION_RETRY_SECONDS = 60.0  # until an incomplete run of retention is retried
 # The pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams.
-PAUSE_FACTOR = 20
+COMPARISON_PAUSE_FACTOR = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class MaintenanceConfig:
 
     Attributes:
         poll_seconds: seconds between two checks whether a sink has lost data.
-        compare_seconds: seconds between two comparisons of a sink, and of the clock, with Postgres.
-        retention_seconds: seconds between two runs of retention.
+        compare_seconds: seconds between two comparisons of a sink, and of the clock, with Postgres. Longer for a sink
+            whose comparison takes long (`COMPARISON_PAUSE_FACTOR`).
+        retention_seconds: seconds between two complete runs of retention.
     """
 
     poll_seconds: float = 1.0
@@ -86,7 +87,7 @@ class MaintenanceConfig:
 class Maintenance(LeasedThread):
     """Refills the sinks, stores the faults of the sinks in Postgres, runs retention, and compares clocks.
 
-    A task that fails is logged and tried again. An error of the kind `Stop` also becomes the `failure`.
+    A task that fails is tried again, and its error is logged. A `Stop` is not logged, but becomes the `failure`.
     """
 
     def __init__(
@@ -115,20 +116,20 @@ class Maintenance(LeasedThread):
         self._postgres = postgres
         self._config = config
         self._next_comparison: dict[str, float] = {}
-        self._next_tidy = -float("inf")
+        self._next_retention = -float("inf")
         self._problems: dict[str, str] = {}
         self._stored_faults: dict[tuple[str, str], str] | None = None
 
     def work(self) -> float:
         for sink in self._sinks:
-            self._try(sink.name, partial(self._refill, sink))
-        self._try("the faults of the sinks", self._store_faults)
-        self._try("the history in Postgres", self._tidy)
-        self._try("the clocks", self._compare_clocks)
+            self._try(f"refilling {sink.name}", partial(self._refill, sink))
+        self._try("storing the faults of the sinks", self._store_faults)
+        self._try("retention", self._apply_retention)
+        self._try("comparing clocks", self._compare_clocks)
         return self._config.poll_seconds
 
     def _try(self, task: str, step: Callable[[], None]) -> None:
-        """Call `step`. Log each error once, and store a `Stop` as the failure. Raises `LeaseLost`.
+        """Call `step`. Store a `Stop` as the failure, and log another error if its text is new. Raises `LeaseLost`.
 
         `task` names the step in the log.
         """
@@ -141,11 +142,11 @@ class Maintenance(LeasedThread):
             self.failure = problem
         except TidemarkError as problem:
             if self._problems.get(task) != str(problem):  # once, not at every poll
-                log.warning(f"Could not maintain {task}; trying again", problem=str(problem))
+                log.warning(f"A maintenance task failed: {task}; trying again", problem=str(problem))
             self._problems[task] = str(problem)
         else:
             if self._problems.pop(task, None):
-                log.info(f"Maintaining {task} again")
+                log.info(f"A maintenance task works again: {task}")
 
     def _refill(self, sink: Sink) -> None:
         """Refill the sink if it may have lost data, or if its next comparison with Postgres is due."""
@@ -156,11 +157,13 @@ class Maintenance(LeasedThread):
             self._next_comparison.pop(sink.name, None)
             sink.refill()
             ended = time.monotonic()
-            pause = 0.0 if sink.faults() else PAUSE_FACTOR * (ended - began)  # a refill also retries faulty streams
+            pause = (
+                0.0 if sink.faults() else COMPARISON_PAUSE_FACTOR * (ended - began)
+            )  # a refill also retries faulty streams
             self._next_comparison[sink.name] = ended + max(self._config.compare_seconds, pause)
 
     def _store_faults(self) -> None:
-        """Store the faults of all sinks in Postgres and log the changes, if the faults have changed."""
+        """Store the faults of all sinks in Postgres, if they have changed. Log new faults and repaired streams."""
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
         if faults == self._stored_faults:
             return
@@ -185,7 +188,7 @@ class Maintenance(LeasedThread):
         difference = self._postgres.clock.difference()
         self._next_clock_check = time.monotonic() + self._config.compare_seconds
         self._on_clock_difference(difference)
-        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > MAX_CLOCK_DIFFERENCE
+        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS
         if self._is_clock_wrong and not was:
             log.warning(
                 "The clocks of this host and of Postgres differ; set them (NTP). The history has times of this host,"
@@ -195,21 +198,21 @@ class Maintenance(LeasedThread):
         elif was and not self._is_clock_wrong:
             log.info("The clocks of this host and of Postgres agree again")
 
-    def _tidy(self) -> None:
-        """Run retention if it is due. An incomplete run is repeated after at most `TIDY_RETRY_PAUSE`."""
-        if time.monotonic() >= self._next_tidy:
+    def _apply_retention(self) -> None:
+        """Run retention if a run is due. A failed or incomplete run is due again after at most a minute."""
+        if time.monotonic() >= self._next_retention:
             # Set before the run, so that a failed run is not retried at once: its waits for locks may block batches.
-            self._next_tidy = time.monotonic() + min(self._config.retention_seconds, TIDY_RETRY_PAUSE)
+            self._next_retention = time.monotonic() + min(self._config.retention_seconds, RETENTION_RETRY_SECONDS)
             now = self._postgres.clock.retention_limit(datetime.now(UTC))
-            if self._postgres.tidy(now):
+            if self._postgres.apply_retention(now):
                 self._postgres.clock.note_complete_run(now)
-                self._next_tidy = time.monotonic() + self._config.retention_seconds
+                self._next_retention = time.monotonic() + self._config.retention_seconds
 
 
 class BatchWaitMonitor(LeasedThread):
     """Checks every second whether a batch has been waiting in Postgres for some seconds, for example for a lock.
 
-    Logs the problem, and stores it in the row of the lease.
+    Logs what the batch waits for, and stores the text in the row of the lease.
 
     Attributes:
         problem: what the batch waits for, as text for a person; None if no batch waits. Health probes read this text.
@@ -231,13 +234,13 @@ class BatchWaitMonitor(LeasedThread):
                 self._batch_wait.store_problem(self._lease.token, wait)
                 self._stored_problem = wait
         except TidemarkError as problem:
-            log.warning("Could not query what a batch waits for; trying again", problem=str(problem))
-        return POLL
+            log.warning("Could not query or store what a batch waits for; trying again", problem=str(problem))
+        return POLL_SECONDS
 
     def _log(self, wait: str | None) -> None:
         now = time.monotonic()
-        if wait is not None and (wait != self.problem or now - self._logged_at >= LOG_EVERY):
+        if wait is not None and (wait != self.problem or now - self._logged_at >= LOG_INTERVAL_SECONDS):
             log.warning("No position moves", problem=wait)
             self._logged_at = now
         elif wait is None and self.problem is not None:
-            log.info("The batch continues")
+            log.info("No batch waits in Postgres any more")

@@ -1,4 +1,4 @@
-"""Reads records from Kafka again by offset, and produces them unchanged: dead letters and requeued records.
+"""Reads records from Kafka again by offset, and produces copies of them: dead letters and requeued records.
 
 *Dead letters* are copies of rejected records in a topic of their own. Each dead letter is sent at least once: a
 repeated batch sends its dead letters again. The headers of a dead letter identify the rejected record.
@@ -32,7 +32,7 @@ ANY_PARTITION = -1  # lets the producer choose the partition
 
 
 class OutgoingRecord(NamedTuple):
-    """A record to produce. `tidemark_headers` are appended to `headers`, the headers of the copied record."""
+    """A record to produce. `headers`: the headers of the copied record, to which `tidemark_headers` are appended."""
 
     tidemark_headers: Headers = ()
     key: Any = None
@@ -44,7 +44,7 @@ class OutgoingRecord(NamedTuple):
 class UnacknowledgedRecords:
     """Produces records and waits for their acknowledgements.
 
-    `gone` is the number of records that were replaced or dropped.
+    `gone`: the number of records that were replaced or dropped.
 
     Args:
         producer: produces the records.
@@ -63,7 +63,7 @@ class UnacknowledgedRecords:
         self._error: KafkaError | None = None
 
     def put(self, record: OutgoingRecord) -> None:
-        """Produce a record. Waits while the producer's queue is full. `flush` returns the error if this fails."""
+        """Produce a record. Waits while the producer's queue is full. `flush` returns the error of a failed record."""
 
         def note_delivery(error: KafkaError | None, _: Message) -> None:
             is_empty = not (record.key or record.value or record.headers)
@@ -98,7 +98,7 @@ class UnacknowledgedRecords:
     def flush(self) -> KafkaError | None:
         """Replace records that are too large, and wait until all records are acknowledged or one has failed.
 
-        A record fails at the latest after the message time-out. Returns the error of a record; None if none failed.
+        A record fails at the latest after `message.timeout.ms`. Returns the error of a record; None if none failed.
         """
         self._wait_for_acknowledgements()
         too_large, self._too_large = self._too_large, []
@@ -123,15 +123,17 @@ class KafkaConnections:
     Args:
         client: librdkafka settings of the reader.
         producer: librdkafka settings of the producer.
-        patience: seconds until a read without progress, or an unacknowledged record, is an error.
+        timeout_seconds: the time until a read without progress, or an unacknowledged record, is an error.
         isolation: the isolation level of the reader: `read_committed` or `read_uncommitted`.
     """
 
-    def __init__(self, client: Mapping[str, str], producer: Mapping[str, str], patience: float, isolation: str) -> None:
+    def __init__(
+        self, client: Mapping[str, str], producer: Mapping[str, str], timeout_seconds: float, isolation: str
+    ) -> None:
         self.errors = ErrorListener(client["bootstrap.servers"])
         self._client_settings = client
         self._producer_settings = producer
-        self._patience = patience
+        self._timeout_seconds = timeout_seconds
         self._isolation = isolation
         self._reader: PartitionReader | None = None
         self._producer: Producer | None = None
@@ -139,7 +141,7 @@ class KafkaConnections:
     def reader(self) -> PartitionReader:
         """Return the reader; create it at the first call."""
         if self._reader is None:
-            self._reader = PartitionReader(self._client_settings, self.errors, self._patience, self._isolation)
+            self._reader = PartitionReader(self._client_settings, self.errors, self._timeout_seconds, self._isolation)
         return self._reader
 
     def producer(self) -> Producer:
@@ -148,9 +150,9 @@ class KafkaConnections:
             self._producer = Producer(
                 {
                     **self._producer_settings,
-                    "message.timeout.ms": str(int(self._patience * 1000)),
+                    "message.timeout.ms": str(int(self._timeout_seconds * 1000)),
                     # Shorter than the timeout: a missing topic is then distinguished from unavailable brokers.
-                    "topic.metadata.propagation.max.ms": str(int(self._patience * 500)),
+                    "topic.metadata.propagation.max.ms": str(int(self._timeout_seconds * 500)),
                     "message.max.bytes": "100000000",  # only the brokers limit the size
                     "error_cb": self.errors,
                 }
@@ -177,26 +179,26 @@ MAX_DETAIL_LENGTH = 500  # characters: a detail may quote the record
 class DeadLettersConfig:
     """The topic of dead letters, and how to connect to Kafka.
 
-    `client` (of the reader) and `producer` are librdkafka settings and may contain a password. `patience` is the number
-    of seconds until a read without progress, or an unacknowledged record, is an error.
+    `client` (of the reader) and `producer` are librdkafka settings and may contain a password. `timeout_seconds`: the
+    time until a read without progress, or an unacknowledged record, is an error.
     """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
     producer: Mapping[str, str] = field(repr=False)
-    patience: float = 5.0
+    timeout_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterResult:
-    """`sent` is the number of dead letters; `gone` of these were sent without key, value and headers of the record."""
+    """`sent`: the number of dead letters. `gone`: how many of these lack the key, value and headers of the record."""
 
     sent: int = 0
     gone: int = 0
 
 
 class DeadLetters:
-    """Sends rejected records to the dead letters. A context manager for one thread at a time.
+    """Copies rejected records to the topic of dead letters. A context manager for one thread at a time.
 
     Connects when the first record is rejected.
     """
@@ -204,7 +206,7 @@ class DeadLetters:
     def __init__(self, config: DeadLettersConfig) -> None:
         self._config = config
         # The query has already read these records, so they need no isolation.
-        self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_uncommitted")
+        self._kafka = KafkaConnections(config.client, config.producer, config.timeout_seconds, "read_uncommitted")
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +219,7 @@ class DeadLetters:
         self._kafka.close()
 
     def send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
-        """Produce every rejected record to the dead letters, and wait for the acknowledgements.
+        """Produce a dead letter for every rejected record, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
         `offset`, and `detail` if more is known. The dead letter of a record that retention has removed, or that is too
@@ -258,7 +260,7 @@ class DeadLetters:
                 reason, id = wanted[offset]
                 origin = _tidemark_headers(reason, topic, partition, offset)
                 if record is None:
-                    unacknowledged.put_replacement(_without_record(OutgoingRecord(origin), "removed by retention"))
+                    unacknowledged.put_replacement(_strip_record(OutgoingRecord(origin), "removed by retention"))
                 else:
                     if detail := _detail(record.value(), record.key(), reason, id):
                         origin = [*origin, ("detail", detail[:MAX_DETAIL_LENGTH].encode(errors="replace"))]
@@ -302,7 +304,7 @@ class DeadLetters:
 
 
 def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
-    """Return the text of the header `detail`: what is wrong with the record or its fact; empty if that is unknown.
+    """Return the text of the header `detail`: what is wrong with the record; empty if this is unknown.
 
     `id` is the ID nearest to 0 that contradicts its stream; 0 if the record itself is invalid.
     """
@@ -321,12 +323,13 @@ def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str
     return ""
 
 
-def _without_record(record: OutgoingRecord, why: str) -> OutgoingRecord:
+def _strip_record(record: OutgoingRecord, why: str) -> OutgoingRecord:
+    """Create a record with only Tidemark's headers, and the header `gone` with the value `why`."""
     return OutgoingRecord((*record.tidemark_headers, ("gone", why.encode())))
 
 
 def _replacement_of_too_large(record: OutgoingRecord) -> OutgoingRecord:
-    return _without_record(record, "too large for this topic")
+    return _strip_record(record, "too large for this topic")
 
 
 def _tidemark_headers(reason: str, topic: str, partition: int, offset: int) -> Headers:
@@ -378,7 +381,7 @@ class DeadLetterReader:
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._topic = config.topic
-        self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_committed")
+        self._kafka = KafkaConnections(config.client, config.producer, config.timeout_seconds, "read_committed")
 
     def __enter__(self) -> Self:
         return self
@@ -401,7 +404,7 @@ class DeadLetterReader:
                 message = next(records, None)
         except KafkaException as error:
             raise self._kafka.errors.explain(error.args[0]) from error
-        return None if message is None or message.offset() != offset else _dead_letter(message)
+        return None if message is None or message.offset() != offset else _parse_dead_letter(message)
 
     def _last(self, partition: int, most: int) -> Iterator[DeadLetter]:
         try:
@@ -413,12 +416,12 @@ class DeadLetterReader:
                 for record in records:
                     if record is None or record.offset() >= end:
                         return
-                    yield _dead_letter(record)
+                    yield _parse_dead_letter(record)
         except KafkaException as error:
             raise self._kafka.errors.explain(error.args[0]) from error
 
 
-def _dead_letter(message: Message) -> DeadLetter:
+def _parse_dead_letter(message: Message) -> DeadLetter:
     """Parse a dead letter.
 
     The rejected record may have headers with the same names as Tidemark's headers. Tidemark's headers come last.
@@ -455,7 +458,7 @@ def _parse_number(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else -1
 
 
-RETRY_AFTER = 5.0  # seconds until the next step after a problem
+RETRY_PAUSE_SECONDS = 5.0  # between a failed step and the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,18 +469,17 @@ class RequeueConfig:
         topic: the facts topic.
         client: librdkafka settings of the consumer. May contain a password.
         producer: librdkafka settings of the producer. May contain a password.
-        patience: seconds until a read without progress, or an unacknowledged record, is an error.
+        timeout_seconds: the time until a read without progress, or an unacknowledged record, is an error.
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.
-        poll: seconds between two steps. With `max_records` this allows at most 10,000 records/s, to leave capacity
-            for new records.
+        poll: seconds between two steps. The defaults allow at most 10,000 records/s, to leave capacity for new records.
     """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
     producer: Mapping[str, str] = field(repr=False)
-    patience: float = 5.0
+    timeout_seconds: float = 5.0
     max_records: int = 5_000
     max_bytes: int = 4 << 20
     max_read: int = 100_000
@@ -487,8 +489,8 @@ class RequeueConfig:
 class Requeuer(LeasedThread):
     """The thread that requeues deferred records. Problems are logged, stored for `tidemark status`, and retried.
 
-    The position of a writer does not move while its records are deferred. `on_produced` is called after each step with
-    the number of records that the step has produced.
+    The position of a writer does not pass its deferred records. `on_produced` is called after each successful step,
+    with the number of records that the step has produced.
     """
 
     def __init__(
@@ -499,7 +501,7 @@ class Requeuer(LeasedThread):
         self._postgres = postgres
         self._on_produced = on_produced
         # Records of an aborted transaction must not be requeued: they would be produced outside of a transaction.
-        self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_committed")
+        self._kafka = KafkaConnections(config.client, config.producer, config.timeout_seconds, "read_committed")
         self._problem = ""
 
     def work(self) -> float:
@@ -521,21 +523,21 @@ class Requeuer(LeasedThread):
             if requeue is not None:
                 with suppress(Unavailable):
                     self._postgres.note_requeue(requeue, problem)
-        return RETRY_AFTER if self._problem else self._config.poll
+        return RETRY_PAUSE_SECONDS if self._problem else self._config.poll
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.close()
 
     def close(self) -> None:
-        """Close the connections to Kafka."""
+        """Close the connections to Kafka. The next step connects again."""
         self._kafka.close()
 
     def step(self, requeue: PendingRequeue) -> tuple[PendingRequeue, str | None]:
         """Produce some of the records of a requeue, and wait until the brokers have acknowledged these records.
 
         Returns:
-            (The rest of the requeue, the problem that prevents the rest). The problem is None if there is none.
+            The rest of the requeue, and the problem that prevents the rest; None if there is no problem.
         """
         try:
             return self._step(requeue)
@@ -558,7 +560,7 @@ class Requeuer(LeasedThread):
             while following <= requeue.last and sent < self._config.max_records and volume < self._config.max_bytes:
                 record = next(records, None)
                 if record is None or record.offset() >= end:  # records from `end` on were just requeued
-                    problem = "the partition ends before the records, or has just lost them"
+                    problem = f"cannot read offset {following}: open transaction, restarted broker, or lost records"
                     break
                 key, value = record.key(), record.value()
                 if record.offset() <= requeue.last and is_edge(
@@ -574,7 +576,7 @@ class Requeuer(LeasedThread):
         self._on_produced(sent - unacknowledged.gone)
         if gone or unacknowledged.gone:
             log.warning(
-                "Deferred records are gone from Kafka: their IDs stay open until the writer's next JOIN",
+                "Deferred records may be lost; the IDs of lost records stay open until the writer's next JOIN",
                 stream=requeue.stream,
                 writer=requeue.writer,
                 partition=requeue.partition,
@@ -585,7 +587,7 @@ class Requeuer(LeasedThread):
 
 
 def is_edge(value: bytes | None, key: bytes | None, stream: str, writer: str, epoch: int) -> bool:
-    """Whether a record of the facts topic has edges of this stream, writer and epoch. Only these are requeued."""
+    """Whether a record of the facts topic has edges of this stream, writer and epoch. Only such ones are requeued."""
     if key != stream.encode():
         return False
     try:

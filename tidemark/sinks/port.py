@@ -56,15 +56,15 @@ class Batch:
 class CommitResult:
     """The outcome of a batch's transaction in Postgres.
 
-    `corrected_advances` and `higher_positions` have entries only if Postgres has higher positions than the batch:
-    Postgres may know a writer that the pipeline's state has dropped.
+    `corrected_advances` and `higher_positions` have entries only if Postgres has higher positions than the batch. This
+    happens if a writer joins again that the pipeline's state has dropped, and Postgres has not.
 
     Attributes:
         is_repeat: whether an earlier transaction applied the batch. If so, this transaction wrote nothing.
         corrected_advances: (stream, writer) -> the part of the advance that is beyond the stored position; None if no
             part is.
         higher_positions: (stream, writer) -> the stored position, if it is beyond the position in the batch.
-        late_numbers: stream -> the numbers of its late completions, in the order of the batch.
+        late_numbers: stream -> the numbers of its late completions in this batch, in the order of the batch.
     """
 
     is_repeat: bool = False
@@ -87,14 +87,14 @@ class RefillResult:
 
 
 class Fence(Protocol):
-    """The interface of a sink to the lease, which is the right to publish."""
+    """The lease as a sink uses it. The owner of the lease may publish."""
 
     @property
     def token(self) -> int:
         """The fencing token of this process. It is higher than the token of every earlier owner of the lease."""
 
     def check(self) -> None:
-        """Raise `LeaseLost` if this process knows that another process has the lease. Queries no server."""
+        """Raise `LeaseLost` if this process has noted that its lease is lost. Queries no server."""
 
 
 class Sink(Protocol):
@@ -105,13 +105,13 @@ class Sink(Protocol):
 
     - monotone: no call moves a visible position towards 0, even if batches are repeated, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
-    - fenced: the sink stores the highest token of its writers with its data, and refuses lower tokens; the first
+    - fenced: the sink stores the highest token that wrote to it with its data, and refuses lower tokens; the first
       `LeaseLost` names the highest token, so that the next owner can choose a higher token at once;
     - isolated: a failure that is caused by the data of one stream is a fault of this stream only;
     - refilled: `check_for_loss` detects a loss of data, and `refill` restores the data from Postgres.
 
-    All methods raise `Unavailable` (call again) and `Refused`. A method may raise `Unavailable` only for an outage,
-    because the caller repeats the call without a limit.
+    Methods that query a server raise `Unavailable` (call again) and `Refused`. They may raise `Unavailable` only for an
+    outage, because the caller repeats the call without a limit.
     """
 
     @property
@@ -147,13 +147,14 @@ class Sink(Protocol):
     def compared_positions(self) -> Mapping[str, tuple[int, int]]:
         """Return stream -> (linear position in Postgres, linear position in the sink), as of the last `refill`.
 
-        The values are from before the refill. Streams with a fault are left out. Queries no server.
+        The values are from before the refill. Streams with a fault, and streams that are not in the sink, are left out.
+        Queries no server.
         """
 
     def check_for_loss(self) -> bool:
         """Query whether the sink may have lost data since the last call. True at the first call.
 
-        The pipeline calls this every second.
+        The pipeline calls this every second, and calls `refill` if the result is True.
         """
 
     def refill(self) -> RefillResult:

@@ -55,7 +55,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class IdentifiedTopic(Protocol):
-    """What distinguishes a topic from an earlier topic of the same name: its `id`. `partitions` is a number."""
+    """A topic. `id` distinguishes it from an earlier topic of the same name. `partitions`: the number of partitions."""
 
     @property
     def id(self) -> str: ...
@@ -84,13 +84,13 @@ class PositionsTopicConfig:
         topic: the name of the topic.
         client: librdkafka settings of the reader. May contain a password.
         producer: librdkafka settings of the producer. May contain a password.
-        patience: seconds until a Kafka call without an answer is an error.
+        timeout_seconds: the time until a Kafka call without an answer is an error.
     """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
     producer: Mapping[str, str] = field(repr=False)
-    patience: float = 10.0
+    timeout_seconds: float = 10.0
 
 
 class PositionsTopic:
@@ -104,21 +104,21 @@ class PositionsTopic:
     def __init__(self, postgres: Postgres, config: PositionsTopicConfig, topics: TopicLookup, fence: Fence) -> None:
         self._postgres = postgres
         self._topic = config.topic
-        self._patience = config.patience
+        self._timeout_seconds = config.timeout_seconds
         self._topics = topics
         self._fence = fence
         self._kafka = KafkaConnections(
             config.client,
             {**config.producer, "transactional.id": config.topic},
-            config.patience,
+            config.timeout_seconds,
             "read_committed",
         )
         self._lock = threading.Lock()
         self._compared_positions: dict[str, tuple[int, int]] = {}
         self._reported_faults: dict[str, str] = {}
-        self._may_have_lost = True  # not reported by `check_for_loss` yet
+        self._has_unreported_loss = True  # for `check_for_loss`, which returns True at its first call
         self._identity: IdentifiedTopic | None = None
-        self._forget()
+        self._forget_content()
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +131,8 @@ class PositionsTopic:
     def _exclusive_call(self) -> Iterator[None]:
         """Run the block in one thread at a time, and convert Kafka's errors.
 
-        After an error in the block, disconnects, so that the next call connects and reads the topic again.
+        After an error in the block, disconnects, so that the next call connects and reads the topic again. After a
+        block without an error, `faults` returns the faults that the block has found.
         """
         with self._lock:
             self._kafka.errors.forget()
@@ -143,8 +144,8 @@ class PositionsTopic:
                 raise
             self._reported_faults = self._faults.copy()
 
-    def _forget(self) -> None:
-        """Forget the content of the topic, so that the topic is read again before the next record is written."""
+    def _forget_content(self) -> None:
+        """Forget the content of the topic, which is then read again before the next record is written."""
         self._values: dict[str, bytes] = {}  # the last record of each stream
         self._faults: dict[str, str] = {}
         self._next_offsets: dict[int, int] = {}  # partition -> the next offset to read
@@ -155,7 +156,7 @@ class PositionsTopic:
 
     def _disconnect(self) -> None:
         self._kafka.close()
-        self._forget()
+        self._forget_content()
 
     def check(self) -> None:
         with self._exclusive_call():
@@ -191,7 +192,7 @@ class PositionsTopic:
         with self._exclusive_call():
             self._identify()
             self._read_new()
-            self._may_have_lost, lost = False, self._may_have_lost
+            self._has_unreported_loss, lost = False, self._has_unreported_loss
             return lost
 
     def refill(self) -> RefillResult:
@@ -309,7 +310,7 @@ class PositionsTopic:
                 except BufferError:
                     producer.poll(0.1)
         try:
-            producer.commit_transaction(self._patience)
+            producer.commit_transaction(self._timeout_seconds)
         except KafkaException as error:
             raise KafkaException(errors[0] if errors else error.args[0]) from error
         self._newest_token = self._fence.token
@@ -321,9 +322,9 @@ class PositionsTopic:
     def _wait_until_visible(self, partition: int, offset: int) -> int:
         """Wait until consumers can read a committed record, and return the end offset of the partition.
 
-        This may take a moment after the commit. Raises `Unavailable` after `patience` seconds.
+        This may take a moment after the commit. Raises `Unavailable` after `timeout_seconds`.
         """
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout_seconds
         while True:
             end = self._kafka.reader().offsets(self._topic, partition)[1]
             if end > offset:
@@ -345,7 +346,7 @@ class PositionsTopic:
             with suppress(Stop):  # this user may not describe the topic
                 self._max_bytes = self._topics.max_message_bytes(self._topic)
             producer = self._kafka.producer()
-            producer.init_transactions(self._patience)
+            producer.init_transactions(self._timeout_seconds)
             self._producer = producer
             self._read_new()  # records of the former owner before it was fenced
         return self._producer
@@ -361,7 +362,7 @@ class PositionsTopic:
         """Log that the topic has lost records, disconnect, and let `check_for_loss` report the loss."""
         log.warning("The topic of positions has lost records", topic=self._topic, problem=problem)
         self._disconnect()
-        self._may_have_lost = True
+        self._has_unreported_loss = True
 
     def _read_new(self) -> None:
         """Read the records that other processes have written since the last call. Detect lost records.
@@ -373,7 +374,7 @@ class PositionsTopic:
             first, end = self._kafka.reader().offsets(self._topic, partition)
             following = self._next_offsets.get(partition, first)
             if end < following or (first > following > 0):
-                self._note_loss(f"partition {partition} has offsets {first} to {end}, the next to read was {following}")
+                self._note_loss(f"partition {partition} is at offsets {first} to {end}, and was read up to {following}")
                 return self._read_new()
             if end > following:
                 for record in self._kafka.reader().read(self._topic, partition, following):

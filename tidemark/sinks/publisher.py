@@ -1,4 +1,4 @@
-"""Publishes a computed batch: to Postgres, then to the sinks, then the dead letters (docs/design.md 5, rule 4).
+"""Publishes a computed batch to Postgres, then to the sinks, then to the dead letters (docs/design.md 5, rule 4).
 
 One batch is published at a time, on any thread. A step is retried until its server answers. If the answer to a commit
 is lost, the next attempt detects the commit. The other steps are idempotent. If the process is killed, the next query
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 CONTENT_ATTEMPTS = 3  # refusals for the same reason before the content of a batch counts as refused
-CONTENT_PAUSE = 0.2  # seconds between two attempts to commit a refused batch
+CONTENT_PAUSE_SECONDS = 0.2  # between two attempts to commit a refused batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Publisher:
         dead_letters: send the rejected records to their topic.
         lease: the lease of this pipeline, which is checked before each attempt of a step.
         stopping: once this event is set, waits end with `Stopping`.
-        on_unavailable: called with the error after each attempt that a server did not answer.
+        on_unavailable: called with each `Unavailable` that an attempt has raised, before the next attempt.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class Publisher:
             Stopping: the event `stopping` was set during a wait.
             LeaseLost: another process has the lease.
             ContentRefused: Postgres refuses the content of the batch.
-            ChainBroken: Postgres has not applied the batch `after` last.
+            ChainBroken: Postgres has not applied the batch `after` last, or lacks an earlier advance.
+            Stop: a person must act, for example if a server refuses the login or the topic of dead letters is missing.
         """
         batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
@@ -124,7 +125,7 @@ class Publisher:
     def _commit_content(self, batch: Batch) -> CommitResult:
         """Call `commit`, and repeat it if Postgres refuses the content of the batch.
 
-        Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals in succession for the same reason.
+        Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals in succession for the same reason, and `Stopping`.
         """
         problems: list[str] = []
         while True:
@@ -139,7 +140,7 @@ class Publisher:
                     records = sum(sum(s.counts.values()) for _, s in batch.streams())
                     raise ContentRefused(batch.number, problem, max(1, records // 2)) from error
                 log.warning("Postgres refuses the content of a batch", batch=batch.number, problem=problem)
-            if self._stopping.wait(CONTENT_PAUSE):
+            if self._stopping.wait(CONTENT_PAUSE_SECONDS):
                 raise Stopping("stopped while Postgres refused a batch")
 
     def commit(self, batch: Batch) -> CommitResult:
@@ -154,7 +155,7 @@ class Publisher:
         return sink.publish(batch, committed)
 
     def dead_letter(self, batch: Batch) -> DeadLetterResult:
-        """Send the rejected records of the batch to the dead letters, and note in Postgres that they were sent."""
+        """Send the rejected records of the batch to the dead letters, then delete these records from Postgres."""
         rejected = batch.rejected()
         dead_lettered = self._dead_letters.send(rejected)
         if rejected:

@@ -20,7 +20,7 @@ from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, Postg
 
 MIGRATE_COMMAND = "tidemark follow migrate"
 
-_USE = DatabaseUse(
+_DATABASE_USE = DatabaseUse(
     "dsn",
     refusals={
         "3F": f"run `{MIGRATE_COMMAND}`",
@@ -45,8 +45,8 @@ class PublishedLate:
 
 
 @cache
-def _script() -> tuple[str, str]:
-    """Return the SQL of the schema, and a mark of its version: a part of the SQL's hash."""
+def _read_script() -> tuple[str, str]:
+    """Read the SQL of the schema. Returns the SQL, and its version: the first 16 hex digits of the SQL's hash."""
     folder = files("tidemark") / "sinks" / "reader"  # without an import of that package, which needs redis
     text = "\n".join((folder / name).read_text("utf-8") for name in ("schema.sql", "functions.sql"))
     return text, sha256(text.encode()).hexdigest()[:16]
@@ -54,7 +54,7 @@ def _script() -> tuple[str, str]:
 
 def reader_session(dsn: Dsn, application: str) -> PostgresSession:
     """Return a session in a database of readers. `application` becomes the session's `application_name`."""
-    return PostgresSession(dsn, application, _USE)
+    return PostgresSession(dsn, application, _DATABASE_USE)
 
 
 def install(session: PostgresSession, progress: Progress = no_progress) -> bool:
@@ -65,13 +65,13 @@ def install(session: PostgresSession, progress: Progress = no_progress) -> bool:
         progress: shows the progress of one step.
 
     Returns:
-        False if the schema was up to date. Nothing is locked or changed then.
+        True if the schema was created or updated; False if the schema was up to date. In this case, nothing is locked.
 
     Raises:
         PrerequisitePending: other transactions have locked the tables for too long.
     """
-    text, mark = _script()
-    comment = f"Places of readers, and positions; installed from {mark}"
+    text, version = _read_script()
+    comment = f"Places of readers, and positions; installed from {version}"
 
     def step(connection: Connection) -> None:
         # Two processes must not replace one function at the same moment.
@@ -113,8 +113,8 @@ class StreamUpdate:
     Attributes:
         linear: the linear position.
         writers: writer -> position.
-        late_after: the number after which `late` begins; 0 if `late` has all late completions.
-        late: the late completions with higher numbers than `late_after`, in the order of their numbers.
+        late_after: `late` has all late completions with higher numbers than this one; 0 for all of the stream.
+        late: these late completions, in ascending order of number.
     """
 
     linear: int
@@ -133,8 +133,9 @@ def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str,
     """Query the streams to which services append facts in this database, and the writers of these streams.
 
     Returns:
-        Stream -> (first, epochs). `first` is the ID, without its sign, after which the stream begins. `epochs` is
-        writer -> epoch. Empty if the database has no tables of the relay.
+        Stream -> (after, epochs). `after`: the ID, without its sign, beyond which the IDs of the stream begin.
+        `epochs`: writer -> epoch; 0 if the database's own writer has no epoch yet. Empty if the database has no tables
+        of the relay.
     """
     if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
         return {}
@@ -149,7 +150,7 @@ def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str,
         where ids is not null group by 1, 2
         """
     )
-    return {stream: (after, writers) for stream, after, writers in rows}
+    return {stream: (after, epochs) for stream, after, epochs in rows}
 
 
 def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:

@@ -118,8 +118,8 @@ def test_lock_that_a_batch_waits_for_is_named(
     store: Postgres, lease: Lease, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who holds it stands in the watch (for readiness), in the log and in the status, until the batch goes on."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.5)
-    monkeypatch.setattr("tidemark.sinks.background.POLL", 0.1)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("tidemark.sinks.background.POLL_SECONDS", 0.1)
     with connected(dsn, "nightly-job") as other, BatchWaitMonitor(store.batch_wait, lease) as watch:
         with other.transaction():
             other.execute("lock table tidemark.stream_positions in exclusive mode")
@@ -137,7 +137,7 @@ def test_lock_that_a_batch_waits_for_is_named(
 
 def test_lock_of_a_batch_times_out(store: Postgres, lease: Lease, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again: nobody queues behind a batch for ever, and what it waited for is still named meanwhile."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.1)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER_SECONDS", 0.1)
     with store._batches.use() as connection:
         connection.execute("set lock_timeout = '1s'")
     with connected(dsn, "nightly-job") as other:
@@ -163,8 +163,8 @@ def test_lock_of_a_batch_times_out(store: Postgres, lease: Lease, dsn: str, monk
 @pytest.mark.postgres
 def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease stays ours, and the status says what hangs: the batch's commit, for want of a synchronous standby."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.5)
-    monkeypatch.setattr("tidemark.sinks.background.POLL", 0.1)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("tidemark.sinks.background.POLL_SECONDS", 0.1)
     with own_postgres(tmp_path) as server:
         dsn = server.dsn()
         migrate(dsn)

@@ -87,5 +87,5 @@ def test_dropped_history_is_not_guessed(store: Postgres, lease: Lease, dsn: str)
     move(store, 1, lease, NOW, "s")
     before = mark(store)
     with Postgres(PostgresConfig(dsn, Retention(history=1))) as tidy:
-        tidy.tidy(datetime.now(UTC))
+        tidy.apply_retention(datetime.now(UTC))
     assert store.full_changes_since(before, 100, 60) is None

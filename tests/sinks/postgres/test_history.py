@@ -262,7 +262,7 @@ def test_chain_goes_on_over_a_migration(database: str) -> None:
             assert [(it.advance.prev, it.advance.id) for it in found] == chain[-newest:]
         assert viewed(sql) == chain
         assert rows(sql, "select prev, id from tidemark.advances_of('s') order by id") == chain
-        store.tidy(TODAY + 20 * DAY)
+        store.apply_retention(TODAY + 20 * DAY)
         assert viewed(sql) == []
 
 
@@ -271,7 +271,7 @@ def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: 
     waits = "select 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
     with psycopg.connect(dsn) as of_batch, ThreadPoolExecutor(1) as pool:
         of_batch.execute("select token from tidemark.query_lease for key share")
-        tidied = pool.submit(store.tidy, TODAY)
+        tidied = pool.submit(store.apply_retention, TODAY)
         eventually(lambda: sql.execute(waits).fetchone())
         of_batch.execute("select tidemark.make_history_day(%s)", (TODAY.date(),))
         of_batch.commit()
@@ -289,7 +289,7 @@ def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection,
         store.apply(batch(1, *streams, token=lease.token))
         store.apply(batch(2, *(stream(it, closed=[end]) for it in names), token=lease.token))
         for days, gaps in ((1, "a ab b"), (2, "a ab"), (3, "a"), (4, "")):
-            store.tidy(TODAY + days * DAY)
+            store.apply_retention(TODAY + days * DAY)
             assert rows(sql, "select coalesce(string_agg(stream, ' ' order by 1), '') from tidemark.stream_gaps") == [
                 (gaps,)
             ]
@@ -300,7 +300,7 @@ def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection,
             kept = "select coalesce(sum(cardinality(ids)), 0)::int from tidemark.packed_advances"
             assert rows(sql, kept) == [(3 if days < 4 else 0,)]
         store.policies.change("*", {"history_days": None}, "ada", "audit is over")
-        store.tidy(TODAY + 5 * DAY)
+        store.apply_retention(TODAY + 5 * DAY)
         since = "select stream, ((%s)::date - since::date)::int from tidemark.history_since order by 1"
         assert rows(sql, since, TODAY + 5 * DAY) == [("*", 2), ("a*", 3), ("ab", 2)]
 
@@ -323,13 +323,13 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
             return {it: rows(sql, f"select count(*) from tidemark.{it}")[0][0] for it in (*tables, "writer_numbers")}
 
         before = counts()
-        store.tidy(TODAY + 2 * DAY)
+        store.apply_retention(TODAY + 2 * DAY)
         assert counts() == before
-        store.tidy(TODAY + 3 * DAY)
+        store.apply_retention(TODAY + 3 * DAY)
         after = before | {"position_advances": 0, "stream_gaps": 1, "applied_batches": 1, "writer_numbers": 1}
         assert counts() == after
         assert store.last_batch() == ("query", 3)
-        store.tidy(TODAY + 6 * DAY)
+        store.apply_retention(TODAY + 6 * DAY)
         assert counts() == after | {"skips": 0, "late_completions": 1}
         assert store.positions(["s"])["s"].late == rows(sql, "select max(number) from tidemark.late_completions")[0][0]
 

@@ -70,13 +70,13 @@ def test_a_dump_delays_the_end_of_a_day_and_no_batch(
         assert len(days(sql)) == len(OLD)
         with dump(dsn) as reader, capture_logs() as logs:
             for attempt in range(2):
-                assert not tidy.tidy(TODAY)
+                assert not tidy.apply_retention(TODAY)
                 made = stream(f"s{attempt}", advance("w", 0, 1))
                 store.apply(batch(10 + attempt, made, token=lease.token, now=NOW))
             assert len(days(sql)) == len(OLD)
             assert reader.execute("select count(*) from tidemark.position_advances").fetchone() == (3,)
         assert any("pg_dump (pid" in str(line.get("readers")) for line in logs)
-        assert tidy.tidy(TODAY)
+        assert tidy.apply_retention(TODAY)
         assert days(sql) == []
         store.apply(batch(20, stream("s", advance("w", 3, 9)), token=lease.token, now=NOW))
     rows = sql.execute("select prev, id from tidemark.position_advances where stream = 's'").fetchall()
@@ -91,7 +91,7 @@ def test_a_batch_goes_on_while_a_day_waits_to_be_dropped(
         store.apply(batch(0, stream("s", advance("w", 0, 1)), token=lease.token, now=OLD[0]))
         store.apply(batch(1, stream("s", advance("w", 1, 2)), token=lease.token, now=NOW))
         with dump(dsn), ThreadPoolExecutor(1) as pool:
-            tidying = pool.submit(tidy.tidy, TODAY)
+            tidying = pool.submit(tidy.apply_retention, TODAY)
             number = 2
             while not tidying.done() or number == 2:
                 store.apply(batch(number, stream("s", advance("w", number, number + 1)), token=lease.token, now=NOW))

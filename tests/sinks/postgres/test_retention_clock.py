@@ -70,7 +70,7 @@ def test_clock_of_the_server_drops_a_day_at_a_run(kept: Postgres, sql: psycopg.C
     for run in range(5):
         now = kept.clock.retention_limit(host)
         assert abs(now - (host - max(3 - run, 0) * DAY)) < timedelta(minutes=5)
-        kept.tidy(now)
+        kept.apply_retention(now)
         kept.clock.note_complete_run(now)
         assert days(sql)[0] == min(9, 7 + max(3 - run, 0))
     kept.clock.note_complete_run(host - 20 * DAY)

@@ -149,9 +149,9 @@ def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
     rows_of = [gone, ahead, WriterRow("active", 1, 7, retired=False)]
     store.apply(batch(1, stream("s", writers=rows_of, linear=7), token=token))
     then = datetime.fromtimestamp(NOW / 1000, UTC)
-    store.tidy(then + timedelta(days=6))
+    store.apply_retention(then + timedelta(days=6))
     assert store.positions(["s"])["s"].forgotten == frozenset()
-    store.tidy(then + timedelta(days=8))
+    store.apply_retention(then + timedelta(days=8))
     assert store.positions(["s"])["s"].forgotten == {"gone"}
     store.apply(batch(2, stream("s", advance("gone", 5, 8, epoch=2), linear=7, linear_prev=7), token=token))
     assert store.positions(["s"])["s"].positions == {"gone": 8, "ahead": 9, "active": 7}

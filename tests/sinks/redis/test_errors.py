@@ -6,7 +6,7 @@ from redis._parsers.base import BaseParser
 from redis.exceptions import RedisClusterException
 
 from tidemark.common.errors import Refused, Unavailable
-from tidemark.sinks.redis.client import Remedies, is_about_stream, redis_error
+from tidemark.sinks.redis.client import Remedies, explain_redis_error, is_about_stream
 
 REMEDIES = Remedies(access="access", transport="transport", rights="rights")
 
@@ -57,14 +57,14 @@ OF_STREAM = [
 @pytest.mark.parametrize("error", OUTAGES, ids=str)
 def test_an_outage_is_waited_for(error: Exception) -> None:
     """It mends itself, or an operator mends it without us; no stream is to blame."""
-    assert isinstance(redis_error(error, "here", REMEDIES), Unavailable)
+    assert isinstance(explain_redis_error(error, "here", REMEDIES), Unavailable)
     assert not is_about_stream(error)
 
 
 @pytest.mark.parametrize("error", NO_OUTAGES, ids=str)
 def test_what_is_no_outage_is_not_waited_for(error: Exception) -> None:
     """It would come again at each attempt, for ever: a person has to look."""
-    assert isinstance(redis_error(error, "here", REMEDIES), Refused)
+    assert isinstance(explain_redis_error(error, "here", REMEDIES), Refused)
 
 
 @pytest.mark.parametrize("error", OF_STREAM, ids=str)

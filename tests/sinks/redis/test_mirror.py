@@ -223,7 +223,7 @@ def test_numbers_that_are_not_written_as_ours_are_a_fault(
     else:
         keys.hset(key("s", name), field, text)
     assert pipeline.mirror.refill() == RefillResult(0, 0)
-    assert "delete its keys" in pipeline.mirror.faults()["s"]
+    assert "delete the keys of the stream" in pipeline.mirror.faults()["s"]
     keys.delete(key("s", name))
     pipeline.mirror.refill()
     assert pipeline.mirror.faults() == {}
@@ -479,7 +479,7 @@ def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
             eventually(
                 lambda: [it.stream for it in pipeline.store.conditions.faults()] == ["}x"], what=partial(str, what)
             )
-            assert "delete its keys, tidemark:{{>x}:*" in pipeline.store.conditions.faults()[0].problem
+            assert "delete the keys of the stream, tidemark:{{>x}:*" in pipeline.store.conditions.faults()[0].problem
             moved = next(steps)
             pipeline.publish(*moved)
             assert keys.get(key("s", "token")) == f"m{moved[0].linear}"

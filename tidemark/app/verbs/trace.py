@@ -583,7 +583,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
             try_to_add(
                 trace, "dead letters", lambda: add_dead_letters(trace, _newest_dead_letters(settings, MAX_SEARCHED))
             )
-            try_to_add(trace, "Redis", lambda: add_published(trace, redis.publish_time))
+            try_to_add(trace, "Redis", lambda: add_published(trace, redis.read_move_time))
     if as_json:
         click.echo(to_json(trace))
     else:

@@ -331,7 +331,7 @@ class Postgres:
         with self._reads.use() as connection:
             return history.late_since(connection, known, most)
 
-    def tidy(self, now: datetime) -> bool:
+    def apply_retention(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, delete expired history, and forget retired writers.
 
         Call this about every hour. Batches continue meanwhile.

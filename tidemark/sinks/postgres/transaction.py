@@ -333,7 +333,7 @@ def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
     return numbers
 
 
-REPORT_AFTER = 3.0
+REPORT_AFTER_SECONDS = 3.0
 """Seconds that a batch may wait before `BatchWait.problem` reports the wait."""
 
 
@@ -400,7 +400,7 @@ class BatchWait:
         """Describe what the running batch waits for. Queries Postgres.
 
         Returns:
-            None if no batch has run longer than `REPORT_AFTER`, or if the batch waits for nothing. After a lock
+            None if no batch has run longer than `REPORT_AFTER_SECONDS`, or if the batch waits for nothing. After a lock
             time-out, the last description from before the time-out.
 
         Raises:
@@ -408,7 +408,7 @@ class BatchWait:
         """
         with self._lock:
             since, pid = self._since, self._pid
-        if since is None or time.monotonic() - since < REPORT_AFTER:
+        if since is None or time.monotonic() - since < REPORT_AFTER_SECONDS:
             return None
         if pid is not None:
             with self._session.use() as connection:

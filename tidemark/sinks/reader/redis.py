@@ -35,9 +35,9 @@ from tidemark.sinks.redis.client import (
     Remedies,
     aclose,
     display_address,
+    explain_redis_error,
     key,
     redis_address,
-    redis_error,
 )
 from tidemark.streaming.values.limits import Evidence
 
@@ -310,7 +310,7 @@ def translate_errors(client: Any) -> Iterator[None]:
     try:
         yield
     except REDIS_PY_ERRORS as error:
-        raise redis_error(error, display_address(client), REMEDIES) from error
+        raise explain_redis_error(error, display_address(client), REMEDIES) from error
 
 
 # Neighbouring advances have equal evidence, linear position, batch and time. A cache stores equal values once.

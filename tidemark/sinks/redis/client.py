@@ -75,7 +75,7 @@ class Remedies:
 
 
 def is_about_stream(error: Exception) -> bool:
-    """Whether the keys of one stream caused an error of a call, so that other streams are not affected."""
+    """Whether the keys of one stream caused `error`, so that other streams are not affected."""
     return type(error) is exceptions.ResponseError and _STREAM_ERROR.match(str(error)) is not None
 
 
@@ -94,7 +94,7 @@ def check_answer(answer: Any) -> Any:
     return answer
 
 
-def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkError | Exception:
+def explain_redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkError | Exception:
     """Convert an error of redis-py to `Unavailable` (known outages only) or `Refused`.
 
     Args:
@@ -103,7 +103,7 @@ def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkErr
         remedies: texts for a `Refused`.
 
     Returns:
-        The converted error; `error` unchanged if the server did not cause `error`.
+        The converted error; `error` unchanged if it is of another kind, such as a wrong argument.
     """
     problem = (str(error).splitlines() or [type(error).__name__])[0]
     # Check the causes first: an authentication error is also a connection error, and may be the cause of a Cluster
@@ -134,7 +134,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 Secret: TypeAlias = Callable[[], str | None]
-"""Returns the current password, or None. Called for every new connection, because secrets rotate."""
+"""Returns the current password, or None. Called for every new connection, because a password may change."""
 
 _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+)(:(?P<port>\d{1,5}))?")
 _LOGIN = re.compile(r"(?<=://)[^/?]*@")
@@ -157,8 +157,10 @@ class RedisAddress:
 
     Attributes:
         url: the URL.
-        password: a function that is called for each new connection. If it returns None, the URL's password is used.
-        sentinel_password: a function that returns the password for the Sentinels, or None for no password.
+        password: a function that returns the password, or None for the password in the URL. Called for each new
+            connection; but never again if the result is None and the URL has no login when the client is created.
+        sentinel_password: a function that returns the password for the Sentinels, or None for no password. Called as
+            `password` is.
         ca_file: a PEM file with the CA certificates for TLS; None: the system's certificates.
     """
 
@@ -215,9 +217,9 @@ class RedisAddress:
         """`sentinel`, `cluster`, or empty for one server."""
         return urlsplit(self.url).scheme.partition("+")[2]
 
-    def _create_server_client(self, kind: Any, options: Mapping[str, Any]) -> Any:
+    def _create_server_client(self, client_class: Any, options: Mapping[str, Any]) -> Any:
         try:
-            return kind.from_url(
+            return client_class.from_url(
                 _LOGIN.sub("", self.url), **{name: value for name, value in options.items() if name != "ssl"}
             )
         except ValueError:
@@ -267,7 +269,7 @@ class RedisAddress:
 
 
 class _Credentials(CredentialProvider):
-    """The credentials for redis-py, which requests them for every new connection, so that a new password is used."""
+    """The credentials for redis-py. redis-py requests them for every new connection, so a changed password is used."""
 
     def __init__(self, user: str, password: str, read_password: Secret) -> None:
         self._user = user
@@ -337,7 +339,10 @@ def display_address(client: Any) -> str:
 
 
 class RedisSession:
-    """A thread-safe client that connects at its first use. The constructor raises `BadSetting` for a bad address."""
+    """A thread-safe client that connects at its first use.
+
+    The constructor raises `BadSetting` for a bad address. For a Cluster, the first `use` raises this error instead.
+    """
 
     def __init__(self, address: RedisAddress, remedies: Remedies, timeout: float) -> None:
         self.where = address.where
@@ -350,14 +355,14 @@ class RedisSession:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """Yield the redis-py client, and convert errors of redis-py in the block: see `redis_error`."""
+        """Yield the redis-py client, and convert errors of redis-py in the block: see `explain_redis_error`."""
         try:
             with self._lock:
                 if self._client is None:
                     self._client = self._address.client(self._timeout)
             yield self._client
         except REDIS_PY_ERRORS as error:
-            raise redis_error(error, self.where, self._remedies) from error
+            raise explain_redis_error(error, self.where, self._remedies) from error
 
     def close(self) -> None:
         with self._lock:
@@ -365,8 +370,8 @@ class RedisSession:
                 close(self._client)
 
 
-STREAMS = "tidemark:streams"
-SENTINEL = "tidemark:sentinel"
+STREAMS = "tidemark:streams"  # the key of the set of names of all published streams
+SENTINEL = "tidemark:sentinel"  # the key with which `Mirror.check_for_loss` detects a loss of data
 
 
 def hash_tag(name: str) -> str:
@@ -385,7 +390,7 @@ def key_prefix(stream: str) -> str:
 
 
 def channel_in_database(channel: str, database: int) -> str:
-    """The name of a channel of one Redis database. The name differs by database, because databases share channels."""
+    """The name of `channel` in one Redis database. All databases of a server share channels, so the names differ."""
     return f"{channel}{database_suffix(database)}"
 
 
@@ -410,7 +415,7 @@ def lines_channel(server: str, database: int = 0) -> str:
 
 
 def stream_of(channel: str) -> str:
-    """The name of the stream to which a channel belongs. `channel` matches `channel_pattern()`."""
+    """The name of the stream to which `channel` belongs. `channel` must match a `channel_pattern`."""
     return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")
 
 
@@ -424,7 +429,7 @@ _KEYS = ("linear", "token", "advances", "fence", "allocated")
 
 
 class Script:
-    """A Lua script of this folder. `file`: the name of the file."""
+    """A Lua script of this folder: `call.lua`, followed by the file `file`."""
 
     def __init__(self, file: str) -> None:
         folder = files("tidemark.sinks.redis")
@@ -432,7 +437,7 @@ class Script:
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     def call(self, client: Any, calls: Iterable[ScriptCall]) -> list[Any]:
-        """Run the script for each call, in one pipeline. Loads the script into the server if it is missing there.
+        """Run the script for each call, in one pipeline. If a server lacks the script, load it, and repeat all calls.
 
         Returns:
             For each call, the answer or the error. Text is returned as bytes, because a key may contain any bytes.

@@ -20,7 +20,8 @@ from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, ch
 log = get_logger(__name__)
 
 STREAMS_PER_CHUNK = 500
-MAX_REFILL_ENTRIES = 100_000  # history entries that one refill copies, in about 4 s; older ones are only in Postgres
+# The approximate number of history entries that one refill copies, in about 4 s. Older ones are only in Postgres.
+MAX_REFILL_ENTRIES = 100_000
 
 
 class Mirror:
@@ -38,7 +39,7 @@ class Mirror:
         self._has_compared = False
         self._compare_lock = threading.Lock()
         self._compared_positions: dict[str, tuple[int, int]] = {}
-        self._stamp_number = 0
+        self._sentinel_number = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -47,7 +48,7 @@ class Mirror:
     def publish(self, batch: Batch, committed: CommitResult) -> int:
         if not self._has_compared:
             # Redis may lack batches that earlier processes committed, and a batch must not follow an incomplete stream.
-            self._compare_first()
+            self._refill_before_first_batch()
         if committed.is_repeat:
             # Only Postgres has the outcome of the first attempt.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
@@ -62,7 +63,7 @@ class Mirror:
 
     def faults(self) -> dict[str, str]:
         return {
-            stream: f"{problem}; delete its keys, {key_prefix(stream)}:*, and Tidemark refills them from Postgres"
+            stream: f"{problem}; delete the keys of the stream, {key_prefix(stream)}:*, and Tidemark writes them again"
             for stream, problem in self._redis.faults.copy().items()
         }
 
@@ -75,12 +76,12 @@ class Mirror:
         Returns:
             Whether the two sentinels differ: Redis was flushed, restored or replaced, or this is the first call.
         """
-        last = f"{self._fence.token}:{self._stamp_number}"
-        self._stamp_number += 1
-        return self._redis.replace_sentinel(f"{self._fence.token}:{self._stamp_number}") != last
+        last = f"{self._fence.token}:{self._sentinel_number}"
+        self._sentinel_number += 1
+        return self._redis.replace_sentinel(f"{self._fence.token}:{self._sentinel_number}") != last
 
     def refill(self, streams: Sequence[str] | None = None) -> RefillResult:
-        """Compare Redis with Postgres, and write into Redis what is missing. Readers may read meanwhile.
+        """Compare Redis with Postgres, and write the missing data into Redis. Readers may read meanwhile.
 
         `streams`: the streams to compare; None for all streams.
         """
@@ -93,7 +94,7 @@ class Mirror:
             self._compared_positions = self._compared_positions | linear
         return refilled
 
-    def _compare_first(self) -> None:
+    def _refill_before_first_batch(self) -> None:
         """Refill all streams, unless this sink has done so before. Waits while another thread refills all streams."""
         with self._compare_lock:
             if not self._has_compared:
@@ -108,7 +109,7 @@ class Mirror:
         return refilled
 
     def _is_known(self, stream: str) -> bool:
-        """Whether Redis must already have the stream, so that missing keys are a loss of data."""
+        """Whether Redis must already have the stream. If so, missing keys are a loss of data."""
         return stream in self._compared_positions or stream in self._streams_written_since_comparison
 
     def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
@@ -129,7 +130,7 @@ class Mirror:
         return RefillResult(len(outdated), entries)
 
     def _outdated_streams(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
-        """Find streams with missing data in Redis: stream -> number of writers whose position must be corrected.
+        """Find streams with missing or outdated data in Redis: stream -> number of writers with a wrong position.
 
         Adds to `linear` the linear positions in Postgres and in Redis, for `compared_positions`. Removes repaired
         streams from the faults. Logs an error if Redis is ahead of Postgres.
@@ -162,7 +163,7 @@ class Mirror:
         if ahead:
             # Positions never move back (rule 2): readers may have used them.
             log.error(
-                "Redis is ahead of Postgres; was the database restored from a backup?",
+                "Redis is ahead of Postgres; Postgres may have lost commits (a failover, or a restored backup)",
                 streams=len(ahead),
                 first=ahead[0],
             )
@@ -184,7 +185,7 @@ class Mirror:
                 yield snapshots.result(), self._postgres.positions(names)
 
     def _repairs(self, names: Sequence[str], per_writer: int) -> list[tuple[Mode, Change]]:
-        """Read the changes that repair these streams, with at most `per_writer` advances of each writer."""
+        """Create the changes that repair the streams `names`, with at most `per_writer` advances of each writer."""
         snapshots = self._redis.snapshots(names)
         stored = {stream: row for stream, row in self._postgres.positions(names).items() if stream in snapshots}
         rebuilt = {stream for stream in stored if not snapshots[stream].positions}

@@ -9,9 +9,10 @@
 --        'repair'   from Postgres: entries need not join the list, and the token is computed from the other keys
 --        'rebuild'  from Postgres, if too much is missing: the list of advances is written again from empty
 --
--- Returns for each stream 'done', 'fenced ' and the newest token, or 'lost'. 'lost': keys are missing, or an advance of a
--- batch begins beyond the position in Redis. Nothing was written; refill the stream from Postgres. The answers are strings,
--- because Redis would send each table separately. On an error, the streams before the failed one are done.
+-- Returns for each stream 'done', 'fenced ' and the newest token, or 'lost'. 'fenced' and 'lost': nothing was written for
+-- the stream. 'lost': keys are missing, or an advance of a batch begins beyond the position in Redis; refill the stream
+-- from Postgres. The answers are strings, because Redis would send each table separately. On an error, the streams before
+-- the failed one are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
 local lease, advances_max, suffix = ARGV[1], ARGV[2], ARGV[4]
@@ -24,14 +25,14 @@ local known -- writer -> position, as in the hash
 local moved, order -- writer -> message for the channel; writers in the order of their first move
 local listed -- whether the key of the list was checked to have the type of a Redis stream
 
--- Sets the variables of the current stream.
-local function take(key, call)
+-- Sets the variables of the current stream. item: the mode and the change.
+local function set_current(key, item)
     local base = sub(key, 1, -11) -- without ':positions'
     CHANNEL = base .. suffix
     POSITIONS, LINEAR, TOKEN = key, base .. ':linear', base .. ':token'
     ADVANCES, FENCE, ALLOCATED = base .. ':advances', base .. ':fence', base .. ':allocated'
     local change
-    mode, change = unpack(call)
+    mode, change = unpack(item)
     stream, linear, entries, positions, late, dropped, allocated = unpack(change)
     known, moved, order, listed = {}, {}, {}, false
 end
@@ -45,7 +46,7 @@ local function beyond(a, b)
     return a > b
 end
 
--- Byte order: Lua's own comparison of strings follows the server's locale.
+-- Whether text a comes before text b in byte order. Lua's own comparison of strings depends on the server's locale.
 local function before(a, b)
     for i = 1, math.min(#a, #b) do
         local x, y = byte(a, i), byte(b, i)
@@ -67,18 +68,20 @@ local function read_positions()
     for _, pair in ipairs(positions) do name(pair[1]) end
     if #named == 0 then call('HLEN', POSITIONS) end
     for start = 1, #named, 1000 do -- more names may come than fit on the Lua stack
-        local found = call('HMGET', POSITIONS, unpack(named, start, math.min(start + 999, #named)))
-        for i, id in ipairs(found) do known[named[start + i - 1]] = id or nil end
+        local ids = call('HMGET', POSITIONS, unpack(named, start, math.min(start + 999, #named)))
+        for i, id in ipairs(ids) do known[named[start + i - 1]] = id or nil end
     end
 end
 
--- GET raises an error for a key that is not a string, and MGET does not. The token is written again in any case.
+-- The linear position, the allocated ID and the token. GET raises an error for a key that is not a string, and MGET does
+-- not. A token of a wrong type is written again.
 local function read_texts()
     local linear_position, allocated_before, token = unpack(call('MGET', LINEAR, ALLOCATED, TOKEN))
     return linear_position or call('GET', LINEAR), allocated_before or call('GET', ALLOCATED) or '0', token
 end
 
--- Called before any write other than an entry: XADD checks the type of the list itself.
+-- Raises an error if the list of advances has a wrong type. Called before any write other than XADD, which checks the type
+-- itself.
 local function check_list()
     if not listed then call('XLEN', ADVANCES) end
     listed = true
@@ -108,8 +111,9 @@ local function write_positions()
     end
 end
 
--- Whether the change follows the positions in Redis: no advance begins beyond them. Otherwise Redis has lost data.
-local function joins()
+-- Whether the change follows the positions in Redis: no advance begins beyond its writer's position. If not, Redis has
+-- lost data.
+local function follows_positions()
     local reached = {}
     for _, entry in ipairs(entries) do
         local writer, prev, id = entry[1], entry[3], entry[4]
@@ -190,7 +194,7 @@ local function publish()
     -- Reads before writes: a key with a wrong type then fails the whole call.
     local linear_position, allocated_before, token = read_texts()
     if mode == 'repair' or mode == 'rebuild' then token = nil end
-    if (mode == 'new' or mode == 'known') and not joins() then return 'lost' end
+    if (mode == 'new' or mode == 'known') and not follows_positions() then return 'lost' end
     if newest ~= lease or mode == 'rebuild' or #dropped > 0 then check_list() end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'rebuild' then
@@ -230,16 +234,16 @@ local function publish()
     end
     if #texts > 0 then call('MSET', unpack(texts)) end
     for _, writer in ipairs(order) do
-        local move = moved[writer]
-        local prev = move.is_empty and move.prev or move.id
-        call('PUBLISH', CHANNEL, 'POSITION ' .. stream .. ' ' .. writer .. ' ' .. prev .. ' ' .. move.id)
+        local message = moved[writer]
+        local prev = message.is_empty and message.prev or message.id
+        call('PUBLISH', CHANNEL, 'POSITION ' .. stream .. ' ' .. writer .. ' ' .. prev .. ' ' .. message.id)
     end
     return 'done'
 end
 
 local replies = {}
-for at, change in ipairs(cmsgpack.unpack(ARGV[3])) do
-    take(KEYS[at], change)
+for at, item in ipairs(cmsgpack.unpack(ARGV[3])) do
+    set_current(KEYS[at], item)
     local ok, reply = pcall(publish)
     if not ok and type(reply) == 'table' then return reply end
     if not ok then error(reply) end

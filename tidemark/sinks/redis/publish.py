@@ -36,7 +36,7 @@ from tidemark.sinks.redis.client import (
 )
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterAdvance
 
-_PAGE = 1000  # entries of a list in one read
+_ENTRIES_PER_READ = 1000  # of a list of advances
 _STREAMS_PER_CALL = 100  # such a call blocks the server for less than a millisecond
 _POSITIONS_PER_CALL = 2000  # a call stops after the stream that reaches this number
 _SNAPSHOT_SCRIPT = Script("snapshot.lua")
@@ -50,7 +50,7 @@ class RedisPositions(msgspec.Struct, frozen=True, gc=False):
         linear: the linear position.
         allocated: the highest ID that any record has named.
         positions: writer -> position.
-        late: the number of the newest late completion in the list.
+        late: the number of the newest late completion that was written to the list of advances.
         fence: the highest lease token under which the stream was published.
         token: the positions token, such as `m7~web.9`.
         is_token_current: whether `token` matches `linear` and `positions`.
@@ -71,7 +71,8 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
     """Read the keys of streams.
 
     Returns:
-        Stream -> content of its keys; and stream -> problem, for streams whose keys have invalid content.
+        Stream -> content of its keys, also for streams without keys; and stream -> problem, for streams whose keys have
+        invalid content.
     """
     snapshots, faults = {}, {}
     listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
@@ -93,14 +94,14 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
     return snapshots, faults
 
 
-def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
+def read_move_time(client: Any, stream: str, writer: str, id: int) -> int | None:
     """Read the time at which the position of `writer` moved to `id` or beyond: ms since 1970, by the clock of Redis.
 
     Reads the list of advances from its newest entry. None if the writer has not reached `id`, or if the list no longer
     has this move.
     """
     newest = "+"
-    while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):
+    while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_ENTRIES_PER_READ):
         for name, entry in entries:
             if entry.get("writer") == writer and entry.get("kind") == "POSITION":
                 if abs(int(entry["id"])) < abs(id):
@@ -175,7 +176,7 @@ def _parse_id(text: str) -> int:
 
 
 def parse_fencing_token(text: str) -> int:
-    """Parse the lease token of a stream's key `fence`. Raises `StreamFault` if `text` is not a token."""
+    """Parse the lease token in a stream's key `fence`. Raises `StreamFault` if `text` is not a token."""
     if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
         raise StreamFault(f"its fence is {text!r}, which is not a token")
     return int(text)
@@ -355,7 +356,7 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisReport:
-    """What a user may query and do on the server. `Redis.report` tests the rights.
+    """The rights of Tidemark's user on the server, and what the server reports. See `Redis.report`.
 
     Attributes:
         info: fields of INFO; empty if the user may not query them.
@@ -404,12 +405,12 @@ class Redis:
         self._session.close()
 
     def check(self) -> None:
-        """Send a PING. Raises `Refused` if Redis refuses the login. Called at the start, before the first batch."""
+        """Send a PING, to check the connection and the login. Called at the start, before the first batch."""
         with self._session.use() as client:
             client.ping()
 
     def report(self) -> RedisReport:
-        """Test this user's rights, and query the server, for a report. Writes nothing."""
+        """Test this user's rights, and query the server. Writes nothing."""
         with self._session.use() as client:
             can_read = not isinstance(_answer_or_error(lambda: client.get("tidemark:doctor")), NoPermissionError)
             # Call a script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
@@ -472,10 +473,10 @@ class Redis:
         self.faults |= faults
         return snapshots
 
-    def publish_time(self, stream: str, writer: str, id: int) -> int | None:
-        """Read the time at which the position of `writer` moved to `id` or beyond: see `entry_time`."""
+    def read_move_time(self, stream: str, writer: str, id: int) -> int | None:
+        """Read the time at which the position of `writer` moved to `id` or beyond: see `read_move_time`."""
         with self._session.use() as client:
-            return entry_time(client, stream, writer, id)
+            return read_move_time(client, stream, writer, id)
 
     def names(self) -> set[str]:
         """Read the set of names: the streams that were published to this Redis."""
@@ -485,7 +486,8 @@ class Redis:
     def replace_sentinel(self, value: str) -> str | None:
         """Replace the sentinel in Redis by `value`, and return the old sentinel; None if there was none.
 
-        If the old sentinel differs from the `value` of the previous call, Redis has lost writes.
+        If the old sentinel differs from the `value` of the previous call, Redis has lost writes, or another process has
+        replaced the sentinel.
         """
         with self._session.use() as client:
             before = client.set(SENTINEL, value, get=True)
@@ -533,5 +535,5 @@ class Redis:
 
 
 def _count_moves(change: Change) -> int:
-    """The size of a change, which `MOVES_PER_CALL` limits."""
+    """The size of a change, for the limit `MOVES_PER_CALL`."""
     return 1 + len(change.entries) + len(change.late)

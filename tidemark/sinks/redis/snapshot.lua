@@ -11,13 +11,13 @@
 local left = tonumber(ARGV[1])
 
 local function read(key)
-    local channel = string.match(key, '^(.*):positions$')
-    local linear, allocated = call('GET', channel .. ':linear'), call('GET', channel .. ':allocated')
+    local base = string.match(key, '^(.*):positions$')
+    local linear, allocated = call('GET', base .. ':linear'), call('GET', base .. ':allocated')
     local flat, positions = call('HGETALL', key), {}
     for i = 1, #flat, 2 do positions[flat[i]] = flat[i + 1] end
     left = left - #flat / 2
-    local fence = call('HMGET', channel .. ':fence', 'late', 'token')
-    local token = redis.pcall('GET', channel .. ':token') -- an invalid token can be written again from the other keys
+    local fence = call('HMGET', base .. ':fence', 'late', 'token')
+    local token = redis.pcall('GET', base .. ':token') -- an invalid token can be written again from the other keys
     local null = cjson.null
     local json = cjson.encode({linear or null, allocated or null, positions, fence[1] or null, fence[2] or null})
     return type(token) == 'string' and json .. '\n' .. token or json
