@@ -17,7 +17,7 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
             module=("tests.app.killers", "SIGSTOP", "publish_to_sink", "3"), lease_seconds=5, owner="first"
         ).ready()
         second = site.start(lease_seconds=5, owner="second", checkpoint=site.home / "second")
-        second.says("Waiting for the lease: first has it since")
+        second.says("Waiting for the lease: first has had it since")
         for now in (2.0, 4.0, 6.0):
             play.until(now)
             eventually(lambda: first.stopped() or not site.lacks(play), PATIENCE, lambda: "a batch")
@@ -27,7 +27,7 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
         site.shows(play)
         first.process.resume()
         first.says("the lease was taken over: this process has token")
-        first.says("Waiting for the lease: second has it since")
+        first.says("Waiting for the lease: second has had it since")
         eventually(lambda: first.metric("tidemark_lease_token") == 0)
 
         play.until(12.0)

@@ -24,73 +24,73 @@ from tidemark.common.log import Progress, no_progress
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
-_BIGINT, _BIGINTS = 20, 1016
-_BYTEA, _BYTEAS = 17, 1001
+_BIGINT_OID, _BIGINT_ARRAY_OID = 20, 1016
+_BYTEA_OID, _BYTEA_ARRAY_OID = 17, 1001
 _pack_length = struct.Struct("!i").pack
 _NULL = _pack_length(-1)
 
 
-def as_array(column: Sequence[Any]) -> Any:
-    """Convert `column` to one parameter of a statement. Postgres casts the parameter to an array. None becomes null.
+def encode_column(column: Sequence[Any]) -> Any:
+    """Convert `column` to one parameter of a statement, which must cast the parameter to an array. None becomes null.
 
-    The values must have one type. A column of another type than text, bytes, integer or boolean is returned as a list,
-    which psycopg adapts.
+    All values must have the same type. If the type is not text, bytes, integer or boolean, returns a list, which
+    psycopg adapts.
     """
     kind: type[Any] = next((type(value) for value in column if value is not None), type(None))
     if issubclass(kind, str):
-        return _texts(column)
+        return _encode_texts(column)
     if issubclass(kind, bytes):
-        return _byteas(column)
+        return _encode_byteas(column)
     if kind is not bool and issubclass(kind, int):
-        return _bigints(column)
+        return _encode_bigints(column)
     if kind is bool or kind is type(None):
-        return _literal(column, str)
+        return _format_array(column, str)
     return list(column)
 
 
-class _Bigints(bytes):
+class _BigintArray(bytes):
     pass
 
 
-class _Byteas(bytes):
+class _ByteaArray(bytes):
     pass
 
 
-class _BigintsDumper(Dumper):
+class _BigintArrayDumper(Dumper):
     format = Format.BINARY
-    oid = _BIGINTS
+    oid = _BIGINT_ARRAY_OID
 
     def dump(self, obj: Buffer) -> Buffer:
         return obj
 
 
-class _ByteasDumper(_BigintsDumper):
-    oid = _BYTEAS
+class _ByteaArrayDumper(_BigintArrayDumper):
+    oid = _BYTEA_ARRAY_OID
 
 
-psycopg.adapters.register_dumper(_Bigints, _BigintsDumper)
-psycopg.adapters.register_dumper(_Byteas, _ByteasDumper)
+psycopg.adapters.register_dumper(_BigintArray, _BigintArrayDumper)
+psycopg.adapters.register_dumper(_ByteaArray, _ByteaArrayDumper)
 
 
-def _bigints(column: Sequence[Any]) -> Any:
+def _encode_bigints(column: Sequence[Any]) -> Any:
     try:
         numbers = array("q", column)
     except (TypeError, OverflowError):  # a null, or a number that exceeds bigint
-        return _literal(column, str)
+        return _format_array(column, str)
     if sys.byteorder == "little":
         numbers.byteswap()
     data = numbers.tobytes()
     elements = bytearray(_pack_length(8) + bytes(8)) * len(column)
     for byte in range(8):
         elements[4 + byte :: 12] = data[byte::8]
-    return _Bigints(_array_header(_BIGINT, len(column)) + elements)
+    return _BigintArray(_array_header(_BIGINT_OID, len(column)) + elements)
 
 
-def _byteas(column: Sequence[bytes | None]) -> _Byteas:
-    parts = [_array_header(_BYTEA, len(column))]
+def _encode_byteas(column: Sequence[bytes | None]) -> _ByteaArray:
+    parts = [_array_header(_BYTEA_OID, len(column))]
     for value in column:
         parts += (_NULL,) if value is None else (_pack_length(len(value)), value)
-    return _Byteas(b"".join(parts))
+    return _ByteaArray(b"".join(parts))
 
 
 def _array_header(element: int, length: int) -> bytes:
@@ -98,25 +98,25 @@ def _array_header(element: int, length: int) -> bytes:
     return struct.pack("!iiIii", 1, 1, element, length, 1)
 
 
-def _texts(column: Sequence[Any]) -> str:
+def _encode_texts(column: Sequence[Any]) -> str:
     try:
         joined = '","'.join(column)
     except TypeError:
-        return _literal(column, _quoted)
+        return _format_array(column, _quote)
     if "\\" in joined or joined.count('"') > 2 * (len(column) - 1):
-        return _literal(column, _quoted)
+        return _format_array(column, _quote)
     return '{"' + joined + '"}'
 
 
-def _literal(column: Sequence[Any], format_value: Callable[[Any], str]) -> str:
+def _format_array(column: Sequence[Any], format_value: Callable[[Any], str]) -> str:
     return "{" + ",".join(["null" if value is None else format_value(value) for value in column]) + "}"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return '"' + text.replace("\\", r"\\").replace('"', r"\"") + '"'
 
 
-_USE = DatabaseUse(
+_DATABASE_USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",
     refusals={
         "28": "check the user and the password in TIDEMARK_POSTGRES_DSN, or TIDEMARK_POSTGRES_PASSWORD",
@@ -131,12 +131,12 @@ _USE = DatabaseUse(
 
 SCHEMA = Migrations("tidemark.sinks.postgres", "schema_version", "tidemark migrate")
 OLDEST_READABLE_VERSION = 4
-"""The oldest schema that this version can read. A sidecar may be newer than the pipeline that migrated the schema."""
+"""The oldest schema version that this code can read. A sidecar may be newer than the code that migrated the schema."""
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """Create a session to Tidemark's database. `application` is the `application_name` that Postgres shows."""
-    return PostgresSession(dsn, application, _USE)
+    """Create a session to Tidemark's database. `application`: the `application_name` of the session."""
+    return PostgresSession(dsn, application, _DATABASE_USE)
 
 
 def migrate(dsn: Dsn, progress: Progress = no_progress) -> list[int]:
@@ -159,4 +159,4 @@ def execute(
         The cursor; None if there are no rows.
     """
     columns = list(zip(*rows, strict=True))
-    return connection.execute(statement, [*map(as_array, columns), *arguments]) if columns else None
+    return connection.execute(statement, [*map(encode_column, columns), *arguments]) if columns else None

@@ -11,7 +11,7 @@ writer's previous advance. So the chain of one writer is read without the rows o
 
 Followers read the *changes* of all streams since a mark, and must deliver everything that was published after the mark.
 A `DurableMark` is the time of the newest batch, and the token of the lease. All batches of one lease have their time
-from one clock. The clock of a later lease may be slower. So if the lease has changed, reading begins one minute before
+from one clock. The clock of a later lease may be behind. So if the lease has changed, reading begins one minute before
 the mark: some changes are then returned twice, but no change is missed. No change is missed after a restore either,
 because repeated batches have a later time.
 
@@ -133,7 +133,7 @@ limit %s
 def advances_since(
     connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, most: int | None = None
 ) -> dict[tuple[str, str], list[StoredAdvance]]:
-    """Read the advances of writers beyond given positions.
+    """Read the advances of writers that end beyond given positions.
 
     Args:
         known: (stream, writer, position) for each writer.
@@ -159,7 +159,8 @@ def page_after(
 
     Args:
         position_of: takes the name of a writer, and returns the reader's position for the writer.
-        late: the number of the newest late completion that the reader knows; 0 for none.
+        late: the number of the newest late completion that the reader has; 0 for none.
+        bounds: the limits of the page. A statement that takes longer than `bounds.timeout` raises an error of psycopg.
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{bounds.timeout * 1000:.0f}",))
@@ -188,7 +189,7 @@ def late_since(
     """Read the late completions of streams after given numbers.
 
     Args:
-        known: (stream, number of the newest late completion that the reader knows).
+        known: (stream, number). Late completions with higher numbers are read.
         most: the largest number of late completions for each stream.
         keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `most`.
 
@@ -218,7 +219,7 @@ def late_since(
     return lates
 
 
-CLOCK_TOLERANCE = 60_000  # ms by which the clock of a later pipeline may lag
+CLOCK_TOLERANCE_MS = 60_000  # how far the clock of a later pipeline may be behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ class StreamChange:
         Args:
             linear: the reader's linear position.
             positions: writer -> the reader's position. A missing writer is at `linear`.
-            late: the number of the newest late completion that the reader knows.
+            late: the number of the newest late completion that the reader has.
         """
         return (
             not is_beyond(self.linear, linear)
@@ -272,7 +273,7 @@ class ChangesSince:
 
     Attributes:
         mark: the current mark, from which to read the next changes.
-        streams: stream -> its change. Has all changes that were published up to `mark`, and maybe later changes.
+        streams: stream -> its change. Has all changes that were published up to `mark`, and possibly later changes.
     """
 
     mark: DurableMark
@@ -327,8 +328,9 @@ def full_changes_since(connection: Connection, since: DurableMark, most: int, ti
         timeout: the time limit of each statement, in seconds.
 
     Returns:
-        None in three cases: there are more than `most` advances; the stored history begins after the mark; or the mark
-        is later than the newest batch, because the mark is of another database or the database was restored.
+        None in three cases: there are more than `most` advances; streams changed, and the stored history begins after
+        the mark; or the mark is later than the newest batch, because the mark is of another database or the database
+        was restored.
     """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{timeout * 1000:.0f}",))
@@ -376,7 +378,7 @@ from tidemark.late_completions where stream = any(%s) and time >= to_timestamp(%
 
 def _begin_time(since: DurableMark, now: DurableMark) -> int:
     """The time from which to read the changes since the mark `since`, if the current mark is `now`. ms since 1970."""
-    return since.time if since.lease == now.lease else since.time - CLOCK_TOLERANCE
+    return since.time if since.lease == now.lease else since.time - CLOCK_TOLERANCE_MS
 
 
 def _changed_streams(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
@@ -398,11 +400,11 @@ def _changed_streams(connection: Connection, begin: int, streams: Collection[str
     return changed
 
 
-STEP = timedelta(seconds=5)  # resolution of the lag
-MAX_GAPS = 500  # of one stream in one chart: the gaps that were open longest
-_WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # searched before the whole history
+LAG_STEP = timedelta(seconds=5)  # the resolution of the lag
+MAX_CHART_GAPS = 500  # of one stream in one chart: the gaps that were open longest
+_SEARCH_WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # searched before the whole history
 
-_LINEAR: LiteralString = """(
+_POSITIONS: LiteralString = """(
     select time, linear from tidemark.advances_of(%(stream)s, %(since)s, 'infinity')
     union all select time, linear from tidemark.linear_moves where stream = %(stream)s and time >= %(since)s
 ) positions"""
@@ -426,7 +428,7 @@ order by coalesce(closed_at, %(until)s) - opened_at desc limit %(most)s
 
 @dataclass(frozen=True, slots=True)
 class GapSpan:
-    """A gap: IDs of one writer that were open from `opened` to `closed`. Its range is `(low, top]`.
+    """A gap: the IDs `(low, top]` of one writer, which were open from `opened` to `closed`.
 
     `closed` is None if the gap is open now. `closed_by`: as for `inspect.StoredGap`.
     """
@@ -448,7 +450,7 @@ class StreamHistoryChart:
         step: the length of a step.
         lag: the largest lag in each step, in seconds.
         moved: writer -> the number of IDs that its position passed in each step.
-        gaps: gaps that were open at some time of the chart, oldest first; at most `MAX_GAPS`.
+        gaps: gaps that were open at some time of the chart, oldest first; at most `MAX_CHART_GAPS`.
     """
 
     since: datetime
@@ -459,8 +461,8 @@ class StreamHistoryChart:
 
 
 @dataclass(slots=True)
-class _Steps:
-    """Known IDs and linear positions of a chart, by step. Each step has the length `STEP`. All IDs are magnitudes.
+class _LagSteps:
+    """Known IDs and linear positions of a chart, by step. Each step has the length `LAG_STEP`. All IDs are magnitudes.
 
     Attributes:
         known: step -> the highest ID that became known in the step. Steps without a new ID are left out.
@@ -527,13 +529,13 @@ class LagHistory:
         """
         now = datetime.now(UTC)
         starts: Sequence[datetime | str] = (
-            [*(now - window for window in _WINDOWS), "-infinity"] if since is None else [since]
+            [*(now - window for window in _SEARCH_WINDOWS), "-infinity"] if since is None else [since]
         )
         first: datetime | None = None
         for start in starts:
             ((first, is_exact),) = self._session.fetch_tuples(
                 "select min(time) filter (where abs(linear) > abs(%(id)s)),"
-                f" coalesce(bool_or(abs(linear) <= abs(%(id)s)), false) from {_LINEAR}",
+                f" coalesce(bool_or(abs(linear) <= abs(%(id)s)), false) from {_POSITIONS}",
                 {"stream": stream, "since": start, "id": id},
             )
             if first is not None and is_exact:
@@ -544,26 +546,26 @@ class LagHistory:
         """Read the history of a stream from `seconds` before `until` to `until`, as a chart with `steps` steps."""
         window = timedelta(seconds=seconds)
         since, step = until - window, window / steps
-        values = {"stream": stream, "since": since, "until": until, "step": STEP, "most": MAX_GAPS}
+        values = {"stream": stream, "since": since, "until": until, "step": LAG_STEP, "most": MAX_CHART_GAPS}
         moves = self._session.fetch_tuples(_MOVES, values)
         gaps = [GapSpan(*row) for row in self._session.fetch_tuples(_GAPS, values)]
-        fine = _Steps()
+        fine = _LagSteps()
         moved: dict[str, list[int]] = {}
         for second, writer, known, linear, width in moves:
-            number = int(second / STEP.total_seconds())
+            number = int(second / LAG_STEP.total_seconds())
             fine.add_known(number, known)
             fine.linear[number] = max(fine.linear.get(number, 0), linear)
             if writer:
                 moved.setdefault(writer, [0] * steps)[min(steps - 1, int(second / step.total_seconds()))] += width
         for gap in gaps:
-            fine.add_known(max(0, int((gap.opened - since) / STEP)), abs(gap.top))
+            fine.add_known(max(0, int((gap.opened - since) / LAG_STEP)), abs(gap.top))
         # Reading the position before the first move in the window is too expensive. That position was at or below the
         # lower end of each gap that was open then.
         first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear_positions([stream]).get(stream, 0))
         fine.linear.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
-        lags = [*fine.lag(int(window / STEP))]
+        lags = [*fine.lag(int(window / LAG_STEP))]
         size = len(lags) / steps
         bounds = [(int(number * size), int((number + 1) * size)) for number in range(steps)]
-        worst = [max(lags[low : max(high, low + 1)]) * STEP.total_seconds() for low, high in bounds]
+        worst = [max(lags[low : max(high, low + 1)]) * LAG_STEP.total_seconds() for low, high in bounds]
         in_order = sorted(gaps, key=lambda gap: (gap.opened, abs(gap.low)))
         return StreamHistoryChart(since, step, worst, dict(sorted(moved.items())), in_order)

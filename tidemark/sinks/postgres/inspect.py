@@ -18,19 +18,19 @@ from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.limits import Evidence
 
 CLOCK_TOLERANCE = timedelta(minutes=1)  # how far the database's clock may lag behind the pipeline's clock
-MAX_ROWS = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over the ID
+MAX_ROWS = 100  # of one kind for one ID: each writer whose position has passed the ID has an advance over it
 
 _ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
 _GAPS: LiteralString = (
     "select writer, epoch, low, top, opened_at as opened, closed_at as closed, closed_by from tidemark.stream_gaps"
 )
-_LINEAR: LiteralString = """(
+_POSITIONS: LiteralString = """(
     select time, linear, batch from tidemark.advances_of(%(stream)s, %(since)s, %(until)s)
     union all select time, linear, batch from tidemark.linear_moves
     where stream = %(stream)s and time between %(since)s and %(until)s
 ) positions"""
 """The linear position after each batch: `linear_moves` has the moves of batches without an advance."""
-_WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched before the whole history
+_SEARCH_WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched before the whole history
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LinearStay:
 
 @dataclass(frozen=True, slots=True)
 class StoredGap:
-    """A gap: IDs of one writer that were open from `opened` to `closed`. Its range is `(low, top]`.
+    """A gap: the IDs `(low, top]` of one writer, which were open from `opened` to `closed`.
 
     `closed_by`: `completed`, `joined`, `retired` or `skipped`. `closed` and `closed_by` are None for an open gap.
     """
@@ -134,8 +134,8 @@ class MoveWithoutAdvance:
 
 @dataclass(frozen=True, slots=True)
 class _LinearRow:
-    """A linear position and the first stored time at which the stream had it. `is_first_known`: whether an earlier
-    linear position is stored, so that the stream did not have this one before."""
+    """A linear position, and the first stored time at which the stream had this position. `is_first_known`: whether
+    `time` is the time of the move to `linear`, because an earlier position is stored."""
 
     time: datetime
     linear: int
@@ -175,7 +175,7 @@ class StreamInspection:
     def history_start(self, stream: str) -> datetime | None:
         """The time of the first stored move of a position; None if no move is stored."""
         time: datetime | None = self._session.fetch_value(
-            f"select min(time) from {_LINEAR}", {"stream": stream, "since": "-infinity", "until": "infinity"}
+            f"select min(time) from {_POSITIONS}", {"stream": stream, "since": "-infinity", "until": "infinity"}
         )
         return time
 
@@ -192,13 +192,13 @@ class StreamInspection:
         return LinearStay(before.linear, before.time, until, went_to, blocked_since, is_since_known)
 
     def linear_moves(self, stream: str, since: datetime, until: datetime, min_stay: timedelta) -> list[datetime]:
-        """The times from `since` to `until` at which the linear position moved, and then stayed at least `min_stay`.
+        """The times from `since` to `until` at which the linear position moved, and then did not move for `min_stay`.
 
-        The first time may be of a batch that advanced only writers, and did not move the linear position.
+        After the last move, the time up to `until` counts. The first time may be of a batch that advanced only writers.
         """
         rows = self._session.fetch_tuples(
             "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
-            f"   select min(time) as time from {_LINEAR} group by linear"
+            f"   select min(time) as time from {_POSITIONS} group by linear"
             " ) moves) stays where next - time >= %(min_stay)s order by time",
             {"stream": stream, "since": since, "until": until, "min_stay": min_stay},
         )
@@ -239,7 +239,9 @@ class StreamInspection:
         )
 
     def offsets(self, batch: int, at: datetime) -> list[OffsetRange]:
-        """The offsets that a batch read; empty if the batch is no longer stored.
+        """The offsets that a batch read, without partitions of which it read nothing.
+
+        Empty if the batch is no longer stored.
 
         Args:
             batch: the number of the batch.
@@ -263,11 +265,11 @@ _OVERRIDES: LiteralString = "select writer, epoch, kind, prev, id, by, why, time
 def _linear_before(connection: Connection, stream: str, at: datetime) -> _LinearRow | None:
     """The linear position at the time `at`, and the time of the move to it; None if the history begins later."""
     rows: list[_LinearRow] = []
-    for since in [*(at - window for window in _WINDOWS), "-infinity"]:
+    for since in [*(at - window for window in _SEARCH_WINDOWS), "-infinity"]:
         rows = fetch_all(
             connection,
             _LinearRow,
-            f"select linear, min(time) as time from {_LINEAR} group by linear order by abs(linear) desc limit 2",
+            f"select linear, min(time) as time from {_POSITIONS} group by linear order by abs(linear) desc limit 2",
             {"stream": stream, "since": since, "until": at},
         )
         if len(rows) == 2:  # the previous position is stored, so the time of the move is known
@@ -276,7 +278,7 @@ def _linear_before(connection: Connection, stream: str, at: datetime) -> _Linear
 
 
 def _blocked_since(connection: Connection, stream: str, before: _LinearRow, until: datetime | None) -> datetime | None:
-    """The first time from `before.time` to `until` at which an ID beyond the linear position was known."""
+    """The first time from `before.time` to `until` at which an ID beyond `before.linear` was known, or None."""
     since: datetime | None = fetch_value(
         connection,
         "select greatest(min(time), %(since)s) from ("
@@ -304,11 +306,11 @@ def _has_beginning(connection: Connection, stream: str) -> bool:
 
 def _linear_after(connection: Connection, stream: str, at: datetime, linear: int) -> _LinearRow | None:
     """The first linear position beyond `linear` after the time `at`; None if there is none."""
-    for until in [*(at + window for window in _WINDOWS), "infinity"]:
+    for until in [*(at + window for window in _SEARCH_WINDOWS), "infinity"]:
         row = fetch_one(
             connection,
             _LinearRow,
-            f"select time, linear from {_LINEAR} where abs(linear) > abs(%(linear)s)"
+            f"select time, linear from {_POSITIONS} where abs(linear) > abs(%(linear)s)"
             " order by time, abs(linear) desc limit 1",
             {"stream": stream, "since": at + timedelta(microseconds=1), "until": until, "linear": linear},
         )
@@ -404,7 +406,7 @@ class BatchHistory:
         for batch in batches:
             for move in batch.advances:
                 firsts.setdefault(move.writer, move.prev)
-        whole = not any(firsts.values()) and all(
+        is_complete = not any(firsts.values()) and all(
             writer in firsts or not position for writer, position in positions.items()
         )
         return StreamBatches(
@@ -415,7 +417,7 @@ class BatchHistory:
             fetch_all(self._connection, StoredGap, _GAPS + " where stream = %s", (name,)),
             batches,
             fetch_all(self._connection, AppliedOverride, _OVERRIDES + " where stream = %s order by number", (name,)),
-            whole,
+            is_complete,
         )
 
     def _batches(self, stream: str) -> list[StoredBatch]:
@@ -522,13 +524,13 @@ class LateCompletions:
         with self._session.use() as connection, connection.transaction():
             return [self._resolve(completion, by, why) for completion in completions]
 
-    def _resolve(self, fact: StoredLateCompletion, by: str, why: str) -> StoredLateCompletion:
-        override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
-        noted = self._override_log.log(fact.stream, override)
-        self._override_log.note_outcome(noted, "applied")
-        if not self._session.fetch_value("select tidemark.note_resolved(%s, %s)", (noted.number, fact.number)):
-            raise BadRecord("resolved_before", f"late completion {fact.number} of {fact.stream} is resolved already")
-        return replace(fact, act=noted.number)
+    def _resolve(self, late: StoredLateCompletion, by: str, why: str) -> StoredLateCompletion:
+        override = OperatorOverride(late.writer, late.epoch, "RESOLVE", late.prev, late.id, by, why)
+        logged = self._override_log.log(late.stream, override)
+        self._override_log.note_outcome(logged, "applied")
+        if not self._session.fetch_value("select tidemark.note_resolved(%s, %s)", (logged.number, late.number)):
+            raise BadRecord("resolved_before", f"late completion {late.number} of {late.stream} is resolved already")
+        return replace(late, act=logged.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,7 +543,7 @@ class LinearPassed:
 
 
 class IdInspection(StreamInspection):
-    """Queries of the history of single IDs. Lists have at most `MAX_ROWS` rows."""
+    """Queries of the history of single IDs. Each of their lists has at most `MAX_ROWS` rows."""
 
     def advances_containing(self, stream: str, id: int) -> list[BatchAdvance]:
         """The advances whose range contains `id`, oldest first. Reads the whole history of the stream."""
@@ -554,10 +556,10 @@ class IdInspection(StreamInspection):
         )
 
     def first_batch_reaching(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
-        """The first batch at or after `since` whose linear position is at or beyond `id`; None if there is none."""
+        """The first batch at or after `since` after which the linear position was at or beyond `id`; None if none."""
         return self._session.fetch_one(
             LinearPassed,
-            f"select time, linear, batch from {_LINEAR} where abs(linear) >= abs(%(id)s) order by time limit 1",
+            f"select time, linear, batch from {_POSITIONS} where abs(linear) >= abs(%(id)s) order by time limit 1",
             {"stream": stream, "since": since, "until": "infinity", "id": id},
         )
 

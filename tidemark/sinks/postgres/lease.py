@@ -1,9 +1,9 @@
 """The query lease: which query may publish (docs/design.md, rule 6).
 
 One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
-the token again. The owner cannot prevent another process from raising the token. Times are by the clock of the
-database, and only decide when another process may *try* to raise the token. Safety depends on the token alone: every
-batch checks the token under a row lock, and the script in Redis compares the token.
+the token again. The owner cannot prevent another process from raising the token. Times only decide when another process
+*tries* to raise the token. Safety depends on the token alone: every batch checks the token under a row lock, and the
+script in Redis compares the token.
 
 A token consists of the clock and a random part, and is always higher than the previous token. A counter would repeat
 its values after a restore, or after a failover that lost the newest owner.
@@ -42,7 +42,7 @@ TOKENS_PER_SECOND = 2**20
 
 
 def next_token(last: int, clock: int) -> int:
-    """Create a token that is higher than `last`, and that no other process creates.
+    """Create a token that is higher than `last`. Its random part makes the same token of another process unlikely.
 
     `clock`: the database's time in seconds since 1970. The clock may have been set back.
     """
@@ -50,7 +50,7 @@ def next_token(last: int, clock: int) -> int:
 
 
 def session_name(token: int) -> str:
-    """The `application_name` of sessions that write under `token`, by which the next owner finds hanging sessions."""
+    """The `application_name` of sessions that write under `token`, with which the next owner finds hanging sessions."""
     return f"tidemark token {token}"
 
 
@@ -61,8 +61,8 @@ class LeaseConfig:
     Attributes:
         owner: the name of this process, for messages.
         ttl: the lease expires after this time without a renewal.
-        grace: time in which an owner that lost its session may reconnect. Then a waiting process takes the lease.
-        poll: pause between two attempts of a waiting process.
+        grace: an owner that lost its session may reconnect for this time. Then a waiting process takes the lease.
+        poll: the pause between two attempts of a waiting process.
         version: the version of this Tidemark.
     """
 
@@ -102,7 +102,7 @@ class Lease:
             dsn: the address of Tidemark's database.
             config: the settings of the lease.
             stopping: ends the wait when it is set.
-            highest_token: the highest token that any sink has seen. The new token is higher.
+            highest_token: the highest token that any sink has. The new token is higher.
 
         Raises:
             Stopping: `stopping` was set.
@@ -175,17 +175,20 @@ class Lease:
                 is_failing, pause = False, self._config.ttl / 3
 
     def _renew(self) -> None:
-        """Take the advisory lock in a new session, and renew the lease. Calls `note_lost` if another process has it."""
+        """Renew the lease. In a new session, take the advisory lock first.
+
+        Calls `note_lost` if another process has the lease.
+        """
         with self._database.use() as connection:
-            if connection is not self._session:  # a new connection, without the lock
-                self._lock(connection)
+            if connection is not self._session:  # a new connection, without the advisory lock
+                self._take_advisory_lock(connection)
         if not run_with_lock_timeout(self._database, "renewing the lease", self._write_expiry, seconds=0):
             with self._database.use() as connection:
                 row = connection.execute("select token from tidemark.query_lease").fetchone()
             self.note_lost(row[0] if row else self.token)
             log.error("Lost the lease", token=self.token, newest=self._newest_token)
 
-    def _lock(self, connection: Connection) -> None:
+    def _take_advisory_lock(self, connection: Connection) -> None:
         """Try to take the advisory lock, without waiting. If another session has the lock, log a warning.
 
         Safety does not depend on this lock.
@@ -243,15 +246,15 @@ class _Waiter:
         ).fetchone()
         assert row is not None, "the migration makes this row and nothing deletes it"
         token, owner, since, expired, released, clock = row
-        if not released and not expired and not self._track_missing_session(connection, token):
-            self._log(f"Waiting for the lease: {owner} has it since {since}")
+        if not released and not expired and not self._note_missing_session(connection, token):
+            self._log(f"Waiting for the lease: {owner} has had it since {since}")
             return None
         if expired and not released:
             self._end_sessions(connection, token)
         return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
-    def _track_missing_session(self, connection: Connection, token: int) -> bool:
-        """Note since when the owner of `token` has no session.
+    def _note_missing_session(self, connection: Connection, token: int) -> bool:
+        """Note whether the owner of `token` has a session, by its advisory lock.
 
         Returns whether the owner has been without a session for the grace period.
         """
@@ -264,7 +267,7 @@ class _Waiter:
         return now - self._no_session_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
-        """End all sessions that write under `token`: a session of a hanging owner may have locked the row."""
+        """End this user's sessions that write under `token`: a session of a hanging owner may have locked the row."""
         ended = connection.execute(
             "select pid, pg_terminate_backend(pid) from pg_stat_activity"
             " where application_name = %s and usename = current_user and datname = current_database()",
@@ -280,7 +283,8 @@ class _Waiter:
     def _take(self, connection: Connection, token: int, new_token: int) -> int | None:
         """Raise the token from `token` to `new_token`.
 
-        Returns `new_token`; None if another process was faster, or if a batch of the owner has locked the row.
+        Returns `new_token`; None if another process was faster, or if a transaction, such as a batch of the owner, has
+        locked the row.
         """
         taken = 0
         # Take the lock before the row is written: a process that sees the new token must also see its owner's session.
@@ -305,7 +309,7 @@ class _Waiter:
                     },
                 ).rowcount
         except LockNotAvailable:
-            self._log("Waiting for the lease: the owner's last batch is still being written")
+            self._log("Waiting for the lease: a transaction has locked its row, probably the owner's last batch")
         finally:
             if not taken and not connection.closed:
                 connection.execute("select pg_advisory_unlock_all()")
@@ -319,6 +323,6 @@ class _Waiter:
 
 
 def _try_lock(connection: Connection, function: LiteralString, token: int) -> bool:
-    """Try to take the advisory lock of `token` with a SQL function, without waiting. Returns whether it was taken."""
+    """Try to take the advisory lock of `token` with the SQL function `function`. Returns whether the lock was taken."""
     row = connection.execute(f"select {function}({_LOCK_KEY})", {"token": token}).fetchone()
     return row is not None and bool(row[0])

@@ -64,12 +64,12 @@ class OverrideEntry:
     outcome: str | None
 
 
-_CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
+_CONTENT_COLUMNS: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
 
 
 def _same_record_condition(one: LiteralString, other: LiteralString) -> LiteralString:
     """The SQL condition that two rows have equal records. `one` and `other`: aliases of `skips` or `overrides`."""
-    return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
+    return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT_COLUMNS)
 
 
 # If no command has stored the outcome, a row of `skips` shows that the override was applied.
@@ -130,8 +130,8 @@ class OverrideLog:
         self._session = session
 
     def log(self, stream: str, override: OperatorOverride) -> LoggedOverride:
-        """Log an override of `stream`. Call this before sending the record, so that every sent record is logged."""
-        noted = self._session.fetch_one(
+        """Log an override of `stream`. Call this before the record is sent, so that every sent record is logged."""
+        logged = self._session.fetch_one(
             LoggedOverride,
             "insert into tidemark.overrides (stream, kind, writer, epoch, prev, id, by, why)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)"
@@ -147,8 +147,8 @@ class OverrideLog:
                 override.why,
             ),
         )
-        assert noted is not None
-        return noted
+        assert logged is not None
+        return logged
 
     def note_sent(self, override: LoggedOverride, topic: str, partition: int, offset: int) -> None:
         """Store where the record of an override is in Kafka.
@@ -157,10 +157,10 @@ class OverrideLog:
             BadRecord: another login logged the override, or its offset or outcome is already stored.
         """
         arguments = (override.number, topic, partition, offset)
-        _require_noted(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), override)
+        _require_stored(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), override)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
-        """Whether the pipeline has read the record at `offset`, and has applied the batch with this record."""
+        """Whether the pipeline has applied the batch with the record at `offset`."""
         return (
             self._session.fetch_value(
                 "select true from tidemark.kafka_offsets where (topic, partition) = (%s, %s) and next > %s",
@@ -188,7 +188,7 @@ class OverrideLog:
         Raises:
             BadRecord: another login logged the override, or its outcome is already stored.
         """
-        _require_noted(
+        _require_stored(
             self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (override.number, outcome)), override
         )
 
@@ -204,16 +204,16 @@ class OverrideLog:
             BadRecord: the record was replayed before. Nothing is logged.
         """
         with self._session.use() as connection, connection.transaction():
-            noted = self.log(stream, override)
-            arguments = (noted.number, *origin)
+            logged = self.log(stream, override)
+            arguments = (logged.number, *origin)
             if not self._session.fetch_value("select tidemark.note_replay(%s, %s, %s, %s)", arguments):
                 raise BadRecord(
                     "replayed_before", f"this record was replayed before, as override {self.replays()[origin]}"
                 )
-        return noted
+        return logged
 
     def replays(self) -> dict[tuple[str, int, int], int]:
-        """(topic, partition, offset) of each replayed dead letter -> number of the override that replayed it."""
+        """(topic, partition, offset) of each replayed record -> number of the override that replayed the record."""
         rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
@@ -249,12 +249,12 @@ class OverrideLog:
         return self._session.fetch_one(OverrideEntry, _ALL_OVERRIDES + " where number = %s", (number,))
 
 
-def _require_noted(is_noted: object, override: LoggedOverride) -> None:
+def _require_stored(is_stored: object, override: LoggedOverride) -> None:
     """Raise `BadRecord` if a SQL function has changed no row.
 
     The SQL functions change only rows of the caller's login, and each column only once.
     """
-    if not is_noted:
+    if not is_stored:
         raise BadRecord(
             "not_yours",
             f"override {override.number} belongs to another login, or its offset or outcome is already stored",
@@ -268,7 +268,7 @@ class _PolicyChange:
 
 
 class PolicyTable:
-    """The policies: settings of single streams, or of streams with a common prefix.
+    """The policies: settings of single streams, or of streams whose names have a common prefix.
 
     Needs the role tidemark_reader; `change` also needs tidemark_operator. Methods raise `Unavailable` and `Refused`.
     """
@@ -277,7 +277,7 @@ class PolicyTable:
         self._session = session
 
     def read(self) -> dict[str, dict[str, int]]:
-        """Read all policies: name -> setting -> value. A name is a stream, or a prefix of streams followed by `*`."""
+        """Read all policies: name -> setting -> value. A name is a stream, or a prefix of names followed by `*`."""
         policies: dict[str, dict[str, int]] = {}
         rows = self._session.fetch_tuples("select stream, setting, value from tidemark.policies order by 1, 2")
         for name, setting, value in rows:

@@ -3,8 +3,8 @@
 `write_positions` moves the positions of a batch, and appends its advances to the history, in one statement.
 
 A row of `requeues` has the Kafka offsets of deferred records that must be produced again. The batch that decides on a
-requeue writes the row. The row is deleted when all its records have been produced. If Kafka no longer has some of the
-records, the row stays, for operators, until its writer starts a later epoch or retires.
+requeue writes the row. The row is deleted when all its records have been produced. If some of the records cannot be
+produced, the row stays, for operators, until its writer starts a later epoch or retires.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -89,7 +89,7 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
     only the rest of the advance is written, so that the history stays chained (rule 3).
 
     Returns:
-        Rows of the writers whose stored position differs from the batch, for `corrected_advances` and
+        A cursor with the rows of the writers whose stored position differs from the batch, for `corrected_advances` and
         `higher_positions`. None if the batch has no writers.
     """
     days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
@@ -249,7 +249,7 @@ def forget_retired(connection: Connection, before: datetime) -> None:
 
 
 def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
-    """Delete the numbers of forgotten writers whose newest advance is before `oldest`.
+    """Delete the numbers of forgotten writers whose newest advance is before `oldest`. Call this in a transaction.
 
     Locks the row of the lease until the end of the transaction, so that no batch runs meanwhile: a forgotten writer may
     join again, and its batch would use the number.
@@ -331,7 +331,8 @@ class PendingRequeue:
         partition: the partition of the facts topic.
         next: the offset of the first record that still has to be produced.
         last: the offset of the last record.
-        gone: the number of offsets before `next` that Kafka no longer had.
+        gone: the number of offsets before `next` whose record was not produced, because Kafka no longer had the offset
+            or the record was too large.
     """
 
     number: int
@@ -346,11 +347,11 @@ class PendingRequeue:
 
 @dataclass(frozen=True, slots=True)
 class RequeueStatus:
-    """A requeue with records that still have to be produced, or that Kafka no longer had.
+    """A requeue with records that still have to be produced, or that cannot be produced.
 
     Attributes:
         partition: the partition of the facts topic.
-        gone: the number of offsets that Kafka no longer had.
+        gone: the number of offsets whose record cannot be produced: see `PendingRequeue`.
         problem: why the requeue does not continue; None if there is no problem.
         since: the time at which the requeue was stored.
     """

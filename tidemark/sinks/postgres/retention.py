@@ -2,9 +2,9 @@
 
 Dropping an attached partition takes an exclusive lock on the whole history. The lock waits for every reader (for hours
 during a dump), and would block all batches meanwhile. Therefore the partition is first detached concurrently, which
-blocks no writer. Dropping the detached partition then waits only for readers of this partition. Only the owner of the
-tables may detach. Other members of the role `tidemark_owner` call a function that drops attached partitions, with a
-short lock time-out.
+blocks no batch. Dropping the detached partition then waits only for readers of this partition. Only the owner of the
+tables may detach, and not behind a pooler. Other members of the role `tidemark_owner`, and sessions behind a pooler,
+call a function that drops attached partitions, with a short lock time-out.
 
 Every step may be interrupted; the next call continues.
 """
@@ -59,7 +59,7 @@ class DropResult:
 
     Attributes:
         dropped: names of the dropped partitions.
-        in_use: name of a partition that could not be dropped -> description of the sessions that read the partition.
+        in_use: name of a partition that could not be dropped -> the sessions with a lock on it or its table, as text.
     """
 
     dropped: Sequence[str]
@@ -67,17 +67,17 @@ class DropResult:
 
 
 def drop_before(connection: Connection, day: date) -> DropResult:
-    """Drop the partitions of days before `day`.
+    """Drop the partitions of days before `day`. Call this outside a transaction.
 
-    A partition with active readers is left to a later call. If such a partition is attached, later partitions are left
-    too.
+    A partition with active readers is left to a later call. If such a partition is attached, the later partitions of
+    its table are left too.
     """
-    with _lock_timeout(connection, "2s"):
+    with _with_lock_timeout(connection, "2s"):
         return _drop_before(connection, day)
 
 
 @contextmanager
-def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
+def _with_lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
     """Set the lock timeout of the session during the block. Does nothing behind a pooler."""
     if _is_pooled(connection):
         yield
@@ -152,7 +152,7 @@ def _readers(connection: Connection, old: HistoryPartition) -> str:
         """,
         ([old.name, old.parent or old.name],),
     )
-    return ", ".join(text for (text,) in rows) or "no session any more"
+    return ", ".join(text for (text,) in rows) or "sessions that have ended"
 
 
 def _first_days(connection: Connection, today: date, retention: Retention) -> dict[str, date]:

@@ -25,8 +25,9 @@ from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, sto
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """A Kafka partition with records that have been unread for ten seconds or longer, or that may have such records,
-    because Kafka has not answered for ten seconds or longer.
+    """A Kafka partition that has had unread records for ten seconds or longer.
+
+    If Kafka has not answered for ten seconds or longer, every partition counts as lagging, because its lag is unknown.
 
     Attributes:
         records: the number of unread records; 0 if Kafka does not answer.
@@ -85,15 +86,15 @@ class ReadStatus:
 
     Attributes:
         since: the time since which the pipeline has had the lease, in seconds since 1970.
-        lagging: the numbers of the lagging partitions of any topic: see `LaggingPartition`. A lagging partition of the
-            control topic also hides silent writers of the facts partition with the same number.
+        lagging: the numbers of the lagging partitions of all topics: see `LaggingPartition`. If a partition lags, a
+            missing record does not show that a writer of the facts partition with this number is silent.
     """
 
     since: float
     lagging: frozenset[int]
 
 
-OVERRIDES_SHOWN = 5  # the largest number of overrides in the status
+MAX_OVERRIDES = 5  # the largest number of overrides in the status
 MAX_LATE_COUNT = 100  # the largest count of late completions of one stream
 
 
@@ -101,7 +102,7 @@ MAX_LATE_COUNT = 100  # the largest count of late completions of one stream
 class DeadLetterCounts:
     """The number of distinct records that were rejected for `reason`, since the database was created.
 
-    `newest`: the time of the newest rejected record.
+    `newest`: the time of the batch with the newest rejected record.
     """
 
     reason: str
@@ -156,7 +157,7 @@ class Condition:
         lease_seconds: seconds until the lease expires; 0 if it has expired.
         seconds_since_batch: seconds since the last batch was applied; None if there was none.
         dead_letters: the counts of each reason, the largest first.
-        overrides: the newest operator overrides of the last day, newest first; at most `OVERRIDES_SHOWN`.
+        overrides: the newest operator overrides of the last day, newest first; at most `MAX_OVERRIDES`.
         faults: the streams that a sink cannot publish.
         waits_for: what a batch of the owner waits for in this database; None if no batch waits.
         lagging: the Kafka partitions with lag: see `LaggingPartition`.
@@ -238,7 +239,7 @@ class ConditionReader:
                 RecentOverride,
                 "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.overrides"
                 " where time > now() - interval '1 day' order by number desc limit %s",
-                (OVERRIDES_SHOWN,),
+                (MAX_OVERRIDES,),
             )
             faults = self.faults()
             partitions = lagging_partitions(connection)
@@ -250,8 +251,8 @@ class ConditionReader:
         """Read which partitions the active pipeline reads with lag.
 
         Returns:
-            None if no pipeline is active, or if a batch of the active pipeline waits for a lock or a standby. A caller
-            then cannot know whether a writer is silent.
+            None if no pipeline is active, or if a batch of the active pipeline waits for a lock or a standby. Then it
+            is unknown whether a writer is silent.
         """
         rows = self._session.fetch_tuples(
             """
@@ -359,8 +360,8 @@ class HistoryFault:
         fault: `hole`: an advance is missing, so an advance or the position is beyond the end of the previous advance.
             `overlap`: an advance begins below the end of the previous advance. `regress`: the linear position went
             back, or a position is below the end of the history. `no writer`: the writer has advances but no position.
-        expected: the ID that the history should have at this point.
-        found: the ID that the history has.
+        expected: the ID at which the advance or the position should be; 0 for `no writer`.
+        found: the ID at which the advance or the position is.
     """
 
     stream: str
@@ -432,7 +433,7 @@ class Audit:
         return chain[-1].advance.id if chain else None
 
     def history_faults(
-        self, stream: str | None, most: int, parts: int = 1, note_part: Callable[[], object] = lambda: None
+        self, stream: str | None, most: int, parts: int = 1, on_part: Callable[[], object] = lambda: None
     ) -> list[HistoryFault]:
         """Check the stored history, in one snapshot, and return the faults ordered by stream and writer.
 
@@ -443,7 +444,7 @@ class Audit:
             stream: the stream to check; None for all streams.
             most: the largest number of faults to return.
             parts: the number of parts.
-            note_part: called after each part.
+            on_part: called after each checked part.
         """
         faults = list[HistoryFault]()
         with self._session.use() as connection, connection.transaction():
@@ -451,7 +452,7 @@ class Audit:
             for part in range(parts):
                 query = {"stream": stream, "most": most, "parts": parts, "part": part}
                 faults += fetch_all(connection, HistoryFault, _FAULTS, query)
-                note_part()
+                on_part()
         return sorted(faults, key=lambda fault: (fault.stream, fault.writer))[:most]  # stable: by place within a writer
 
     def count_advances(self) -> int:
@@ -539,11 +540,12 @@ TABLES: Final = tuple(_TABLES)
 def dump(session: PostgresSession, table: str) -> str:
     """Read up to `MAX_ROWS` rows of a table, as the text of a JSON array with one object for each row.
 
-    A table with more rows gives its newest rows. `table` is one of `TABLES`.
+    If a table has more rows, reads the newest ones; of `kafka_offsets` and `topics`, the first ones by name. `table` is
+    one of `TABLES`.
 
     Raises:
         Unavailable, Refused: as for every use of the session.
-        psycopg.Error: the schema of another version does not have what the query names.
+        psycopg.Error: the database has a schema of another version, without the table or column of the query.
     """
     rows: LiteralString = "select coalesce(jsonb_agg(to_jsonb(newest)), '[]')::text from (" + _TABLES[table]
     return str(session.fetch_value(rows + " limit %s) newest", (MAX_ROWS,)))

@@ -1,7 +1,7 @@
-"""Postgres, the durable source of truth: all writes of the pipeline, and its reads at a start and for refills of sinks.
+"""Postgres, the durable source of truth: writes of the pipeline, and reads for its start, its sinks and the sidecar.
 
-There is one session for batches (the thread of foreachBatch), one for requeues, and one for all other work
-(maintenance, probes), so that no work waits for another.
+Batches (the thread of foreachBatch), requeues, and all other work (such as maintenance and probes) have a session each,
+so that none of the three waits for another.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -90,7 +90,7 @@ class Postgres:
 
     Attributes:
         where: the address without user and password, for messages.
-        batch_wait: finds what a running batch waits for in Postgres.
+        batch_wait: finds out what a running batch waits for in Postgres.
         conditions: reads the status of the pipeline.
         policies: reads and changes policies.
         clock: the clock for retention.
@@ -120,12 +120,12 @@ class Postgres:
         self.batch_wait.close()
 
     def check_writable(self) -> None:
-        """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
+        """Raise an error unless this Tidemark can write in the schema: see `Migrations.check_writable`."""
         with self._reads.use() as connection:
             SCHEMA.check_writable(connection)
 
     def check_readable(self) -> None:
-        """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
+        """Raise an error unless this Tidemark can read the schema: see `Migrations.check_readable`."""
         with self._reads.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
@@ -146,7 +146,7 @@ class Postgres:
             return apply(connection, batch)
 
     def find_refusal(self, batch: Batch) -> str | None:
-        """Try to write the batch, roll back, and return the error about its content: see `transaction.find_refusal`."""
+        """Try to write the batch, roll back, and return an error about its content: see `transaction.find_refusal`."""
         with self._batches.use() as connection, self.batch_wait.track(connection):
             return transaction.find_refusal(connection, batch)
 
@@ -154,7 +154,7 @@ class Postgres:
         """Raise the next number of a late completion to the clock (microseconds since 1970), unless it is higher.
 
         A new owner of the lease calls this before its first batch. Without this call, a restored database would repeat
-        numbers that readers already know.
+        numbers that readers already have.
         """
         self._batches.execute(
             "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
@@ -213,12 +213,12 @@ class Postgres:
             ).fetchone()
 
     def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
-        """Stream -> encoded state. `streams`: None for all streams, as a query without a checkpoint needs them."""
+        """Read stream -> encoded state. `streams`: None for all streams, which a query without a checkpoint needs."""
         names = None if streams is None else list(streams)
         return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
 
     def replace_states(self, states: Mapping[str, EncodedState]) -> None:
-        """Replace the states of existing streams outside a batch: only for a loss that an operator accepted."""
+        """Replace the states of existing streams outside a batch. Only after an operator has accepted a loss."""
         with self._batches.use() as connection, connection.transaction():
             execute(
                 connection,
@@ -237,7 +237,7 @@ class Postgres:
         return offsets
 
     def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
-        """Replace all offsets of the topics in `offsets`: only for a loss that an operator accepted.
+        """Replace all offsets of the topics in `offsets`. Only after an operator has accepted a loss.
 
         `offsets`: topic -> partition -> the next offset to read, which may be lower than the stored one.
         """
@@ -257,7 +257,7 @@ class Postgres:
             return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
     def remember_setup(self, remembered: RememberedSetup) -> None:
-        """Store the setup. Topics that `remembered` does not name stay; `shards` None keeps the stored number."""
+        """Store the setup. Keeps stored topics that `remembered` lacks; None as `shards` keeps the stored number."""
         with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
                 connection.execute(
@@ -327,14 +327,14 @@ class Postgres:
             return history.full_changes_since(connection, since, most, timeout)
 
     def late_since(self, known: Iterable[tuple[str, int]], most: int) -> dict[str, list[StoredLate]]:
-        """Read the newest late completions of streams after given numbers: see `history.late_since`."""
+        """Read the newest late completions of streams after given numbers, oldest first: see `history.late_since`."""
         with self._reads.use() as connection:
             return history.late_since(connection, known, most)
 
     def apply_retention(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, delete expired history, and forget retired writers.
 
-        Call this about every hour. Batches continue meanwhile.
+        Call this about every hour. Batches continue meanwhile. May wait some seconds for locks.
 
         Args:
             now: the result of `self.clock.retention_limit()`.
@@ -347,14 +347,14 @@ class Postgres:
             oldest = retention.oldest_stored_day(connection, today, self._config.retention)
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
-        # A separate session, because it may wait for readers of the history.
+        # A separate session, because the drop may wait for readers of the history.
         with session_of(self._config.dsn, "tidemark tidy") as session, session.use() as connection:
-            tidied = retention.drop_before(connection, oldest)
+            result = retention.drop_before(connection, oldest)
         with self._reads.use() as connection:
             retention.delete_expired(connection, today, self._config.retention)
             forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement_ms))
-        if tidied.dropped:
-            log.info("Dropped history that is past its retention", partitions=tidied.dropped)
-        if tidied.in_use:
-            log.info("History past its retention is still being read; dropping it later", readers=tidied.in_use)
-        return not tidied.in_use
+        if result.dropped:
+            log.info("Dropped history that is past its retention", partitions=result.dropped)
+        if result.in_use:
+            log.info("History past its retention is still being read; dropping it later", readers=result.in_use)
+        return not result.in_use

@@ -70,12 +70,13 @@ BATCHES_STORED = 1000  # rows of applied_batches for each query, so that a retry
 def apply(connection: Connection, batch: Batch) -> CommitResult:
     """Commit `batch`, or detect that `batch` is already committed (`CommitResult.is_repeat`).
 
-    After an error that is not listed here, call again.
+    After an error that is not listed here, call again: the next call detects a committed batch.
 
     Raises:
         LeaseLost: another query has the lease. Nothing is written.
         ChainBroken: `batch.after` was not applied last, or an advance begins beyond the stored position. Nothing is
             written.
+        psycopg.Error: Postgres refuses the content of the batch (`is_about_content`). Nothing is written.
     """
     with connection.pipeline(), connection.transaction():
         if _lock_lease_and_detect_repeat(connection, batch):
@@ -208,7 +209,7 @@ def _write_linear_moves(connection: Connection, batch: Batch) -> None:
                 s.stream,
                 s.linear_prev,
                 s.linear,
-                " ".join(w.writer for w in s.writers if w.retired),  # a name has no space in it
+                " ".join(w.writer for w in s.writers if w.retired),  # no name has a space
                 " ".join(str(w.epoch) for w in s.writers if w.retired),
                 shard.now,
             )
@@ -301,7 +302,7 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
 
 
 def _write_requeues(connection: Connection, batch: Batch) -> None:
-    add_requeues(connection, ((s.stream, recall) for _, s in batch.streams() for recall in s.requeues))
+    add_requeues(connection, ((s.stream, requeue) for _, s in batch.streams() for requeue in s.requeues))
 
 
 def _write_progress(connection: Connection, batch: Batch) -> None:
@@ -334,10 +335,10 @@ def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
 
 
 REPORT_AFTER_SECONDS = 3.0
-"""Seconds that a batch may wait before `BatchWait.problem` reports the wait."""
+"""How long a batch may run before `BatchWait.problem` reports what the batch waits for."""
 
 
-def wait_reason(connection: Connection, pid: int) -> str | None:
+def describe_wait(connection: Connection, pid: int) -> str | None:
     """Describe the lock or the synchronous standby that the server process `pid` waits for; None if there is none."""
     row = connection.execute(
         "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
@@ -355,13 +356,13 @@ def wait_reason(connection: Connection, pid: int) -> str | None:
         names, streaming = row or ("", 0)
         return (
             f"a synchronous standby to commit: synchronous_standby_names is {names!r}, and {streaming} standbys"
-            " are streaming; start the standby, or change that setting and reload Postgres"
+            " are streaming; start the standby, or change this setting and reload Postgres"
         )
     return None
 
 
 class BatchWait:
-    """Tracks whether a batch is running in Postgres, and finds what the batch waits for. Thread-safe."""
+    """Tracks whether a batch is running in Postgres, and finds out what the batch waits for. Thread-safe."""
 
     def __init__(self, session: PostgresSession) -> None:
         """`session` must be another session than the one that writes batches."""
@@ -400,8 +401,8 @@ class BatchWait:
         """Describe what the running batch waits for. Queries Postgres.
 
         Returns:
-            None if no batch has run longer than `REPORT_AFTER_SECONDS`, or if the batch waits for nothing. After a lock
-            time-out, the last description from before the time-out.
+            None if no batch has run for `REPORT_AFTER_SECONDS`, or if the batch waits for no lock and no standby. After
+            a lock time-out, the last description from before the time-out.
 
         Raises:
             Unavailable, Refused: as for every use of the session.
@@ -412,7 +413,7 @@ class BatchWait:
             return None
         if pid is not None:
             with self._session.use() as connection:
-                wait = wait_reason(connection, pid)
+                wait = describe_wait(connection, pid)
             with self._lock:
                 if self._pid == pid:
                     self._last_problem = wait and f"a batch waits in Postgres for {wait}"

@@ -2,8 +2,8 @@
 -- (docs/design.md 6); and the status of the pipeline and its sinks. IDs are signed. A time is the time of the batch unless
 -- its column has a default.
 
--- The fill factor leaves half of a page free. Each batch rewrites these rows; the new version of a row then fits beside
--- the old one, and no index is written.
+-- The fill factor leaves half of a page free. Each batch rewrites these rows; the new version of a row then fits into the
+-- page of the old version, and no index is written.
 create table tidemark.streams (
     stream      text        primary key,
     linear      bigint      not null,
@@ -15,7 +15,7 @@ create table tidemark.streams (
     retired     bytea
 ) with (fillfactor = 45);
 comment on table tidemark.streams is 'Linear position and encoded state of each stream';
-comment on column tidemark.streams.head is 'The highest ID that any record of the stream named';
+comment on column tidemark.streams.head is 'The highest ID that any record of the stream has named';
 comment on column tidemark.streams.retired is
     'Encoded table of the retired writers, which replaces the last byte of state; null: state is complete. A separate column, because the table may have 500 kB and rarely changes';
 
@@ -31,8 +31,9 @@ create table tidemark.stream_positions (
     primary key (stream, writer)
 ) with (fillfactor = 45);
 comment on column tidemark.stream_positions.forgotten is
-    'Retired long ago: removed from the state and from Redis; a rejoin starts from here';
-comment on column tidemark.stream_positions.advanced is 'Place of the row with the newest advance in packed_advances';
+    'Retired long ago, and removed from the state and from Redis. If the writer joins again, it starts from this position';
+comment on column tidemark.stream_positions.advanced is
+    'Place of the row with the newest advance in packed_advances, as in packed_advances.before; 0 for none';
 
 create table tidemark.stream_gaps (
     stream      text        not null,
@@ -60,7 +61,8 @@ create table tidemark.skips (
     batch       bigint      not null,
     time        timestamptz not null
 );
-comment on table tidemark.skips is 'Audit of every operator override that moved a position without the writer''s evidence';
+comment on table tidemark.skips is
+    'Audit of the operator overrides that batches applied: IDs were settled without the writer''s evidence';
 
 create table tidemark.late_completions (
     number      bigint      generated always as identity primary key,
@@ -96,7 +98,7 @@ create table tidemark.dead_letters (
     newest_at   timestamptz not null
 );
 comment on table tidemark.dead_letters is
-    'Number of records sent to the dead letters since this database was made, by reason. Exact; the topic may have duplicates';
+    'Number of rejected records since this database was created, by reason. Each record counts once; the topic of dead letters may have duplicates';
 
 create table tidemark.unsent_dead_letters (
     query       text        not null,
@@ -105,7 +107,7 @@ create table tidemark.unsent_dead_letters (
     primary key (query, batch)
 );
 comment on table tidemark.unsent_dead_letters is
-    'Rejected records of a batch until they are in the dead letters: a restart must not lose them (docs/design.md, rule 5)';
+    'Rejected records of a batch until their dead letters are in Kafka: a restart must not lose them (docs/design.md, rule 5)';
 comment on column tidemark.unsent_dead_letters.rejected is 'Kafka offsets and reasons, without the records themselves';
 
 create table tidemark.requeues (
@@ -123,9 +125,9 @@ create table tidemark.requeues (
 comment on table tidemark.requeues is
     'Offset ranges of deferred records, which the pipeline produces to the facts topic again';
 comment on column tidemark.requeues.next is
-    'The offset to continue with; larger than last: all records that still exist were produced';
+    'The offset to continue with. Larger than last if nothing is left to produce';
 comment on column tidemark.requeues.gone is
-    'Number of offsets that Kafka no longer had; the IDs of their records stay open until a JOIN settles them';
+    'Number of offsets that Kafka no longer had, or whose record was too large. The IDs of these records stay open until a JOIN settles them';
 
 create table tidemark.kafka_offsets (
     topic       text        not null,
@@ -166,9 +168,9 @@ create table tidemark.query_lease (
 );
 create unique index query_lease_one_row on tidemark.query_lease ((true));
 comment on column tidemark.query_lease.version is
-    'Version of Tidemark that acquired the lease last; empty: no process has acquired it';
+    'Version of Tidemark that acquired the lease last; empty: no process has acquired the lease';
 comment on column tidemark.query_lease.waits_for is
-    'What a batch of the owner has waited for in this database for seconds; null: it does not wait';
+    'What a batch of the owner waits for in this database, if it has waited for some seconds; null otherwise';
 insert into tidemark.query_lease (token, owner, since, expires_at) values (0, '', now(), '-infinity');
 
 create table tidemark.sink_faults (
@@ -179,7 +181,7 @@ create table tidemark.sink_faults (
     primary key (sink, stream)
 );
 comment on table tidemark.sink_faults is
-    'Streams that a sink cannot publish while it publishes the others, and the error. For display; the pipeline retries by itself';
+    'Streams that a sink cannot publish, although it publishes other streams, and the error. For display; the pipeline retries';
 
 create table tidemark.lagging_partitions (
     topic           text        not null,
@@ -191,11 +193,11 @@ create table tidemark.lagging_partitions (
     primary key (topic, partition)
 );
 comment on table tidemark.lagging_partitions is
-    'Kafka partitions with unread records, and the offset at which an open transaction blocks them. For display; no position depends on it';
+    'Kafka partitions that the pipeline has read with lag for ten seconds or longer, and the offset at which an open Kafka transaction blocks the partition. For display; no position depends on this table';
 
 create table tidemark.retention_clock (
     singleton   boolean     primary key default true check (singleton),
     time        timestamptz not null
 );
 comment on table tidemark.retention_clock is
-    'The time up to which the last complete run of retention dropped history. A run moves the time by at most one day: a clock that jumps ahead deletes at most one day of history at a time';
+    'The current time that the last complete run of retention assumed. A run moves the time by at most one day, so a clock that jumps ahead deletes at most one day of history at a time';

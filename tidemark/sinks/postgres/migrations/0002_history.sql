@@ -6,7 +6,7 @@ create table tidemark.writer_numbers (
     writer      text        not null,
     unique (stream, writer)
 );
-comment on table tidemark.writer_numbers is 'A short name for each writer of a stream, for the packed history';
+comment on table tidemark.writer_numbers is 'A number for each writer of a stream, which the packed history has in place of the name';
 
 create table tidemark.packed_advances (
     time        timestamptz not null,
@@ -25,13 +25,13 @@ create table tidemark.packed_advances (
 ) partition by range (time);
 create index packed_advances_place on tidemark.packed_advances (time, part);
 comment on table tidemark.packed_advances is
-    'Moves of writers'' positions, many of a batch in one row; one partition per day (UTC). Read it through position_advances';
+    'Moves of writers'' positions, many of a batch in one row; one partition per day (UTC). To read moves, use position_advances';
 comment on column tidemark.packed_advances.writers is 'Numbers of writer_numbers; all arrays have one element per advance';
 comment on column tidemark.packed_advances.spans is 'id - prev';
 comment on column tidemark.packed_advances.before is
     'Place of the row with the previous advance of the writer: milliseconds of its time * 4096 + part; 0 for none';
 comment on column tidemark.packed_advances.ahead is 'id - linear; null if all are 0, as for empty, unseen and skipped';
-comment on column tidemark.packed_advances.facts is 'null if each equals the width of its advance';
+comment on column tidemark.packed_advances.facts is 'Numbers of facts; null if each equals the width of its advance';
 
 create table tidemark.history_since (
     stream      text        primary key,
@@ -41,7 +41,7 @@ comment on table tidemark.history_since is
     'The time from which the history of streams is visible; the pipeline moves it each day. Streams share rows, and rows are kept for the longest retention of any policy';
 comment on column tidemark.history_since.stream is 'A pattern as in policies; * is every stream without a policy of its own';
 
--- Whoever may connect to this database can take any advisory lock. Only the owner of the tables can lock this row.
+-- Every user of this database can take any advisory lock. Only the owner of the tables can lock this row.
 create table tidemark.history_lock (
     singleton   boolean     primary key default true check (singleton)
 );
@@ -74,7 +74,7 @@ create view tidemark.position_advances as
 comment on view tidemark.position_advances is
     'One row per move of a writer''s position. Give a range of time, so that other days are not read';
 
--- For one stream, at a tenth of the cost of the view: rows without this stream are not unpacked.
+-- The moves of one stream, at a tenth of the cost of the view: rows without this stream are not unpacked.
 create function tidemark.advances_of(
     wanted text, since timestamptz default '-infinity', until timestamptz default 'infinity'
 ) returns setof tidemark.position_advances
@@ -94,8 +94,8 @@ $$
     order by 12, 2
 $$;
 
--- CREATE TABLE ... PARTITION OF would block readers of the history; attaching a finished table does not. A batch whose
--- day exists takes no lock. SECURITY DEFINER: members of tidemark_owner create and drop days without owning the table.
+-- Creates the partition of a day if it does not exist. CREATE TABLE ... PARTITION OF would block readers of the history;
+-- attaching a finished table does not. If the partition exists, takes no lock. SECURITY DEFINER: members of tidemark_owner create and drop days without owning the table.
 create function tidemark.make_history_day(day date) returns void
     language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
 $$
@@ -115,7 +115,8 @@ begin
 end
 $$;
 
--- The lock timeout is short: batches would wait behind this function while it waits for a reader.
+-- Drops the attached partitions of days before `day`, and returns their names. The lock timeout is short: batches would
+-- wait behind this function while it waits for a reader.
 create function tidemark.drop_history_before(day date) returns setof text
     language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '200ms' as
 $$

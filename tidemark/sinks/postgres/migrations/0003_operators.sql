@@ -25,7 +25,7 @@ comment on table tidemark.overrides is
 comment on column tidemark.overrides.by is 'The name that the operator gave';
 comment on column tidemark.overrides.seen_as is 'The login in this database';
 comment on column tidemark.overrides."offset" is 'Offset of the record; null: the record is not known to be sent';
-comment on column tidemark.overrides.outcome is 'Outcome that the command saw; null: the command did not wait, or not long enough';
+comment on column tidemark.overrides.outcome is 'Outcome that the command found; null: the command did not wait, or not long enough';
 
 create table tidemark.replays (
     topic       text        not null,
@@ -35,7 +35,7 @@ create table tidemark.replays (
     primary key (topic, partition, "offset")
 );
 comment on table tidemark.replays is
-    'Dead letters that were sent to the facts topic again, each at most once, by the offset of the original record';
+    'Rejected records that an operator replayed: sent to the facts topic again, each at most once. The offset is that of the original record';
 
 create table tidemark.late_resolved (
     number      bigint      primary key,
@@ -43,7 +43,7 @@ create table tidemark.late_resolved (
 );
 comment on table tidemark.late_resolved is
     'Late completions that an operator has repaired by hand in the data that readers derived from the stream';
-comment on column tidemark.late_resolved.number is 'Number of the late completion. Its row in late_completions may be past its retention';
+comment on column tidemark.late_resolved.number is 'Number of the late completion. Retention may have deleted its row in late_completions';
 
 create table tidemark.policies (
     stream      text        not null,
@@ -58,7 +58,7 @@ comment on table tidemark.policies is
 comment on column tidemark.policies.stream is
     'A stream, or a prefix of stream names followed by *. The most specific entry counts';
 comment on column tidemark.policies.act is
-    'The override that set the value; null: it was set by hand, or the override is past its retention';
+    'The override that set the value; null: a person set the value in the table, or retention has deleted the override';
 
 create function tidemark.note_sent(act bigint, to_topic text, to_partition integer, to_offset bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -68,7 +68,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_sent(bigint, text, integer, bigint) is
-    'Stores the offset of the record of an override; null: the override belongs to another login, or has an offset or an outcome';
+    'Stores the offset of the record of an override. Returns null if the override belongs to another login, or has an offset or an outcome';
 
 create function tidemark.note_outcome(act bigint, became text) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -78,7 +78,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_outcome(bigint, text) is
-    'Stores the outcome of an override; null: the override belongs to another login, or has an outcome';
+    'Stores the outcome of an override. Returns null if the override belongs to another login, or has an outcome';
 
 create function tidemark.note_replay(act bigint, of_topic text, of_partition integer, of_offset bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -90,7 +90,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_replay(bigint, text, integer, bigint) is
-    'Stores the dead letter that an override replays; null: the override belongs to another login, or the dead letter was replayed before';
+    'Stores the rejected record that an override replays. Returns null if the override belongs to another login, or the record was replayed before';
 
 create function tidemark.note_resolved(act bigint, late bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
@@ -102,7 +102,7 @@ $$
     returning true
 $$;
 comment on function tidemark.note_resolved(bigint, bigint) is
-    'Stores the late completion that an override resolves; null: the override belongs to another login, or the late completion was resolved before';
+    'Stores the late completion that an override resolves. Returns null if the override belongs to another login, or the late completion was resolved before';
 
 create function tidemark.change_policy(name text, settings text[], wanted bigint[], by_whom text, reason text)
     returns table (act bigint, outcome text)
@@ -111,7 +111,7 @@ $$
 #variable_conflict use_variable
 declare
     was bigint;
-    said text[] := '{}';
+    changes text[] := '{}';
 begin
     -- One call at a time, so that the old values in the override are the values that this call replaces.
     lock table tidemark.policies in share row exclusive mode;
@@ -128,10 +128,10 @@ begin
         else
             delete from tidemark.policies p where p.stream = name and p.setting = settings[place];
         end if;
-        said := said || format('%s: %s -> %s', settings[place], coalesce(was::text, 'not set'),
+        changes := changes || format('%s: %s -> %s', settings[place], coalesce(was::text, 'not set'),
             coalesce(wanted[place]::text, 'not set'));
     end loop;
-    outcome := array_to_string(said, ', ');
+    outcome := array_to_string(changes, ', ');
     update tidemark.overrides a set outcome = outcome where a.number = act;
     return next;
 end

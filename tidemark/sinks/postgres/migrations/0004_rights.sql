@@ -1,5 +1,5 @@
--- Three roles without login, to be granted to people and services. A user without CREATEROLE can still migrate: an
--- administrator creates the roles before, or the installation does not use them.
+-- Three roles without login, which can be granted to people and services. A user without CREATEROLE can still migrate: an
+-- administrator creates the roles before, or the installation does not use the roles.
 
 do $$
 declare
