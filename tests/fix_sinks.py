@@ -14,7 +14,7 @@ from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-LEASE = LeaseConfig("test", ttl=2.0, grace=0.3, poll=0.05)
+LEASE = LeaseConfig("test", ttl_seconds=2.0, grace_seconds=0.3, poll_seconds=0.05)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def lease(dsn: str) -> Iterator[Lease]:
 @pytest.fixture
 def store(dsn: str) -> Iterator[Postgres]:
     # The batches of tests are of some day in the past.
-    with Postgres(PostgresConfig(dsn, Retention(history=36_500))) as postgres:
+    with Postgres(PostgresConfig(dsn, Retention(history_days=36_500))) as postgres:
         yield postgres
 
 

@@ -31,7 +31,7 @@ from tidemark.sinks.positions_topic import PositionsTopic, PositionsTopicConfig
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.redis.client import STREAMS, key
+from tidemark.sinks.redis.client import STREAMS_KEY, key
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
 from tidemark.sources.kafka import KafkaConnection
@@ -107,7 +107,7 @@ class InRedis:
         return Mirror(self._store, self._redis, fence)
 
     def positions(self) -> dict[str, tuple[int, dict[str, int]]]:
-        held = self._redis.snapshots(sorted(self._keys.smembers(STREAMS)))
+        held = self._redis.snapshots(sorted(self._keys.smembers(STREAMS_KEY)))
         return {name: (it.linear or 0, it.positions) for name, it in held.items()}
 
     def everything(self) -> object:

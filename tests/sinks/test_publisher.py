@@ -228,7 +228,7 @@ def test_waiting_ends_when_told_to_stop(store: Postgres, lease: Lease) -> None:
 
 def test_loser_of_a_split_brain_publishes_nothing(dsn: str, store: Postgres, shown: Redis, sql: Any, keys: Any) -> None:
     """Rule 6: two owners that both believe in their lease; only the newer one gets a batch into any sink."""
-    with Lease.acquire(dsn, LeaseConfig("old", ttl=60), NEVER) as old:
+    with Lease.acquire(dsn, LeaseConfig("old", ttl_seconds=60), NEVER) as old:
         older = Publisher(store, [Mirror(store, shown, old)], DeadLetters(DEAD_LETTERS), old, NEVER)
         older.publish("query", 1, effects(1))
         sql.execute("update tidemark.query_lease set expires_at = now() - interval '1 second'")

@@ -33,7 +33,7 @@ def facts(prefix: str, admin: AdminClient) -> str:
 
 @pytest.fixture
 def config(connection: KafkaConnection, facts: str) -> RequeueConfig:
-    return RequeueConfig(facts, connection.client_settings(), connection.producer_settings(), poll=0.05)
+    return RequeueConfig(facts, connection.client_settings(), connection.producer_settings(), poll_seconds=0.05)
 
 
 @pytest.fixture

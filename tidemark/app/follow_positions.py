@@ -42,7 +42,7 @@ from tidemark.sinks.reader import (
     send_request,
 )
 from tidemark.sinks.reader_database import KnownStream, PublishedLate, StreamUpdate, reader_session
-from tidemark.sinks.redis.client import STREAMS, RedisAddress, RedisSession, channel_pattern, database_of, stream_of
+from tidemark.sinks.redis.client import STREAMS_KEY, RedisAddress, RedisSession, channel_pattern, database_of, stream_of
 from tidemark.streaming.values.direction import is_beyond
 
 log = get_logger(__name__)
@@ -210,7 +210,7 @@ class PositionFollower:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
                     self._local_writers = reader_database.local_writers(self._session)
-                    moved = {*client.smembers(STREAMS), *self._local_writers}
+                    moved = {*client.smembers(STREAMS_KEY), *self._local_writers}
                 if self._streams is not None:
                     moved &= self._streams
                 self._copy(client, sorted(moved))

@@ -92,7 +92,7 @@ class PrerequisitePending(Unavailable):
 @message("""sequence {sequence} is at {head} and was at {seen}: its database, or the sequence alone, went back to an
     earlier state; the stream continues in a new timeline""")
 class SequenceWentBack(Retry):
-    """A sequence of the database has a lower value than before."""
+    """A sequence of the database has gone back to an earlier value."""
 
     sequence: str
     seen: int  # the earlier value
@@ -113,7 +113,7 @@ class LeaseLost(Retry):
     """Another process took the lease, so this process must not publish any more: docs/design.md, rule 6."""
 
     own: int  # the token of this process
-    newest: int  # the newest token that this process has seen
+    newest: int  # the newest token that this process has read
 
 
 @message("""Postgres has {found}, but this batch follows {wanted}: commits were lost (a failover, or a restored backup);
@@ -126,12 +126,12 @@ class ChainBroken(Retry):
 
 
 @message("""{records} records had more facts than fit into memory: the rest of the batch is read again, in batches of
-    at most {fewer} records""")
+    at most {max_records} records""")
 class BatchTooLarge(Retry):
     """The facts of a batch did not fit into memory."""
 
     records: int  # the number of records of the batch
-    fewer: int  # the largest number of records of the next batches
+    max_records: int  # the largest number of records of the next batches
 
 
 @message("stream {stream} did not reach {token} within {seconds:g} s: {it.progress}")
@@ -160,13 +160,13 @@ class NotReached(Retry):
 
 
 @message("""Postgres rejects the effects of batch {batch}: {problem}; no single record causes it, so the next batch
-    reads at most {fewer} records""")
+    reads at most {max_records} records""")
 class ContentRefused(Retry):
     """Postgres rejects the effects of a batch, and no single record is the cause."""
 
     batch: int  # the number of the batch
     problem: str
-    fewer: int  # the largest number of records of the next batch
+    max_records: int  # the largest number of records of the next batch
 
 
 @message("""Postgres rejects the effects of {records} records: {problem}; the records go to the dead letters as

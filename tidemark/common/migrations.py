@@ -181,7 +181,7 @@ class Migrations:
         with ExitStack() as stack:
             advance: Callable[[int], None] | None = None
             while (
-                current := run_with_lock_timeout(session, f"reading tidemark.{self.table}", self._query_version)
+                current := run_with_lock_timeout(session, f"reading tidemark.{self.table}", self._check_version)
             ) is None:
                 # Another process may create the schema and the table at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
@@ -228,7 +228,7 @@ class Migrations:
         if not oldest <= version <= self.target_version and not self._is_compatible(connection, version):
             raise SchemaMismatch(version, self.target_version, self.command)
 
-    def _query_version(self, connection: Connection) -> int | None:
+    def _check_version(self, connection: Connection) -> int | None:
         """Query the version of the schema; None if the table of versions is missing.
 
         Raises `SchemaMismatch` for a newer schema that does not work with this code.

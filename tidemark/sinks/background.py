@@ -122,13 +122,13 @@ class Maintenance(LeasedThread):
 
     def work(self) -> float:
         for sink in self._sinks:
-            self._try(f"refilling {sink.name}", partial(self._refill, sink))
-        self._try("storing the faults of the sinks", self._store_faults)
-        self._try("retention", self._apply_retention)
-        self._try("comparing clocks", self._compare_clocks)
+            self._try_task(f"refilling {sink.name}", partial(self._refill, sink))
+        self._try_task("storing the faults of the sinks", self._store_faults)
+        self._try_task("retention", self._apply_retention)
+        self._try_task("comparing clocks", self._compare_clocks)
         return self._config.poll_seconds
 
-    def _try(self, task: str, step: Callable[[], None]) -> None:
+    def _try_task(self, task: str, step: Callable[[], None]) -> None:
         """Call `step`. Store a `Stop` as the failure, and log another error if its text is new. Raises `LeaseLost`.
 
         `task` names the step in the log.
@@ -227,7 +227,7 @@ class BatchWaitMonitor(LeasedThread):
 
     def work(self) -> float:
         try:
-            wait = self._batch_wait.problem()
+            wait = self._batch_wait.find_problem()
             self._log(wait)
             self.problem = wait
             if wait != self._stored_problem:

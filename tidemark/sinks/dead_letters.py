@@ -473,7 +473,7 @@ class RequeueConfig:
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.
-        poll: seconds between two steps. The defaults allow at most 10,000 records/s, to leave capacity for new records.
+        poll_seconds: between two steps. The defaults allow at most 10,000 records/s, to leave room for new records.
     """
 
     topic: str
@@ -483,7 +483,7 @@ class RequeueConfig:
     max_records: int = 5_000
     max_bytes: int = 4 << 20
     max_read: int = 100_000
-    poll: float = 0.5
+    poll_seconds: float = 0.5
 
 
 class Requeuer(LeasedThread):
@@ -523,7 +523,7 @@ class Requeuer(LeasedThread):
             if requeue is not None:
                 with suppress(Unavailable):
                     self._postgres.note_requeue(requeue, problem)
-        return RETRY_PAUSE_SECONDS if self._problem else self._config.poll
+        return RETRY_PAUSE_SECONDS if self._problem else self._config.poll_seconds
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

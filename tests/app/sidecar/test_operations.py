@@ -15,7 +15,7 @@ from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import RedisServer
-from tidemark.sinks.redis.client import STREAMS, key
+from tidemark.sinks.redis.client import STREAMS_KEY, key
 
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:
@@ -189,7 +189,7 @@ def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: Sideca
 def test_half_filled_redis_hides_no_stream(pipeline: Pipeline, servers: ReadSideConfig, keys: Any) -> None:
     """A sidecar that starts while Redis is being filled again lists what Postgres knows, too."""
     pipeline.publish(moved("a", 1, w=At(0, 1)), moved("b", 2, w=At(0, 2)))
-    keys.srem(STREAMS, "a")
+    keys.srem(STREAMS_KEY, "a")
     with sidecar(servers) as client:
         assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["a", "b"]
 

@@ -17,7 +17,7 @@ from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.verify import RedisKeys, RedisTokens, Replica, ReplicaPositions, Sidecar
 from tidemark.sinks.postgres.status import Audit
-from tidemark.sinks.redis.client import STREAMS, key
+from tidemark.sinks.redis.client import STREAMS_KEY, key
 from tidemark.sinks.redis.publish import Redis
 
 
@@ -65,7 +65,7 @@ def test_redis_that_lacks_and_redis_that_is_ahead_are_told_apart(audit: Audit, s
     keys.set(key(STREAM, "token"), "m1")
     lines = told(audit, shown)
     assert "events: linear is 1 in redis's token and 3 in Postgres: behind" in lines
-    keys.delete(key(STREAM, "token"), STREAMS)
+    keys.delete(key(STREAM, "token"), STREAMS_KEY)
     lines = told(audit, shown)
     assert "events: name is nothing in redis and events in Postgres: behind" in lines
     assert "events: linear is 7 in redis and 3 in Postgres: ahead" in lines
@@ -77,7 +77,7 @@ def test_redis_that_lacks_and_redis_that_is_ahead_are_told_apart(audit: Audit, s
 @pytest.mark.usefixtures("fed")
 def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Redis, keys: Any) -> None:
     """A stream that Postgres does not know, and keys that hold something else; the other copies are compared."""
-    keys.sadd(STREAMS, "foreign")
+    keys.sadd(STREAMS_KEY, "foreign")
     keys.set(key(STREAM, "linear"), "seven")
     lines = told(audit, shown)
     assert "foreign: in redis, not in Postgres" in lines

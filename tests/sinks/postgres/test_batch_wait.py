@@ -146,18 +146,18 @@ def test_lock_of_a_batch_times_out(store: Postgres, lease: Lease, dsn: str, monk
 
         def look() -> None:
             time.sleep(0.6)
-            named.append(store.batch_wait.problem())
+            named.append(store.batch_wait.find_problem())
 
         looking = threading.Thread(target=look)
         looking.start()
         with pytest.raises(Unavailable, match="lock timeout"):
             store.apply(batch(1, stream("s", advance("w", 0, 1)), token=lease.token))
         looking.join()
-        named.append(store.batch_wait.problem())
+        named.append(store.batch_wait.find_problem())
         other.execute("rollback")
     assert all(it is not None and "nightly-job" in it for it in named)
     store.apply(batch(1, stream("s", advance("w", 0, 1)), token=lease.token))
-    assert store.batch_wait.problem() is None
+    assert store.batch_wait.find_problem() is None
 
 
 @pytest.mark.postgres
@@ -182,7 +182,7 @@ def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: p
                     found = eventually(lambda: watch.problem)
                     assert "synchronous_standby_names is 'far', and 0 standbys" in found
                     assert any("standby" in it for it in eventually(lambda: problems(store)))
-                    time.sleep(1.5 * LEASE.ttl)
+                    time.sleep(1.5 * LEASE.ttl_seconds)
                     assert not any("lease" in it for it in problems(store))
                 finally:
                     dba.execute("alter system reset synchronous_standby_names")
@@ -275,7 +275,7 @@ def test_lease_is_renewed_though_somebody_holds_its_advisory_lock(dsn: str, stra
             connection.execute("select pg_advisory_unlock_all()")
         waiting.join()
         lease._database.close()
-        time.sleep(2 * LEASE.ttl)
+        time.sleep(2 * LEASE.ttl_seconds)
         with connected(dsn, "test") as test:
             row = test.execute("select expires_at > now() from tidemark.query_lease").fetchone()
         assert row == (True,)

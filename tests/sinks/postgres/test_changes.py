@@ -86,6 +86,6 @@ def test_dropped_history_is_not_guessed(store: Postgres, lease: Lease, dsn: str)
     """Where the history was dropped, streams are told and moves are not."""
     move(store, 1, lease, NOW, "s")
     before = mark(store)
-    with Postgres(PostgresConfig(dsn, Retention(history=1))) as tidy:
+    with Postgres(PostgresConfig(dsn, Retention(history_days=1))) as tidy:
         tidy.apply_retention(datetime.now(UTC))
     assert store.full_changes_since(before, 100, 60) is None

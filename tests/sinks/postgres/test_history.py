@@ -280,7 +280,7 @@ def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: 
 
 def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
     """Gaps and advances are shown exactly as long as its policy says, also of advances that share a row with others."""
-    with Postgres(PostgresConfig(dsn, Retention(history=2))) as store:
+    with Postgres(PostgresConfig(dsn, Retention(history_days=2))) as store:
         for policy, days in (("*", 1), ("a*", 3), ("ab", 2)):
             store.policies.change(policy, {"history_days": days}, "ada", "audit")
         gap, end = Gap("w", 1, 20, 30, NOW), ClosedGap("w", 30, "joined")
@@ -310,7 +310,7 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3)]
     forced = [OperatorOverride("w", 1, "SKIP", 3, 9, "ann", "stuck for days")]
     gaps = [Gap("w", 1, 20, 30, NOW), Gap("w", 1, 40, 50, NOW)]
-    with Postgres(PostgresConfig(dsn, Retention(history=2, audit=5))) as store:
+    with Postgres(PostgresConfig(dsn, Retention(history_days=2, audit_days=5))) as store:
         held = stream("s", advance("w", 0, 9), late=late, overrides=forced, gaps=gaps)
         store.apply(batch(1, held, stream("t", advance("gone", 0, 5)), token=lease.token))
         closed = stream("s", closed=[ClosedGap("w", 30, "joined")])

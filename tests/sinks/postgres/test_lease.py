@@ -23,7 +23,7 @@ NEVER = threading.Event()
 
 def hold(dsn: str, owner: str, report: str, ttl: float) -> None:
     """A process that takes the lease, says so, and keeps it until it is killed."""
-    with Lease.acquire(dsn, LeaseConfig(owner, ttl, grace=0.3, poll=0.05), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig(owner, ttl, grace_seconds=0.3, poll_seconds=0.05), NEVER) as lease:
         with Path(report).open("a") as file:
             file.write(f'["{owner}", {lease.token}]\n')
         time.sleep(600)
@@ -42,7 +42,7 @@ def processes() -> Iterator[list[BaseProcess]]:
 
 def test_token_rises_with_every_owner(dsn: str) -> None:
     """Rule 6: a released lease is taken at once, under a higher token."""
-    patient = LeaseConfig("owner", ttl=60.0, grace=60.0)
+    patient = LeaseConfig("owner", ttl_seconds=60.0, grace_seconds=60.0)
     with Lease.acquire(dsn, patient, NEVER) as first:
         pass
     began = time.monotonic()
@@ -53,7 +53,7 @@ def test_token_rises_with_every_owner(dsn: str) -> None:
 
 def test_who_gives_it_up_publishes_no_more_and_leaves_it_to_the_next(dsn: str) -> None:
     """Rule 6: nobody else has it yet, and what still waits to publish under it stops; the next need not wait."""
-    patient = LeaseConfig("owner", ttl=60.0, grace=60.0)
+    patient = LeaseConfig("owner", ttl_seconds=60.0, grace_seconds=60.0)
     with Lease.acquire(dsn, patient, NEVER) as first:
         first.check()
         first.give_up()
@@ -76,7 +76,7 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
 
 def test_renewed_lease_outlives_its_time(dsn: str) -> None:
     """An owner that renews is not replaced, however often its time to live passes."""
-    config = LeaseConfig("owner", ttl=1.5, grace=1.5, poll=0.05)
+    config = LeaseConfig("owner", ttl_seconds=1.5, grace_seconds=1.5, poll_seconds=0.05)
     stopping = threading.Event()
     threading.Timer(4.0, stopping.set).start()
     with Lease.acquire(dsn, config, NEVER) as lease:
@@ -123,7 +123,7 @@ def test_frozen_owner_is_replaced_and_refused(
 
 def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
     """Rule 6: a frozen owner in the middle of a batch is ended by its successor, and its batch is rolled back."""
-    config = LeaseConfig("owner", ttl=0.5, grace=0.2, poll=0.05)
+    config = LeaseConfig("owner", ttl_seconds=0.5, grace_seconds=0.2, poll_seconds=0.05)
     frozen = Lease.acquire(dsn, config, NEVER)  # not entered: nothing renews it
     with psycopg.connect(dsn) as hung:
         hung.execute("select token from tidemark.query_lease for key share")
@@ -160,7 +160,7 @@ def test_batch_in_flight_delays_a_takeover(dsn: str, sql: psycopg.Connection) ->
 
 def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
     """Rule 6: once somebody raised the token, the owner's next check raises."""
-    with Lease.acquire(dsn, LeaseConfig("owner", ttl=0.3), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig("owner", ttl_seconds=0.3), NEVER) as lease:
         lease.check()
         sql.execute("update tidemark.query_lease set token = token + 5")
         eventually(lease.lost.is_set)
@@ -170,7 +170,7 @@ def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
 
 def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer) -> None:
     """An owner whose session broke takes it up again under the same token, as nobody else was quicker."""
-    with Lease.acquire(dsn, LeaseConfig("owner", ttl=0.6, grace=5.0), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig("owner", ttl_seconds=0.6, grace_seconds=5.0), NEVER) as lease:
         postgres.kill()
         postgres.start()
 
@@ -223,5 +223,5 @@ def test_a_fence_that_no_owner_here_has_left_is_passed_at_once(dsn: str, lease: 
     above = lease.token + 10**12
     lease.note_lost(above)
     lease.close()
-    with Lease.acquire(dsn, LeaseConfig("next", ttl=60.0, grace=60.0), NEVER, above) as following:
+    with Lease.acquire(dsn, LeaseConfig("next", ttl_seconds=60.0, grace_seconds=60.0), NEVER, above) as following:
         assert following.token > above

@@ -20,7 +20,7 @@ DAY = timedelta(days=1)
 @pytest.fixture
 def kept(dsn: str, lease: Lease) -> Iterator[Postgres]:
     """Seven days are kept; there is an advance of each of the last ten."""
-    with Postgres(PostgresConfig(dsn, Retention(history=7))) as store:
+    with Postgres(PostgresConfig(dsn, Retention(history_days=7))) as store:
         today = datetime.now(UTC)
         for number, days in enumerate(range(9, -1, -1)):
             now = int((today - days * DAY).timestamp() * 1000)

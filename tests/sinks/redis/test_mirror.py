@@ -21,7 +21,7 @@ from tidemark.sinks.port import RefillResult, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.redis.client import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.client import SENTINEL_KEY, STREAMS_KEY, key
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterRow
@@ -47,7 +47,7 @@ def dump(keys: Any, name: str = "s") -> object:
 def test_batch_becomes_visible(pipeline: Pipeline, keys: Any) -> None:
     """A committed batch is in Redis with its evidence, under the name of its stream."""
     pipeline.publish(*moves(3))
-    assert keys.smembers(STREAMS) == {"s"}
+    assert keys.smembers(STREAMS_KEY) == {"s"}
     assert keys.get(key("s", "token")) == "m3"
     assert entries(keys)[0]["facts"] == "3"
 
@@ -162,7 +162,7 @@ def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
     assert after["far"] == before["far"]
     assert after["s"][:3] == before["s"][:3]  # type: ignore[index]
     assert sorted(map(str, entries(keys))) == sorted(map(str, before["s"][3]))  # type: ignore[index]
-    assert keys.smembers(STREAMS) == set(names)
+    assert keys.smembers(STREAMS_KEY) == set(names)
     assert pipeline.mirror.refill().streams == 0
 
 
@@ -187,15 +187,15 @@ def test_a_token_or_name_that_is_not_what_the_keys_say_is_written_again(pipeline
         "no token": lambda: keys.set(token, ""),
         "no text": lambda: keys.set(token, b"m9~\xff.12\n"),
         "of another type": lambda: (keys.delete(token), keys.rpush(token, "x")),
-        "names gone": lambda: keys.delete(STREAMS),
-        "name gone": lambda: (keys.sadd(STREAMS, "another"), keys.srem(STREAMS, "s")),
+        "names gone": lambda: keys.delete(STREAMS_KEY),
+        "name gone": lambda: (keys.sadd(STREAMS_KEY, "another"), keys.srem(STREAMS_KEY, "s")),
     }
     before = dump(keys)
     for what, spoil in spoils.items():
         spoil()
         assert pipeline.mirror.refill() == RefillResult(1, 0), what
         assert dump(keys) == before, what
-        assert "s" in keys.smembers(STREAMS), what
+        assert "s" in keys.smembers(STREAMS_KEY), what
         assert pipeline.mirror.refill() == RefillResult(0, 0), what
 
 
@@ -330,7 +330,9 @@ def test_late_completions_after_a_restore_are_told(pipeline: Pipeline, shown: Re
 def watch(pipeline: Pipeline, dsn: str, shown: Redis, lease: Lease) -> Iterator[Maintenance]:
     terms = MaintenanceConfig(poll_seconds=0.1, compare_seconds=60, retention_seconds=60)
     with (
-        Postgres(PostgresConfig(dsn, Retention(history=10_000))) as store,  # the batches are of some day in the past
+        Postgres(
+            PostgresConfig(dsn, Retention(history_days=10_000))
+        ) as store,  # the batches are of some day in the past
         Maintenance([pipeline.mirror], store, lease, terms) as watch,
     ):
         eventually(lambda: shown.replace_sentinel("") is not None)
@@ -390,10 +392,10 @@ def test_thousand_streams_are_refilled_without_traffic(
             )
         )
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig()):
-        eventually(lambda: keys.get(SENTINEL) is not None)
+        eventually(lambda: keys.get(SENTINEL_KEY) is not None)
         keys.flushall()
         began = time.monotonic()
-        eventually(lambda: keys.scard(STREAMS) == 1000)
+        eventually(lambda: keys.scard(STREAMS_KEY) == 1000)
         taken = time.monotonic() - began
     assert keys.hgetall(key("s999", "positions")) == dict.fromkeys(writers, "2")
     with capsys.disabled():
@@ -407,8 +409,8 @@ def test_redis_that_lost_its_last_second_is_made_good(pipeline: Pipeline, shown:
     pipeline.publish(first)
     old = {name: keys.dump(name) for name in keys.scan_iter()}
     pipeline.publish(second)
-    stamp = keys.get(SENTINEL)
-    eventually(lambda: keys.get(SENTINEL) != stamp)
+    stamp = keys.get(SENTINEL_KEY)
+    eventually(lambda: keys.get(SENTINEL_KEY) != stamp)
     pipe = keys.pipeline()
     pipe.flushall()
     for name, value in old.items():

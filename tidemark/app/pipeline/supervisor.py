@@ -177,7 +177,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     highest_token = max(highest_token, error.own, error.newest)
                     collector.forget()
                 if isinstance(error, BatchTooLarge | ContentRefused):
-                    max_records = error.fewer
+                    max_records = error.max_records
                 if isinstance(error, RecordsRefused):
                     _add_refused(error.offsets, refused)
                 if counts_as_failure(error) and failures >= MAX_FAILURES:
@@ -257,7 +257,7 @@ class PipelineRun:
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
             stack.enter_context(self._spark_engine.detecting_exit())
-            retention = Retention(history=settings.history_days, audit=settings.audit_days)
+            retention = Retention(settings.history_days, settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check_writable()
             require_successor(postgres.pipeline_version())

@@ -29,7 +29,7 @@ from tidemark.sinks.reader import (
     translate_errors,
 )
 from tidemark.sinks.redis.client import (
-    STREAMS,
+    STREAMS_KEY,
     RedisAddress,
     StreamFault,
     aclose,
@@ -69,7 +69,7 @@ class RedisReader:
     async def names(self) -> set[str]:
         """Read the names of all streams in Redis."""
         with self.circuit_breaker.guarding(), translate_errors(self.client):
-            return set(await self.client.smembers(STREAMS))
+            return set(await self.client.smembers(STREAMS_KEY))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
         """Read the keys of each stream; the keys of one stream are read atomically. If Redis does not have a stream,

@@ -13,7 +13,7 @@ from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, f
 from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, session_of
 from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, PolicyTable
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
-from tidemark.sinks.postgres.status import STATES
+from tidemark.sinks.postgres.status import SELECT_STATES
 from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.limits import Evidence
 
@@ -166,7 +166,7 @@ class StreamInspection:
         """
         with self._session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
-            row = connection.execute(STATES, {"streams": [stream]}).fetchone()
+            row = connection.execute(SELECT_STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
     def stream_names(self) -> list[str]:

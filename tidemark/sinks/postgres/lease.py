@@ -56,28 +56,28 @@ def session_name(token: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
-    """Settings of a lease. Times are in seconds.
+    """Settings of a lease.
 
     Attributes:
         owner: the name of this process, for messages.
-        ttl: the lease expires after this time without a renewal.
-        grace: an owner that lost its session may reconnect for this time. Then a waiting process takes the lease.
-        poll: the pause between two attempts of a waiting process.
+        ttl_seconds: the lease expires after this time without a renewal.
+        grace_seconds: an owner without a session may reconnect for this time. Then a waiting process takes the lease.
+        poll_seconds: the pause between two attempts of a waiting process.
         version: the version of this Tidemark.
     """
 
     owner: str
-    ttl: float = 15.0
-    grace: float = 2.0
-    poll: float = 0.5
+    ttl_seconds: float = 15.0
+    grace_seconds: float = 2.0
+    poll_seconds: float = 0.5
     version: str = ""
 
 
 class Lease:
     """The lease of this process. Create it with `acquire`.
 
-    A context manager: inside the block, a thread renews the lease every `ttl / 3`. The end of the block releases the
-    lease.
+    A context manager: inside the block, a thread renews the lease every `ttl_seconds / 3`. The end of the block releases
+    the lease.
 
     Attributes:
         token: the token of this owner.
@@ -172,7 +172,7 @@ class Lease:
             else:
                 if is_failing and not self.lost.is_set():
                     log.info("Renewed the lease again", token=self.token)
-                is_failing, pause = False, self._config.ttl / 3
+                is_failing, pause = False, self._config.ttl_seconds / 3
 
     def _renew(self) -> None:
         """Renew the lease. In a new session, take the advisory lock first.
@@ -201,13 +201,13 @@ class Lease:
         log.warning("Another session has the advisory lock of the lease; continuing without it", sessions=sessions)
 
     def _write_expiry(self, connection: Connection) -> bool:
-        """Extend the lease by `ttl`. Returns whether this process still has the newest token."""
+        """Extend the lease by `ttl_seconds`. Returns whether this process still has the newest token."""
         # Do not wait for a standby: while commits hang, this process still has the lease.
         connection.execute("set local synchronous_commit = local")
         renewed = connection.execute(
             "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
             " where token = %s",
-            (self._config.ttl, self.token),
+            (self._config.ttl_seconds, self.token),
         )
         return renewed.rowcount > 0
 
@@ -234,7 +234,7 @@ class _Waiter:
                     return token
             except Unavailable as problem:
                 self._log(f"Waiting for Postgres: {problem}")
-            stopping.wait(self._config.poll)
+            stopping.wait(self._config.poll_seconds)
         raise Stopping("stopped while waiting for the lease")
 
     def _attempt(self, connection: Connection) -> int | None:
@@ -264,7 +264,7 @@ class _Waiter:
         now = time.monotonic()
         if self._no_session_since is None or self._no_session_since[0] != token:
             self._no_session_since = (token, now)
-        return now - self._no_session_since[1] >= self._config.grace
+        return now - self._no_session_since[1] >= self._config.grace_seconds
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
         """End this user's sessions that write under `token`: a session of a hanging owner may have locked the row."""
@@ -303,7 +303,7 @@ class _Waiter:
                     {
                         "owner": self._config.owner,
                         "version": self._config.version,
-                        "ttl": self._config.ttl,
+                        "ttl": self._config.ttl_seconds,
                         "token": token,
                         "new_token": new_token,
                     },

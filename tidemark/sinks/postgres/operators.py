@@ -263,7 +263,7 @@ def _require_stored(is_stored: object, override: LoggedOverride) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PolicyChange:
-    act: int
+    override: int
     outcome: str
 
 
@@ -304,10 +304,10 @@ class PolicyTable:
                 change = fetch_one(
                     connection,
                     _PolicyChange,
-                    "select act, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
+                    "select act as override, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
                     (name, [*changes], [*changes.values()], by, why),
                 )
             except NoDataFound as error:
                 raise BadRecord("not_set", first_line(error)) from None
         assert change is not None
-        return change.act, change.outcome
+        return change.override, change.outcome

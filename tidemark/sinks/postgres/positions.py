@@ -22,7 +22,9 @@ from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.core.effects import RequeuedRange, WriterAdvance
 
 ADVANCES_PER_ROW = 200  # longer rows take no less space per advance, and cost more to read
-_PARTS = 4096  # rows of one batch with distinct row places; later rows share row places, and IDs distinguish the rows
+_ROW_PLACES_PER_BATCH = (
+    4096  # rows of one batch with distinct row places; later rows share row places, and IDs distinguish the rows
+)
 
 NEWEST_ADVANCES: LiteralString = """(
     select stream, writer, n.number, p.advanced
@@ -75,7 +77,7 @@ def row_place_of(now: int, number: int) -> int:
         now: the time of the batch, milliseconds since 1970.
         number: the index of the advance in its batch.
     """
-    return now * _PARTS + number // ADVANCES_PER_ROW % _PARTS
+    return now * _ROW_PLACES_PER_BATCH + number // ADVANCES_PER_ROW % _ROW_PLACES_PER_BATCH
 
 
 def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:

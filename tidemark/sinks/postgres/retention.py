@@ -25,15 +25,15 @@ from tidemark.sinks.postgres.positions import forget_writer_numbers
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention periods in days.
+    """Retention periods.
 
     Attributes:
-        history: for advances, moves of linear positions, closed gaps and applied batches.
-        audit: for the table `skips`, operator overrides and late completions.
+        history_days: for advances, moves of linear positions, closed gaps and applied batches.
+        audit_days: for the table `skips`, operator overrides and late completions.
     """
 
-    history: int = 7
-    audit: int = 400
+    history_days: int = 7
+    audit_days: int = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _readers(connection: Connection, old: HistoryPartition) -> str:
 def _first_days(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
     """Name of the policy -> the first day that must be stored. `*` is every stream without a policy of its own."""
     rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
-    days = {"*": retention.history, **dict(rows.fetchall())}
+    days = {"*": retention.history_days, **dict(rows.fetchall())}
     return {name: today - timedelta(days=count) for name, count in days.items()}
 
 
@@ -189,7 +189,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
     `drop_before` deletes the advances.
     """
     hide_expired(connection, today, retention)
-    oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
+    oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit_days)
     # The most specific policy counts, as in `streaming.values.limits`.
     expired: LiteralString = """ < %s - coalesce((
         select value from tidemark.policies p where setting = 'history_days'
@@ -197,7 +197,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
         order by p.stream = g.stream desc, length(p.stream) desc limit 1
     ), %s)::integer"""
     for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.linear_moves g where time"):
-        connection.execute(f"delete from {rows}{expired}", (today, retention.history))
+        connection.execute(f"delete from {rows}{expired}", (today, retention.history_days))
     connection.execute(
         "delete from tidemark.applied_batches where applied_at < %s"
         " and number < (select max(number) from tidemark.applied_batches)",

@@ -316,7 +316,7 @@ class ConditionReader:
         )
 
 
-STATES: LiteralString = """
+SELECT_STATES: LiteralString = """
     select stream, case when retired is null then state else substr(state, 1, length(state) - 1) || retired end as state
     from tidemark.streams
     where %(streams)s::text[] is null or stream = any(%(streams)s::text[])
@@ -408,7 +408,7 @@ class Audit:
         named = {"streams": list(names)}
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
-            states = dict(connection.execute(STATES, named).fetchall())
+            states = dict(connection.execute(SELECT_STATES, named).fetchall())
             rows = fetch_all(
                 connection,
                 _StreamRow,

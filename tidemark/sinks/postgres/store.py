@@ -36,7 +36,7 @@ from tidemark.sinks.postgres.positions import (
     stored_positions,
 )
 from tidemark.sinks.postgres.retention import Retention, RetentionClock
-from tidemark.sinks.postgres.status import STATES, ConditionReader, note_faults, note_lagging_partitions
+from tidemark.sinks.postgres.status import SELECT_STATES, ConditionReader, note_faults, note_lagging_partitions
 from tidemark.sinks.postgres.transaction import BatchWait, UnsentDeadLetters, apply
 from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.values.limits import Bounds, EncodedState
@@ -215,7 +215,7 @@ class Postgres:
     def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
         """Read stream -> encoded state. `streams`: None for all streams, which a query without a checkpoint needs."""
         names = None if streams is None else list(streams)
-        return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
+        return dict(self._reads.fetch_tuples(SELECT_STATES, {"streams": names}))
 
     def replace_states(self, states: Mapping[str, EncodedState]) -> None:
         """Replace the states of existing streams outside a batch. Only after an operator has accepted a loss."""

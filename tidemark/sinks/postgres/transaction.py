@@ -335,7 +335,7 @@ def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
 
 
 REPORT_AFTER_SECONDS = 3.0
-"""How long a batch may run before `BatchWait.problem` reports what the batch waits for."""
+"""How long a batch may run before `BatchWait.find_problem` reports what the batch waits for."""
 
 
 def describe_wait(connection: Connection, pid: int) -> str | None:
@@ -397,7 +397,7 @@ class BatchWait:
                 if not is_waiting:
                     self._since = self._last_problem = None
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Describe what the running batch waits for. Queries Postgres.
 
         Returns:

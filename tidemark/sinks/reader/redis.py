@@ -28,8 +28,8 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.redis.client import (
     REDIS_PY_ERRORS,
-    SENTINEL,
-    STREAMS,
+    SENTINEL_KEY,
+    STREAMS_KEY,
     RedisAddress,
     RedisSession,
     Remedies,
@@ -414,12 +414,12 @@ class _CommandRecorder(CoreCommands):
 
 def query_listed(client: Any, stream: str) -> Any:
     """Query whether Redis lists the stream. Returns 1 or 0; with an asyncio client, a coroutine of it."""
-    return client.sismember(STREAMS, stream)
+    return client.sismember(STREAMS_KEY, stream)
 
 
 def query_filled(client: Any) -> Any:
     """Query whether a pipeline publishes to this Redis. Returns 1 or 0; with an asyncio client, a coroutine of it."""
-    return client.exists(SENTINEL)
+    return client.exists(SENTINEL_KEY)
 
 
 def read_keys(session: RedisSession | CallerSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:

@@ -370,8 +370,8 @@ class RedisSession:
                 close(self._client)
 
 
-STREAMS = "tidemark:streams"  # the key of the set of names of all published streams
-SENTINEL = "tidemark:sentinel"  # the key with which `Mirror.check_for_loss` detects a loss of data
+STREAMS_KEY = "tidemark:streams"  # the key of the set of names of all published streams
+SENTINEL_KEY = "tidemark:sentinel"  # the key with which `Mirror.check_for_loss` detects a loss of data
 
 
 def hash_tag(name: str) -> str:

@@ -18,8 +18,8 @@ from tidemark.sinks.postgres.history import StoredAdvance, StoredLate
 from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.client import (
-    SENTINEL,
-    STREAMS,
+    SENTINEL_KEY,
+    STREAMS_KEY,
     RedisAddress,
     RedisSession,
     Remedies,
@@ -75,7 +75,7 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
         invalid content.
     """
     snapshots, faults = {}, {}
-    listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
+    listed = dict(zip(streams, client.smismember(STREAMS_KEY, streams), strict=True)) if streams else {}
     waiting = group_by_slot(((stream, 1, stream) for stream in streams), slot_function(client), _STREAMS_PER_CALL)
     while waiting:
         calls = ((names, (str(_POSITIONS_PER_CALL), str(len(names)))) for names in waiting)
@@ -415,7 +415,7 @@ class Redis:
             can_read = not isinstance(_answer_or_error(lambda: client.get("tidemark:doctor")), NoPermissionError)
             # Call a script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
             can_write = not isinstance(
-                _answer_or_error(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError
+                _answer_or_error(lambda: client.evalsha("0" * 40, 1, STREAMS_KEY)), NoPermissionError
             )
             info, clock = _answer_or_error(client.info), _answer_or_error(client.time)
         return RedisReport(
@@ -464,7 +464,7 @@ class Redis:
         """Add streams to the set of names in Redis."""
         if streams:
             with self._session.use() as client:
-                client.sadd(STREAMS, *streams)
+                client.sadd(STREAMS_KEY, *streams)
 
     def snapshots(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
         """Read the keys of streams: stream -> content. Streams with invalid keys are added to `faults` instead."""
@@ -481,7 +481,7 @@ class Redis:
     def names(self) -> set[str]:
         """Read the set of names: the streams that were published to this Redis."""
         with self._session.use() as client:
-            return set(client.smembers(STREAMS))
+            return set(client.smembers(STREAMS_KEY))
 
     def replace_sentinel(self, value: str) -> str | None:
         """Replace the sentinel in Redis by `value`, and return the old sentinel; None if there was none.
@@ -490,7 +490,7 @@ class Redis:
         replaced the sentinel.
         """
         with self._session.use() as client:
-            before = client.set(SENTINEL, value, get=True)
+            before = client.set(SENTINEL_KEY, value, get=True)
             return None if before is None else str(before)
 
     def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
