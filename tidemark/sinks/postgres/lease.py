@@ -76,8 +76,8 @@ class LeaseConfig:
 class Lease:
     """The lease of this process. Create it with `acquire`.
 
-    A context manager: inside the block, a thread renews the lease every `ttl_seconds / 3`. The end of the block releases
-    the lease.
+    A context manager: inside the block, a thread renews the lease every `ttl_seconds / 3`. The end of the block
+    releases the lease.
 
     Attributes:
         token: the token of this owner.
