@@ -22,9 +22,7 @@ from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.core.effects import RequeuedRange, WriterAdvance
 
 ADVANCES_PER_ROW = 200  # longer rows take no less space per advance, and cost more to read
-_ROW_PLACES_PER_BATCH = (
-    4096  # rows of one batch with distinct row places; later rows share row places, and IDs distinguish the rows
-)
+_ROW_PLACES_PER_BATCH = 4096  # further rows of a batch share the row places, and IDs distinguish these rows
 
 NEWEST_ADVANCES: LiteralString = """(
     select stream, writer, n.number, p.advanced
