@@ -330,9 +330,8 @@ def test_late_completions_after_a_restore_are_told(pipeline: Pipeline, shown: Re
 def watch(pipeline: Pipeline, dsn: str, shown: Redis, lease: Lease) -> Iterator[Maintenance]:
     terms = MaintenanceConfig(poll_seconds=0.1, compare_seconds=60, retention_seconds=60)
     with (
-        Postgres(
-            PostgresConfig(dsn, Retention(history_days=10_000))
-        ) as store,  # the batches are of some day in the past
+        # The batches are of some day in the past.
+        Postgres(PostgresConfig(dsn, Retention(history_days=10_000))) as store,
         Maintenance([pipeline.mirror], store, lease, terms) as watch,
     ):
         eventually(lambda: shown.replace_sentinel("") is not None)
