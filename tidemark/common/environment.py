@@ -32,7 +32,7 @@ _SETTING_PATTERN = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
 
 
 class VariableGroup(StrEnum):
-    """Groups of environment variables, by the program that reads the variables. The value is for messages."""
+    """Groups of environment variables, by the programs that read them. The value names these programs in messages."""
 
     POSTGRES = "PostgreSQL's client library"
     PROXY = "requests over HTTP"
@@ -53,7 +53,7 @@ _PATTERNS: Mapping[VariableGroup, re.Pattern[str]] = {
 def foreign_variables(
     groups: Iterable[VariableGroup] = tuple(VariableGroup), environment: Mapping[str, str] | None = None
 ) -> dict[VariableGroup, list[str]]:
-    """Find variables that would misconfigure one of Tidemark's servers.
+    """Find variables that may misconfigure one of Tidemark's servers.
 
     Args:
         groups: the groups to search for.

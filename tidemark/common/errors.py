@@ -108,9 +108,9 @@ class FactsReplaced(Retry):
     id: int
 
 
-@message("the lease was taken over: this process has token {own}, the newest token is {newest}")
+@message("this process has lost the lease, or has given it up: its token is {own}, and the newest token is {newest}")
 class LeaseLost(Retry):
-    """Another process took the lease, so this process must not publish any more: docs/design.md, rule 6."""
+    """Another process took the lease, or this process gave it up, and must not publish: docs/design.md, rule 6."""
 
     own: int  # the token of this process
     newest: int  # the newest token that this process has read
@@ -236,8 +236,8 @@ class BadCommand(Reject):
     """A text line of the replication protocol is not a command (docs/reference/protocol.md)."""
 
 
-@message("""no record of stream {stream} was published: check its name; to wait for a stream that is created later, set
-    a longer grace""")
+@message("""no record of stream {stream} was published: check its name; a wait for a stream that is created later
+    needs a longer grace""")
 class StreamNotKnown(Reject):
     """No record of a stream was published."""
 

@@ -74,7 +74,7 @@ def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
     A pooler sends its clients a process ID that differs from the process ID of the server.
 
     Args:
-        backend: the row that `SELECT_BACKEND_PID` returned on `connection`, or another row with this first column.
+        backend: a row whose first column is the result of `SELECT_BACKEND_PID` on `connection`; None: no row.
 
     Returns:
         Whether there is a pooler.
@@ -339,7 +339,7 @@ def address(dsn: str, setting: str = "dsn") -> str:
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """Add Tidemark's connection defaults to `dsn`, which may override them. `setting` names `dsn` in a `BadSetting`."""
+    """Add `application` and other defaults for parameters that `dsn` omits. `setting` names `dsn` in a `BadSetting`."""
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 

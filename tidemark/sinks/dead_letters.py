@@ -473,7 +473,7 @@ class RequeueConfig:
         max_records: the largest number of records that one step produces.
         max_bytes: the approximate number of bytes after which a step ends.
         max_read: the largest number of records that one step reads.
-        poll_seconds: between two steps. The defaults allow at most 10,000 records/s, to leave room for new records.
+        poll_seconds: the pause between two steps. The defaults limit requeuing to 10,000 records/s.
     """
 
     topic: str
@@ -534,7 +534,7 @@ class Requeuer(LeasedThread):
         self._kafka.close()
 
     def step(self, requeue: PendingRequeue) -> tuple[PendingRequeue, str | None]:
-        """Produce some of the records of a requeue, and wait until the brokers have acknowledged these records.
+        """Produce some records of a requeue, and wait for the acknowledgements. Raises `Unavailable` and `Refused`.
 
         Returns:
             The rest of the requeue, and the problem that prevents the rest; None if there is no problem.

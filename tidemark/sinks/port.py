@@ -57,12 +57,12 @@ class CommitResult:
     """The outcome of a batch's transaction in Postgres.
 
     `corrected_advances` and `higher_positions` have entries only if Postgres has higher positions than the batch. This
-    happens if a writer joins again that the pipeline's state has dropped, and Postgres has not.
+    happens if a writer joins again after the pipeline's state has dropped it: Postgres keeps the position.
 
     Attributes:
         is_repeat: whether an earlier transaction applied the batch. If so, this transaction wrote nothing.
-        corrected_advances: (stream, writer) -> the part of the advance that is beyond the stored position; None if no
-            part is.
+        corrected_advances: (stream, writer) -> the part of the advance that is beyond the stored position; None if the
+            whole advance was already stored.
         higher_positions: (stream, writer) -> the stored position, if it is beyond the position in the batch.
         late_numbers: stream -> the numbers of its late completions in this batch, in the order of the batch.
     """
@@ -105,8 +105,8 @@ class Sink(Protocol):
 
     - monotone: no call moves a visible position towards 0, even if batches are repeated, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
-    - fenced: the sink stores the highest token that wrote to it with its data, and refuses lower tokens; the first
-      `LeaseLost` names the highest token, so that the next owner can choose a higher token at once;
+    - fenced: the sink stores the highest token that it has accepted, and refuses lower tokens; the first `LeaseLost`
+      names the highest token, so that the next owner can choose a higher token at once;
     - isolated: a failure that is caused by the data of one stream is a fault of this stream only;
     - refilled: `check_for_loss` detects a loss of data, and `refill` restores the data from Postgres.
 
@@ -119,13 +119,13 @@ class Sink(Protocol):
         """The name of the sink in the log and in the labels of metrics."""
 
     def check(self) -> None:
-        """Check the connection and the rights. The pipeline calls this at its start, before the first batch."""
+        """Query the server, so that an error of the address or the login is reported before the first batch."""
 
     def publish(self, batch: Batch, committed: CommitResult) -> int:
         """Publish a batch that Postgres has committed.
 
-        The sink may lack earlier batches, if their process died after the commit. The sink then refills itself first,
-        so that readers never get an incomplete stream.
+        The sink may lack earlier batches, if a process died between the commit of a batch and the call of this method.
+        The sink then refills itself first, so that readers never get an incomplete stream.
 
         Args:
             batch: the batch.

@@ -144,7 +144,7 @@ class Publisher:
                 raise Stopping("stopped while Postgres refused a batch")
 
     def commit(self, batch: Batch) -> CommitResult:
-        """Apply the batch in a transaction in Postgres."""
+        """Apply the batch in a transaction in Postgres, without a retry. Errors: see `Postgres.apply`."""
         committed = self._postgres.apply(batch)
         if committed.is_repeat:
             log.info("The batch was committed before; repeating the steps after the commit", batch=batch.number)
@@ -165,8 +165,8 @@ class Publisher:
     def send_unsent_dead_letters(self) -> None:
         """Send the dead letters that earlier queries committed to Postgres but may not have sent.
 
-        The batches of earlier queries are not repeated, so nothing else sends these dead letters. Waits for unavailable
-        servers. Raises `Stopping`, `LeaseLost` and the errors of `DeadLetters.send`.
+        The batches of earlier queries are not repeated, so nothing else sends these dead letters. Waits while Kafka is
+        unavailable. Raises `Unavailable` if Postgres is unavailable, `Stopping`, `LeaseLost` and `Stop`.
         """
         for unsent in self._postgres.unsent_dead_letters():
             self._with_retries(partial(self._dead_letters.send, unsent.rejected))

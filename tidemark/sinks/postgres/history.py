@@ -323,6 +323,8 @@ def changes_since(connection: Connection, since: DurableMark | None, streams: Co
 def full_changes_since(connection: Connection, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
     """Read all advances, late completions and positions that were published since a mark, in one transaction.
 
+    If the lease has changed since the mark, the result may contain some from before the mark.
+
     Args:
         most: the largest number of advances.
         timeout: the time limit of each statement, in seconds.

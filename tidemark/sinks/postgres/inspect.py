@@ -323,7 +323,7 @@ def _linear_after(connection: Connection, stream: str, at: datetime, linear: int
 class StoredBatch:
     """The effect of a batch on a stream.
 
-    `linear`: the linear position after the batch; None if a comparison must leave it out.
+    `linear`: the linear position after the batch; None if this position is not to be compared.
     """
 
     batch: int

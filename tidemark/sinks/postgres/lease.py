@@ -42,7 +42,7 @@ TOKENS_PER_SECOND = 2**20
 
 
 def next_token(last: int, clock: int) -> int:
-    """Create a token that is higher than `last`. Its random part makes the same token of another process unlikely.
+    """Create a token that is higher than `last`. Another process is unlikely to create the same random part.
 
     `clock`: the database's time in seconds since 1970. The clock may have been set back.
     """

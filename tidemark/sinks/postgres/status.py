@@ -395,7 +395,7 @@ class Audit:
         self._session.close()
 
     def check_readable(self) -> None:
-        """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
+        """Raise an error unless this Tidemark can read the schema: see `Migrations.check_readable`."""
         with self._session.use() as connection:
             SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 

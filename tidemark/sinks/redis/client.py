@@ -87,7 +87,8 @@ def check_answer(answer: Any) -> Any:
     """Return the answer of a script for one stream, or raise the answer if it is an error.
 
     Raises:
-        StreamFault: the answer is an error that only this stream has (`is_about_stream`).
+        StreamFault: the answer is an error that only this stream has (`is_about_stream`). Other errors are raised
+            unchanged.
     """
     if isinstance(answer, Exception):
         raise StreamFault(str(answer)) if is_about_stream(answer) else answer
@@ -158,9 +159,9 @@ class RedisAddress:
     Attributes:
         url: the URL.
         password: a function that returns the password, or None for the password in the URL. Called for each new
-            connection; but never again if the result is None and the URL has no login when the client is created.
-        sentinel_password: a function that returns the password for the Sentinels, or None for no password. Called as
-            `password` is.
+            connection. If it returns None when a client is created, and the URL has no login, the client never logs in.
+        sentinel_password: a function that returns the password for the Sentinels. If it returns None when a client is
+            created, the client never logs in to the Sentinels.
         ca_file: a PEM file with the CA certificates for TLS; None: the system's certificates.
     """
 

@@ -240,7 +240,7 @@ def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> boo
 
 
 def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
-    """Whether an ID in Redis (a position, or the allocated ID) is beyond the ID in Postgres."""
+    """Whether a position or the allocated ID in Redis is beyond that in Postgres, or Postgres lacks a writer."""
     if abs(snapshot.linear or 0) > abs(stored.linear) or abs(snapshot.allocated) > abs(stored.allocated):
         return True
     return snapshot.positions != stored.positions and any(
