@@ -108,7 +108,7 @@ class FactsReplaced(Retry):
     id: int
 
 
-@message("this process has lost the lease, or has given it up: its token is {own}, and the newest token is {newest}")
+@message("the lease was taken over: this process has token {own}, the newest token is {newest}")
 class LeaseLost(Retry):
     """Another process took the lease, or this process gave it up, and must not publish: docs/design.md, rule 6."""
 
