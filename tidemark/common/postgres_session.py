@@ -85,7 +85,7 @@ def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
     return is_pooled
 
 
-def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | None:
+def explain_row_security(error: psycopg.Error, role: str) -> tuple[str, str] | None:
     """Explain an error that row level security caused.
 
     Args:
@@ -127,11 +127,11 @@ def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
     return [sql.SQL("set local {} = {}").format(sql.SQL(name), sql.Literal(value)) for name, value in settings.items()]
 
 
-def _join_statements(connection: _AnyConnection, local: list[sql.Composed]) -> list[sql.Composed]:
-    """Join statements into one, for one round trip. In pipeline mode, which refuses joined statements, keep `local`."""
-    if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        return local
-    return [sql.SQL("; ").join(local)]
+def _join_statements(connection: _AnyConnection, statements: list[sql.Composed]) -> list[sql.Composed]:
+    """Join statements into one, for one round trip; but not in pipeline mode, which refuses joined statements."""
+    if not statements or connection.pgconn.pipeline_status != PipelineStatus.OFF:
+        return statements
+    return [sql.SQL("; ").join(statements)]
 
 
 def _is_idle(connection: _AnyConnection) -> bool:
@@ -354,7 +354,7 @@ def explain_error(
         role: the session's user; empty if not known.
     """
     code = error.sqlstate
-    if (hidden := row_security_problem(error, role)) is not None:
+    if (hidden := explain_row_security(error, role)) is not None:
         return Refused("Postgres", where, *hidden)
     if code is None:
         lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
@@ -450,7 +450,7 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 """
 
 
-def lock_problem(error: psycopg.Error, other_session: Connection) -> str:
+def describe_lock_timeout(error: psycopg.Error, other_session: Connection) -> str:
     """Describe a lock time-out: the first line of `error`, and possible owners of the lock, read on `other_session`."""
     sessions = describe_sessions(other_session, [pid for (pid,) in other_session.execute(_LOCKING_PIDS).fetchall()])
     return first_line(error) + (f"; possibly locked by {sessions}" if sessions else "")
@@ -515,7 +515,7 @@ class PostgresSession:
             except LockNotAvailable as error:
                 problem = first_line(error)
                 with suppress(TidemarkError, psycopg.Error), self.new_session() as other, other.use() as connection:
-                    problem = lock_problem(error, connection)
+                    problem = describe_lock_timeout(error, connection)
                 raise Unavailable("Postgres", self.where, problem) from error
             except psycopg.Error as error:
                 raise explain_error(error, self.where, self._database.refusals, self._role) from error

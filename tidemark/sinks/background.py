@@ -111,7 +111,7 @@ class Maintenance(LeasedThread):
         super().__init__("maintenance", lease)
         self._on_clock_difference = on_clock_difference
         self._next_clock_check = -float("inf")
-        self._is_clock_wrong = False
+        self._do_clocks_differ = False
         self._sinks = sinks
         self._postgres = postgres
         self._config = config
@@ -188,14 +188,14 @@ class Maintenance(LeasedThread):
         difference = self._postgres.clock.difference()
         self._next_clock_check = time.monotonic() + self._config.compare_seconds
         self._on_clock_difference(difference)
-        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS
-        if self._is_clock_wrong and not was:
+        did_differ, self._do_clocks_differ = self._do_clocks_differ, abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS
+        if self._do_clocks_differ and not did_differ:
             log.warning(
                 "The clocks of this host and of Postgres differ; set them (NTP). The history has times of this host,"
                 " and retention drops at most one day at a time",
                 seconds_ahead=round(difference),
             )
-        elif was and not self._is_clock_wrong:
+        elif did_differ and not self._do_clocks_differ:
             log.info("The clocks of this host and of Postgres agree again")
 
     def _apply_retention(self) -> None:

@@ -21,7 +21,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
-from tidemark.common.postgres_session import address, first_line, row_security_problem
+from tidemark.common.postgres_session import address, explain_row_security, first_line
 from tidemark.streaming.wire.records import encode_row, explain_bad_name, is_name, is_writer_name
 
 MAX_ROW_BYTES = 900_000
@@ -370,7 +370,7 @@ def _convert_error(
 ) -> Exception | None:
     """Convert an error of psycopg to an error of Tidemark. Returns None for an error that `Writer` raises unchanged."""
     code = error.sqlstate or ""
-    if (hidden := row_security_problem(error, "")) is not None:
+    if (hidden := explain_row_security(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)
     return _convert_code(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
 

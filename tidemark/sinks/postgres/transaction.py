@@ -64,7 +64,9 @@ def delete_unsent_dead_letters(connection: Connection, query: str, batch: int) -
     connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-BATCHES_STORED = 1000  # rows of applied_batches for each query, so that a retry detects a commit whose answer was lost
+MAX_STORED_BATCHES = (
+    1000  # rows of applied_batches for each query, so that a retry detects a commit whose answer was lost
+)
 
 
 def apply(connection: Connection, batch: Batch) -> CommitResult:
@@ -322,7 +324,7 @@ def _write_progress(connection: Connection, batch: Batch) -> None:
     )
     connection.execute(
         "delete from tidemark.applied_batches where query = %s and batch <= %s",
-        (batch.query, batch.number - BATCHES_STORED),
+        (batch.query, batch.number - MAX_STORED_BATCHES),
     )
 
 

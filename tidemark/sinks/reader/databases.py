@@ -32,11 +32,11 @@ from tidemark.common.postgres_session import (
     SessionConnection,
     address,
     conninfo,
+    describe_lock_timeout,
     explain_error,
     first_line,
     is_outage,
     is_reachable,
-    lock_problem,
 )
 from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, fetch_rows
 
@@ -247,7 +247,7 @@ class Databases:
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
         with suppress(TidemarkError, psycopg.Error), SessionConnection.open(self.conninfo(role, "lock waits")) as other:
-            return Unavailable("Postgres", error.where, lock_problem(error.__cause__, other))
+            return Unavailable("Postgres", error.where, describe_lock_timeout(error.__cause__, other))
         return error
 
     def _dsn(self, role: Role) -> str:
