@@ -222,7 +222,7 @@ class Migrations:
             PrerequisitePending: pg_restore is filling the database, so tables may still be missing.
         """
         if (process := connection.execute(_RESTORE_PROCESS).fetchone()) is not None:
-            problem = f"pg_restore (process {process[0]}) is filling it"
+            problem = f"pg_restore (process {process[0]}) is filling the database"
             raise PrerequisitePending("using the database", connection.info.dbname, problem)
         version = self.version(connection) or 0
         if not oldest <= version <= self.target_version and not self._is_compatible(connection, version):

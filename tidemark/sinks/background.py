@@ -177,7 +177,7 @@ class Maintenance(LeasedThread):
                     problem=faults[new[0]],
                 )
         for sink_name, stream in (self._stored_faults or {}).keys() - faults.keys():
-            log.info("A sink can publish a stream again that had a fault", sink=sink_name, stream=stream)
+            log.info("A fault of a sink has ended; the sink publishes the stream again", sink=sink_name, stream=stream)
         self._postgres.note_faults(faults)
         self._stored_faults = faults
 

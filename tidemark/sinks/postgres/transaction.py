@@ -64,9 +64,8 @@ def delete_unsent_dead_letters(connection: Connection, query: str, batch: int) -
     connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-MAX_STORED_BATCHES = (
-    1000  # rows of applied_batches for each query, so that a retry detects a commit whose answer was lost
-)
+# The number of batches of each query in applied_batches, with which a retry detects a commit whose answer was lost.
+MAX_STORED_BATCHES = 1000
 
 
 def apply(connection: Connection, batch: Batch) -> CommitResult:
