@@ -223,7 +223,7 @@ class Migrations:
         """
         if (process := connection.execute(_RESTORE_PROCESS).fetchone()) is not None:
             problem = f"pg_restore (process {process[0]}) is filling the database"
-            raise PrerequisitePending("using the database", connection.info.dbname, problem)
+            raise PrerequisitePending("the use of the database", connection.info.dbname, problem)
         version = self.version(connection) or 0
         if not oldest <= version <= self.target_version and not self._is_compatible(connection, version):
             raise SchemaMismatch(version, self.target_version, self.command)
