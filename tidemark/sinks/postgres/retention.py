@@ -205,7 +205,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
     )
     connection.execute("delete from tidemark.skips where time < %s", (audited,))
     connection.execute("delete from tidemark.overrides where time < %s", (audited,))
-    # Keep the newest late completion of each stream: its number shows how many there were.
+    # Keep the newest late completion of each stream: readers and sinks compare its number with theirs.
     connection.execute(
         "delete from tidemark.late_completions l where time < %s and number <"
         " (select max(number) from tidemark.late_completions newer where newer.stream = l.stream)",
