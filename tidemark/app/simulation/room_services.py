@@ -213,8 +213,7 @@ class _LiveThread(_RoomThread):
         return RoomEvent(_make_id(), room, MEMBER, sender, prev_ids, depth, member, content)
 
     def _make_fork_event(self, connection: Connection, room: str) -> RoomEvent:
-        """Make an event whose prev events are up to three random ones of the room's eight deepest events. The event may
-        fork the room."""
+        """Make an event after up to three random ones of the room's eight deepest events. It may fork the room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
@@ -284,10 +283,9 @@ class _BackfillThread(_RoomThread):
 
 
 def fetch_remote_events(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """Read events from `play.remote` by their IDs, in no particular order. Events that the table lacks are left out.
+    """Read events from `play.remote` by their IDs, each with the IDs of the events that make up the state before it.
 
-    Returns:
-        Each event, and the IDs of the events that make up the state before the event.
+    The order is undefined. Events that the table lacks are left out.
     """
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
@@ -401,10 +399,8 @@ class _Clients:
                 return [partial(self._sync, member) for member in SYNCING_MEMBERS]
 
     def _sync(self, member: str) -> None:
-        """Sync repeatedly, each time from the position of the last answer.
-
-        The first sync starts from the last stored answer of the incarnation, or at the first event if there is none.
-        """
+        """Sync repeatedly, each time from the position of the last stored answer of the incarnation; from 0 without
+        one."""
         with ExitStack() as stack:
             facts, answers = self._open_connections(stack)
             since = answers.read_last_position(member)
@@ -483,8 +479,7 @@ class _Clients:
     def _write_and_sync(self) -> None:
         """Write an event, wait until the position of the client's own writer reaches the event, and sync. Repeatedly.
 
-        The sync must contain the event, even if other writers are slow. Raises `NotReached` after
-        `OWN_EVENT_TIMEOUT_SECONDS`.
+        The sync must contain the event, even if other writers are slow. May raise `NotReached`.
         """
         with ExitStack() as stack:
             facts, answers = self._open_connections(stack)
@@ -528,8 +523,7 @@ class _Clients:
     def _read_published_position(self, stream: str) -> VectorPosition | None:
         """Read the published position of the stream: a linear position if the client is `LINEAR`, otherwise a vector.
 
-        If no position is published yet, sleeps for `PAUSE_SECONDS`, and returns None. Raises `ConnectionLost` if the
-        servers do not answer.
+        If none is published yet, sleeps for `PAUSE_SECONDS`, and returns None. May raise `ConnectionLost`.
         """
         try:
             snapshot = self._positions.get(stream)
@@ -570,8 +564,7 @@ class _Answers:
     def add(
         self, kind: str, about: str, since: VectorPosition | None, upto: VectorPosition, answer: Mapping[str, Any]
     ) -> None:
-        """Store one answer. If `stores_all` is False, only a `sync` is stored, and replaces the last sync of the
-        member.
+        """Store one answer. If `stores_all` is False, stores only a `sync`, in place of the last sync of the member.
 
         Args:
             kind: `sync`, `history`, `served` or `own`.
