@@ -83,7 +83,7 @@ class SynapseProcess(ServerProcess):
     def environment(self) -> Mapping[str, str]:
         return {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(_MODULES)}
 
-    def failure(self) -> str:
+    def failure_cause(self) -> str:
         """With the traceback, which is far above the last line."""
         return self.log_tail(80)
 
