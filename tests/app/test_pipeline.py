@@ -317,7 +317,7 @@ def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
     noted = "select number, seen_as = session_user, outcome from tidemark.overrides where kind = 'REPLAY'"
     ((number, proved, outcome),) = shared.sql(noted)
     assert (proved, outcome) == (True, "applied")
-    assert [it["replayed_by_act"] for it in listed()] == [number]
+    assert [it["replay_override"] for it in listed()] == [number]
     code, said = act(shared, "dead-letters", "replay", place, "--yes")
     assert (code, "there is nothing to replay" in said) == (1, True)
 

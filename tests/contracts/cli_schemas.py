@@ -197,7 +197,7 @@ class DeadLetterOutput(msgspec.Struct, kw_only=True):
     gone: Annotated[str | None, Meta(description="Why there is no value.")]
     stream: str
     record: SentOutput
-    replayed_by_act: int | None
+    replay_override: int | None
     key: str | None
     value: str | None
     key_base64: str | UnsetType = UNSET

@@ -112,7 +112,7 @@ def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     it = letter(b"\x1b[2J\xff", key=b"\x1b]0;x")
     text = dead_letters.to_text(it, {("facts", 2, 40): 3}, 61.0)
     assert text.splitlines()[:2] == ["reason: wrong_partition", "stream: \N{REPLACEMENT CHARACTER}]0;x"]
-    assert "replayed_by_act: 3" in text
+    assert "replay_override: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
     assert "\x1b" not in text + dead_letters.to_table([it], {}, 61.0)
     told = json.loads(json_text(dead_letters.json_fields(it, {})))

@@ -55,7 +55,7 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
         "  now published in Redis (by its clock)",
     ]
     told = json.loads(traced(recording, "5", "--json").output)
-    assert (told["writer"], told["passed"], [it["says"] for it in told["records"]]) == (
+    assert (told["writer"], told["passed"], [it["meaning"] for it in told["records"]]) == (
         "a",
         True,
         ["fact", "announced"],

@@ -245,7 +245,7 @@ def json_fields(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], 
         "gone": dead_letter.gone or None,
         "stream": dead_letter.stream,
         "record": dict(zip(("topic", "partition", "offset"), dead_letter.origin, strict=True)),
-        "replayed_by_act": replays.get(dead_letter.origin),
+        "replay_override": replays.get(dead_letter.origin),
     }
     for name, data in (("key", dead_letter.key), ("value", dead_letter.value)):
         try:
@@ -259,7 +259,7 @@ def to_text(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], int]
     """A dead letter as lines of text. Key, value and headers are JSON-encoded, so that a terminal does not execute
     them. `replays`: origin -> number of the override that replayed the record."""
     fields = json_fields(dead_letter, replays)
-    shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
+    shown = ("reason", "detail", "gone", "stream", "replay_override")
     lines = [f"{name}: {fields[name]}" for name in shown if fields[name] is not None]
     lines.append("record: {}[{}] {}".format(*dead_letter.origin) + f", {duration(now - dead_letter.time / 1000)} ago")
     for name, value in ((field, fields.get(f"{field}_base64", fields[field])) for field in ("key", "value")):

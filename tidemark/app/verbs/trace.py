@@ -54,7 +54,7 @@ class TracedRecord:
     Attributes:
         time: the timestamp of the record in Kafka.
         kind, writer, epoch: None if the record is unreadable.
-        says: what the record means for the ID: see `meaning_of`, or `mentions` if an unreadable record contains the ID.
+        meaning: see `meaning_of`; `mentions` if an unreadable record contains the ID.
         text: the value of the record, at most 16,384 characters.
         cut: whether `text` has only the beginning of the value.
     """
@@ -66,7 +66,7 @@ class TracedRecord:
     kind: str | None
     writer: str | None
     epoch: int | None
-    says: RecordMeaning
+    meaning: RecordMeaning
     text: str
     cut: bool
 
@@ -130,9 +130,9 @@ class IdTrace:
         offsets: the offsets that the batch of the first of these advances has read.
         writers: the writers that have not passed the ID.
         gaps: the gaps that contain the ID, and lower gaps that delayed the ID.
-        line: the batch after which the linear position had passed the ID; None if unknown.
+        linear_passed: the batch after which the linear position had passed the ID; None if unknown.
         late: late completions that contain the ID.
-        acts: operator overrides that contain the ID.
+        overrides: operator overrides that contain the ID.
         dead_letters: rejected records that are about the ID, at most `MAX_RECORDS`.
         published: when the position in Redis passed the ID, by Redis's clock; None if unknown. The position is that of
             the ID's writer, or of another writer if the ID's writer is unknown.
@@ -153,9 +153,9 @@ class IdTrace:
     offsets: list[OffsetRange] = field(default_factory=list)
     writers: list[WriterAtId] = field(default_factory=list)
     gaps: list[StoredGap] = field(default_factory=list)
-    line: LinearPassed | None = None
+    linear_passed: LinearPassed | None = None
     late: list[StoredLateCompletion] = field(default_factory=list)
-    acts: list[OverrideEntry] = field(default_factory=list)
+    overrides: list[OverrideEntry] = field(default_factory=list)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     published: datetime | None = None
     unknown: list[str] = field(default_factory=list)
@@ -173,9 +173,9 @@ def read_from_postgres(history: IdInspection, stream: str, encoded: bytes, id: i
         return trace
     trace.settled = history.advances_containing(stream, id)
     if trace.settled:
-        trace.line = history.first_batch_reaching(stream, id, trace.settled[0].time)
+        trace.linear_passed = history.first_batch_reaching(stream, id, trace.settled[0].time)
     trace.writers = [*_writers_below(current, id)]
-    trace.late, trace.acts = history.late_containing(stream, id), history.overrides_containing(stream, id)
+    trace.late, trace.overrides = history.late_containing(stream, id), history.overrides_containing(stream, id)
     return trace
 
 
@@ -227,7 +227,7 @@ def add_records(
             trace.records.append(record)
     trace.searched = SearchedRange(topic, partition, begin, max(begin, end), wanted, retained)
     completing = [
-        record for record in trace.records if record.says in ("fact", "void") and record.offset < trace.unread
+        record for record in trace.records if record.meaning in ("fact", "void") and record.offset < trace.unread
     ]
     if completing:
         trace.writer = completing[0].writer
@@ -355,7 +355,7 @@ def add_dead_letters(trace: IdTrace, dead_letters: Sequence[DeadLetter]) -> None
             continue
         origin = dead_letter.partition, dead_letter.offset, dead_letter.time
         record = record_about(RecordedMessage("", *origin, dead_letter.key, dead_letter.value), trace.id)
-        if record is not None and record.says not in ("passed", "settled"):
+        if record is not None and record.meaning not in ("passed", "settled"):
             trace.dead_letters.append(dead_letter)
 
 
@@ -439,7 +439,7 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
     if len(trace.records) > MAX_SHOWN:
         yield f"and {count(len(trace.records) - MAX_SHOWN, 'more record')}: use --json"
     searched = trace.searched if trace.known else None
-    if searched is None or any(record.says in ("fact", "void") for record in trace.records):
+    if searched is None or any(record.meaning in ("fact", "void") for record in trace.records):
         return
     partition = f"{searched.topic}/{searched.partition}"
     span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
@@ -454,7 +454,7 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
 def _record_line(record: TracedRecord) -> str:
     subject = "record" if record.kind is None else f"{record.kind} of {record.writer or ''} (epoch {record.epoch})"
     origin = f"{record.topic}/{record.partition} {record.offset}"
-    return f"{timestamp(record.time)} {subject} at {origin}: {_MEANINGS[record.says]}"
+    return f"{timestamp(record.time)} {subject} at {origin}: {_MEANINGS[record.meaning]}"
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
@@ -499,10 +499,10 @@ def _writer_line(writer: WriterAtId) -> str:
 
 def _linear_lines(trace: IdTrace) -> Iterator[str]:
     stream = shlex.quote(trace.stream)
-    if trace.line is not None:
-        passed = trace.line
+    if trace.linear_passed is not None:
+        passed = trace.linear_passed
         yield f"{timestamp(passed.time)} the linear position passed the ID in batch {passed.batch}, to {passed.linear}"
-        if trace.settled and trace.line.time > trace.settled[0].time:
+        if trace.settled and trace.linear_passed.time > trace.settled[0].time:
             at = timestamp(trace.settled[0].time).replace(" ", "T")
             yield f"  to see what blocked the stream until then: tidemark explain {stream} --at {at}"
     elif trace.passed:
@@ -525,9 +525,9 @@ def _related_lines(trace: IdTrace) -> Iterator[str]:
         f"{timestamp(override.time)} {override.kind} of {override.writer} (epoch {override.epoch}),"
         f" {id_range(override.prev, override.id)}, by {override.by}: {override.why}"
         + ("" if override.number is None else f" (override {override.number} of {override.seen_as})")
-        for override in trace.acts
+        for override in trace.overrides
     )
-    yield from _first_lines(overrides, len(trace.acts), "override")
+    yield from _first_lines(overrides, len(trace.overrides), "override")
     rejected = (
         "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(
             dead_letter.reason, *dead_letter.origin, dead_letter.display_offset
