@@ -161,7 +161,7 @@ class PositionFollower:
         """By stream, the published positions at the last change: linear position, writer -> position, and the number of
         the newest late completion."""
         self._is_full_read = False
-        """Whether this iteration reads all streams. It has then also read `_known` and `_local_writers`."""
+        """Whether this iteration reads all streams. Such an iteration first reads `_known` and `_local_writers`."""
         self._local_streams = set[str]()
         """The streams whose position this database decides."""
 

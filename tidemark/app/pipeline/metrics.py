@@ -224,7 +224,7 @@ STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, descriptio
         "tidemark_bound_used_ratio",
         ["stream", "bound"],
         "The part of a bound that a stream fills, from 0.5 on. At 1: `pending` (TIDEMARK_PENDING_BOUND): records of"
-        " that writer are deferred; `completed` (TIDEMARK_COMPLETED_BOUND): the linear position may move later;"
+        " one writer are deferred; `completed` (TIDEMARK_COMPLETED_BOUND): the linear position may move later;"
         " `unknown`: records of further writers that never joined are rejected. `tidemark gaps` names the cause.",
     ),
     "pending": (
