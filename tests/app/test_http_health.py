@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from tests.waiting import eventually
 from tidemark.app import relay
+from tidemark.app.connections import local_host_names
 from tidemark.app.pipeline import metrics
 from tidemark.app.serving import http_health
 from tidemark.common.errors import BadSetting
@@ -231,6 +232,24 @@ def test_head_without_end_fills_no_memory(url: str) -> None:
                 it.sendall(b"a: " + b"b" * 65_000 + b"\r\n")
         eventually(lambda: is_ended(it))
     assert psutil.Process().memory_info().rss - before < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("host", "is_checked"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.1.2.3", False),
+        ("example.org", False),
+    ],
+)
+def test_host_names_are_checked_if_only_this_machine_reaches_the_server(host: str, *, is_checked: bool) -> None:
+    allowed = local_host_names(host)
+    assert bool(allowed) is is_checked
+    assert not is_checked or {host, "localhost", "127.0.0.1", "::1"} <= {*allowed}
 
 
 def test_metrics_on_this_machine_are_not_for_other_sites(url: str) -> None:

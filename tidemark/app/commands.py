@@ -151,7 +151,7 @@ def load_settings(*, other_database: bool = False) -> "Settings":
 
     Changes environment variables of this process that could redirect requests to the local stack. If a proxy is set,
     adds the loopback addresses to `no_proxy`. Removes the `PG...` variables if `postgres_dsn` is the address of the
-    local stack, `synapse_dsn` is not set, and `other_database` is not set.
+    local stack, and neither `synapse_dsn`, `readers_dsn` nor `other_database` is set.
 
     Args:
         other_database: whether the process also connects to a database that is not in the settings. The `PG...`
@@ -168,7 +168,8 @@ def load_settings(*, other_database: bool = False) -> "Settings":
 
     logs.configure_at_first_line(settings)
     bypass_proxies_for_loopback()
-    if not other_database and settings.synapse_dsn is None and _uses_local_stack(settings):
+    dsns = (settings.synapse_dsn, settings.readers_dsn)
+    if not (other_database or any(dsns)) and _uses_local_stack(settings):
         remove_foreign_variables([VariableGroup.POSTGRES])
     return settings
 

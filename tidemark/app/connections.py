@@ -8,6 +8,7 @@ import socket
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -44,9 +45,19 @@ def host_name(field: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is 127.0.0.1 or ::1, so that a server that listens on `host` is reachable only from this machine.
-    False for other text that also leads to this machine, such as `localhost`."""
-    return host in LOOPBACK
+    """Whether a server that listens on `host` is reachable only from this machine: `host` is `localhost`, ::1, or an
+    address in 127.0.0.0/8."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def local_host_names(host: str) -> tuple[str, ...]:
+    """The host names that a request to a server may name in `Host`, if only this machine reaches the address `host` of
+    the server. Empty otherwise: then any name is allowed. The check is against DNS rebinding: a web page may use a host
+    name that resolves to this machine."""
+    return (*THIS_MACHINE, host.lower()) if is_loopback(host) else ()
 
 
 def _check_host_port(text: str) -> str:

@@ -418,7 +418,7 @@ def origin_of(name: str) -> str:
     variable = variable_of(name)
     if os.environ.get(variable):
         return "environment"
-    if path := os.environ.get(f"{variable}_FILE"):
+    if is_secret(Settings.model_fields[name]) and (path := os.environ.get(f"{variable}_FILE")):
         return path
     if variable in read_stack_env():
         return str(stack_env())

@@ -11,7 +11,7 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback, parse_host_port
+from tidemark.app.connections import host_name, local_host_names, parse_host_port
 from tidemark.app.serving.tls_listener import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 
@@ -84,7 +84,7 @@ def serve_health(
         server = _HealthServer(address, limits or HealthServerConfig())
     except OSError as error:
         raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    server.set_app(_application(health, now, is_local=is_loopback(host)))
+    server.set_app(_application(health, now, local_host_names(host)))
     thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
     thread.start()
     try:
@@ -109,7 +109,8 @@ def gauge_value(gauge: Gauge) -> float:
     return float(family.samples[0].value)
 
 
-def _application(health: Health, now: Callable[[], float], *, is_local: bool) -> "WSGIApplication":
+def _application(health: Health, now: Callable[[], float], allowed_hosts: Collection[str]) -> "WSGIApplication":
+    """The metrics and probes. `allowed_hosts`: see `local_host_names`."""
     scrape = _throttle(make_wsgi_app(health.registry))
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
@@ -118,8 +119,7 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
                 return _probe_response(start_response, health.liveness_problem(now()))
             case "/readyz":
                 return _probe_response(start_response, health.readiness_problem())
-            case _ if is_local and host_name(environ.get("HTTP_HOST", "localhost")) not in THIS_MACHINE:
-                # DNS rebinding: a web page uses a host name that resolves to this machine.
+            case _ if allowed_hosts and host_name(environ.get("HTTP_HOST", "localhost")) not in allowed_hosts:
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
                 return [b"unknown host name\n"]
             case _:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from tidemark.app.connections import THIS_MACHINE, is_loopback, parse_host_port
+from tidemark.app.connections import is_loopback, local_host_names, parse_host_port
 from tidemark.app.lines.channel import Channel, ChannelConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
@@ -248,7 +248,7 @@ def run(settings: Settings) -> None:
         )
     )
     limits = Limits(client_limits.open_requests, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
-    hosts = settings.sidecar_hosts or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
+    hosts = settings.sidecar_hosts or local_host_names(settings.sidecar_host)
     config = AppConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
     listener_config = _listener_config(settings, client_limits.handshakes)
     stopping = asyncio.Event()

@@ -234,11 +234,11 @@ class EffectsDiffer(TidemarkError):
     """The effects of a reader are wrong or incomplete.
 
     Args:
-        counts: the counts of all readers. The message has only readers with missed, duplicated or disordered facts.
+        counts: the counts of all readers. The message has only readers whose effects are wrong or incomplete.
     """
 
     def __init__(self, counts: Sequence[ReadCount]) -> None:
-        wrong = "; ".join(str(count) for count in counts if not count.is_correct)
+        wrong = "; ".join(str(count) for count in counts if not (count.is_correct and count.is_complete))
         super().__init__(f"what the readers read differs from what was written: {wrong}")
         self.counts = counts
 

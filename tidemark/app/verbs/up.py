@@ -67,7 +67,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         stack.require_free_ports()
         # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
-            fetch_jars(home.jars, java, lambda text: _echo(f"downloading {text}"), jars, inherited)
+            fetch_jars(home.jars, java, lambda text: _echo(f"downloads: {text}"), jars, inherited)
         with _run_processes(stack, demo=demo) as running:
             if demo:
                 _wait_for_first_position(stack)
