@@ -120,10 +120,11 @@ class LazyGroup(CommandGroup):
         try:
             with gc_disabled():
                 module = import_module(name)
+                if not is_imported:
+                    # Modules live as long as the process. The collector must not scan them when it is enabled again.
+                    gc.freeze()
         except ModuleNotFoundError as error:
             raise _extra_missing(error, cmd_name) from None
-        if not is_imported:
-            gc.freeze()  # modules live as long as the process, so the collector can skip them
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
@@ -134,6 +135,7 @@ class LazyGroup(CommandGroup):
         if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
             with gc_disabled():
                 preload_settings(ctx)  # before the slow import of the verb, so that a wrong setting is reported at once
+                gc.freeze()
         return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:

@@ -9,13 +9,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import astuple
 from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from tidemark.app.diagnosis.open_ranges import LinearLagAnswer, Name, StreamId, Verdict, lag_answer, last_seen, moment
 from tidemark.app.read_side import ReadSide

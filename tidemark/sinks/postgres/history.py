@@ -22,9 +22,10 @@ position.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Literal, LiteralString
+
+import msgspec
 
 from tidemark.common.postgres_session import Connection, PostgresSession, fetch_one, fetch_value
 from tidemark.sinks.postgres.database import execute
@@ -33,8 +34,7 @@ from tidemark.streaming.core.effects import LateCompletion, WriterAdvance
 from tidemark.streaming.values.direction import is_beyond
 
 
-@dataclass(frozen=True, slots=True)
-class StoredAdvance:
+class StoredAdvance(msgspec.Struct, frozen=True):
     """An advance of the history.
 
     Attributes:
@@ -49,8 +49,7 @@ class StoredAdvance:
     time: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLate:
+class StoredLate(msgspec.Struct, frozen=True):
     """A late completion of the history.
 
     Attributes:
@@ -65,8 +64,7 @@ class StoredLate:
     time: int
 
 
-@dataclass(frozen=True, slots=True)
-class PageBounds:
+class PageBounds(msgspec.Struct, frozen=True):
     """Bounds of one page of a stream's history.
 
     Attributes:
@@ -80,8 +78,7 @@ class PageBounds:
     timeout: float
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPage:
+class StoredPage(msgspec.Struct, frozen=True):
     """A page of a stream's history: what happened beyond the positions of a reader.
 
     Attributes:
@@ -222,8 +219,7 @@ def late_since(
 CLOCK_TOLERANCE_MS = 60_000  # how far the clock of a later pipeline may be behind
 
 
-@dataclass(frozen=True, slots=True)
-class DurableMark:
+class DurableMark(msgspec.Struct, frozen=True):
     """A point from which the changes of all streams can be read later (`changes_since`). Times are comparable only
     within one lease, because each pipeline has its own clock.
 
@@ -236,8 +232,7 @@ class DurableMark:
     time: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChange:
+class StreamChange(msgspec.Struct, frozen=True):
     """The current positions of a stream that changed.
 
     Attributes:
@@ -267,8 +262,7 @@ class StreamChange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChangesSince:
+class ChangesSince(msgspec.Struct, frozen=True):
     """The changes that `changes_since` has read.
 
     Attributes:
@@ -280,8 +274,7 @@ class ChangesSince:
     streams: dict[str, StreamChange]
 
 
-@dataclass(frozen=True, slots=True)
-class FullChanges:
+class FullChanges(msgspec.Struct, frozen=True):
     """The changes that `full_changes_since` has read.
 
     Attributes:
@@ -428,8 +421,7 @@ order by coalesce(closed_at, %(until)s) - opened_at desc limit %(most)s
 """
 
 
-@dataclass(frozen=True, slots=True)
-class GapSpan:
+class GapSpan(msgspec.Struct, frozen=True):
     """A gap: the IDs `(low, top]` of one writer, which were open from `opened` to `closed`.
 
     `closed` is None if the gap is open now. `closed_by`: as for `inspect.StoredGap`.
@@ -443,8 +435,7 @@ class GapSpan:
     closed_by: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamHistoryChart:
+class StreamHistoryChart(msgspec.Struct, frozen=True):
     """The history of a stream in steps of equal length, oldest first.
 
     Attributes:
@@ -462,8 +453,7 @@ class StreamHistoryChart:
     gaps: list[GapSpan]
 
 
-@dataclass(slots=True)
-class _LagSteps:
+class _LagSteps(msgspec.Struct):
     """Known IDs and linear positions of a chart, by step. Each step has the length `LAG_STEP`. All IDs are magnitudes.
 
     Attributes:
@@ -471,8 +461,8 @@ class _LagSteps:
         linear: step -> the linear position at the end of the step. Steps without a move are left out.
     """
 
-    known: dict[int, int] = field(default_factory=dict)
-    linear: dict[int, int] = field(default_factory=dict)
+    known: dict[int, int] = msgspec.field(default_factory=dict)
+    linear: dict[int, int] = msgspec.field(default_factory=dict)
 
     def add_known(self, step: int, id: int) -> None:
         self.known[step] = max(self.known.get(step, 0), id)

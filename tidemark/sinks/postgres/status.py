@@ -5,9 +5,10 @@ display and alerts; no position depends on it. `Audit` is for `tidemark verify`,
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal, LiteralString, Self
+
+import msgspec
 
 from tidemark.common.postgres_session import (
     BRIDGE_LOCK,
@@ -23,8 +24,7 @@ from tidemark.sinks.postgres.history import advances_since
 from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, stored_requeues, stored_writers
 
 
-@dataclass(frozen=True, slots=True)
-class LaggingPartition:
+class LaggingPartition(msgspec.Struct, frozen=True):
     """A Kafka partition that has had unread records for ten seconds or longer.
 
     If Kafka has not answered for ten seconds or longer, every partition counts as lagging, because its lag is unknown.
@@ -80,8 +80,7 @@ def lagging_partitions(connection: Connection) -> list[LaggingPartition]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStatus:
+class ReadStatus(msgspec.Struct, frozen=True):
     """Which Kafka partitions the active pipeline reads with lag.
 
     Attributes:
@@ -98,8 +97,7 @@ MAX_OVERRIDES = 5  # the largest number of overrides in the status
 MAX_LATE_COUNT = 100  # the largest count of late completions of one stream
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetterCounts:
+class DeadLetterCounts(msgspec.Struct, frozen=True):
     """The number of distinct records that were rejected for `reason`, since the database was created.
 
     `newest`: the time of the batch with the newest rejected record.
@@ -110,8 +108,7 @@ class DeadLetterCounts:
     newest: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class SinkFault:
+class SinkFault(msgspec.Struct, frozen=True):
     """A stream that `sink` cannot publish, although `sink` publishes other streams. `problem` is the reason."""
 
     sink: str
@@ -120,8 +117,7 @@ class SinkFault:
     since: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class BridgeStatus:
+class BridgeStatus(msgspec.Struct, frozen=True):
     """The state of the `tidemark synapse` process that sends a stream.
 
     Attributes:
@@ -133,8 +129,7 @@ class BridgeStatus:
     since: datetime | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecentOverride:
+class RecentOverride(msgspec.Struct, frozen=True):
     """A row of the table of operator overrides: see `operators.OverrideEntry`."""
 
     number: int
@@ -148,8 +143,7 @@ class RecentOverride:
     outcome: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """The status of the pipeline. Times are by the clock of the database.
 
     Attributes:
@@ -173,8 +167,7 @@ class Condition:
     lagging: Sequence[LaggingPartition] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LateCount:
+class LateCount(msgspec.Struct, frozen=True):
     """The number of late completions of a stream (at most `MAX_LATE_COUNT`), and the time of the newest one."""
 
     count: int
@@ -198,8 +191,7 @@ def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LeaseRow:
+class _LeaseRow(msgspec.Struct, frozen=True):
     owner: str
     seconds_left: float
     waits_for: str | None
@@ -326,8 +318,7 @@ SELECT_STATES: LiteralString = """
 HistoryFaultKind = Literal["hole", "overlap", "regress", "no writer"]
 
 
-@dataclass(frozen=True, slots=True)
-class AuditedStream:
+class AuditedStream(msgspec.Struct, frozen=True):
     """The stored data of a stream, read in one snapshot.
 
     Attributes:
@@ -343,8 +334,8 @@ class AuditedStream:
     allocated: int
     late: int
     state: bytes
-    writers: dict[str, WriterPosition] = field(default_factory=dict)
-    gaps: set[tuple[str, int]] = field(default_factory=set)
+    writers: dict[str, WriterPosition] = msgspec.field(default_factory=dict)
+    gaps: set[tuple[str, int]] = msgspec.field(default_factory=set)
 
     @property
     def positions(self) -> dict[str, int]:
@@ -352,8 +343,7 @@ class AuditedStream:
         return {name: writer.position for name, writer in self.writers.items() if not writer.forgotten}
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryFault:
+class HistoryFault(msgspec.Struct, frozen=True):
     """A fault in the history of a writer.
 
     Attributes:
@@ -371,8 +361,7 @@ class HistoryFault:
     found: int
 
 
-@dataclass(frozen=True, slots=True)
-class _StreamRow:
+class _StreamRow(msgspec.Struct, frozen=True):
     stream: str
     linear: int
     head: int
