@@ -31,7 +31,7 @@ def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConne
     refused: list[str] = []
     lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, RUN]
     produced = produce_lines(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
-    assert (produced.sent, produced.refused) == (2, 2)
+    assert (produced.sent, produced.invalid_count) == (2, 2)
     assert [text.split(":")[:2] for text in refused] == [["line 3", " not_json"], ["line 4", " wrong_topic"]]
     assert produced.last is not None
     partition, offset = produced.last
@@ -45,7 +45,7 @@ def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
     """Each topic takes what belongs on it."""
     refused: list[str] = []
     produced = produce_lines(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
-    assert produced == ProduceResult(sent=1, refused=1, last=(0, 0))
+    assert produced == ProduceResult(sent=1, invalid_count=1, last=(0, 0))
     assert "wrong_topic" in refused[0]
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tidemark.common.errors import LeaseLost
 from tidemark.errors import BadToken, Refused, Retry, TidemarkError, Unavailable, exit_on_error
 
 
@@ -29,6 +30,21 @@ def test_program_ends_with_a_line_and_a_hint(
     assert ended.value.code == code
     assert f"{line}\n{hint}" == f"error: {error.short}"
     assert hint == f"Hint: {type(error).hint}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (LeaseLost(1, 2), "the lease was taken over: this process has token 1, the newest token is 2"),
+        (LeaseLost(1, 2, was_given_up=True), "the lease was taken over: this process has token 1"),
+        (LeaseLost(1, 1, was_given_up=True), "this process gave up the lease with token 1"),
+        (LeaseLost(1, 1), "Postgres no longer has the lease with token 1"),
+        (LeaseLost(1, 0), "Postgres no longer has the lease with token 1"),
+    ],
+)
+def test_lost_lease_names_its_cause(error: LeaseLost, text: str) -> None:
+    """Only a higher token is a takeover."""
+    assert str(error).startswith(text)
 
 
 def test_ctrl_c_ends_the_program_without_a_message() -> None:

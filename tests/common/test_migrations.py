@@ -18,6 +18,7 @@ from tidemark.app.output import applied_migrations
 from tidemark.common import migrations
 from tidemark.common.errors import PrerequisitePending, SchemaMismatch
 from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import describe_sessions
 from tidemark.sinks.postgres import database as sink
 from tidemark.sources.relay import queries
 from tidemark.sources.rooms import tables
@@ -104,6 +105,40 @@ def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkey
     assert first["step"] == "migration 0001_test.sql"
     expected = f"pid {pid} (user postgres, session named nightly dump, idle in transaction since 20"
     assert first["blockers"].startswith(expected)
+
+
+def test_blockers_that_end_between_two_queries_leave_a_description(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends after Postgres has named its pid, and before its pid is looked up in pg_stat_activity."""
+    migrate(queries.SCHEMA, database)
+    described = list[str]()
+    with (
+        locked(database, queries.SCHEMA.table, "access exclusive") as holder,
+        psycopg.connect(database, autocommit=True) as observer,
+        sink.session_of(database, "test") as session,
+    ):
+        pid = holder.info.backend_pid
+
+        def has_ended() -> bool:
+            return observer.execute("select from pg_stat_activity where pid = %s", [pid]).fetchone() is None
+
+        def describe_late(connection: psycopg.Connection, pids: list[int]) -> str:
+            assert pids == [pid]
+            holder.close()
+            eventually(has_ended)
+            described.append(describe_sessions(connection, pids))
+            return described[-1]
+
+        monkeypatch.setattr(migrations, "describe_sessions", describe_late)
+        blockers = migrations._BlockerQuery(session)
+        with session.use() as connection, connection.transaction(), blockers:
+            blockers.begin(connection)
+            connection.execute(
+                sql.SQL("select from {}").format(sql.Identifier("tidemark", queries.SCHEMA.table))
+            ).fetchall()
+    assert described == [""]
+    assert blockers.description == "a session that has ended since"
 
 
 def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
 from tidemark.app.diagnosis.open_ranges import LagCauseAnswer, OpenRange
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
-from tidemark.app.relay import RelayMigration, Retirement
+from tidemark.app.relay import RelayMigrationResult, Retirement
 from tidemark.app.settings import EffectiveSetting, UnknownVariable
 from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
@@ -387,7 +387,7 @@ OUTPUTS: Final[dict[str, Any]] = {
     "readers seek": ReaderChangeOutput,
     "readers show": ReadersOutput,
     "relay blockers": BlockersOutput,
-    "relay migrate": RelayMigration,
+    "relay migrate": RelayMigrationResult,
     "relay retire": RetireOutput,
     "replay": _changed(ReplayReport, parted=list[_PARTING]),  # type: ignore[valid-type]
     "reseed": _changed(Reseed, dry_run=bool),

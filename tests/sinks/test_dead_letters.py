@@ -146,6 +146,32 @@ def test_record_that_retention_removed_leaves_its_origin(
     for offset in (b"0", b"3", b"77"):
         assert found[offset].value() == b""
         assert "gone" in dict(found[offset].headers() or ())
+    causes = {offset: dict(found[offset].headers() or ())["gone"] for offset in (b"0", b"3", b"77")}
+    assert causes == {
+        b"0": b"removed by retention",
+        b"3": b"too large for this topic",
+        b"77": b"not in Kafka: the partition ends before the offset",
+    }
+
+
+def test_offset_without_a_record_is_not_said_to_be_removed_by_retention(
+    connection: KafkaConnection, facts: str, dead: str, dead_letters: DeadLetters
+) -> None:
+    """The offset of a commit marker has no record, and the partition goes on behind it."""
+    producer = Producer({**connection.producer_settings(), "transactional.id": facts})
+    producer.init_transactions(60)
+    for _ in range(2):
+        producer.begin_transaction()
+        producer.produce(facts, b"{}", partition=0)
+        producer.commit_transaction(60)
+    assert dead_letters.send([rejected(facts, "not_json", [0, 1, 2, 3])]) == DeadLetterResult(sent=4, gone=2)
+    found = {
+        headers["offset"]: headers.get("gone")
+        for it in read(connection, dead, 4)
+        if (headers := dict(it.headers() or ()))
+    }
+    missing = b"not in Kafka: the partition has no record with the offset"
+    assert found == {b"0": None, b"1": missing, b"2": None, b"3": missing}
 
 
 def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None:

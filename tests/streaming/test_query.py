@@ -60,7 +60,7 @@ def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch
         frames, state = iter([pd.DataFrame({"packet": [packet]})]), EmptyState()
         spark: Any = state
         began = time.time_ns() // 1_000_000
-        (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), lineage=line)
+        (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), query=line)
         done = effects.decode(frame["effects"][0])
         assert began <= done.computation_start <= time.time() * 1000
         (stream,) = done.streams

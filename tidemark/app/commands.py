@@ -209,8 +209,8 @@ def require_confirmation(word: str, description: str, *, yes: bool) -> None:
 
 
 def echo_result(line: str, *, err: bool = False) -> None:
-    """Print the result of completed work to stdout, or to stderr if `err`. Ignores an error of the output, because the
-    work is done, and the exit code must report this."""
+    """Print the result of completed work to stdout, or to stderr if `err`. Ignores output errors: the work is done, so
+    the exit code must report success."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -263,7 +263,7 @@ effect_wait_option = click.option(
 )
 
 
-def change_options(command: Callable[..., None]) -> Callable[..., None]:
+def add_change_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options `--by`, `--why`, `--dry-run`, `--yes` and `--json` to a command with which operators change
     something."""
     for option in reversed(_CHANGE_OPTIONS):

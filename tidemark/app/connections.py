@@ -256,6 +256,7 @@ class Connections(BaseModel):
             password=partial(self.secret, "redis_password"),
             sentinel_password=partial(self.secret, "redis_sentinel_password"),
             ca_file=_path_text(self.redis_ca_file),
+            name="TIDEMARK_REDIS_URL",
         )
 
     def postgres(self) -> str:

@@ -225,8 +225,11 @@ class PositionFollower:
             updates = dict[str, StreamUpdate]()
             for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
-                keys = read_reply(request, send_request(client, request))
-                if self._decide_source(stream, keys) and (update := self._next_update(stream, keys)) is not None:
+                published = read_reply(request, send_request(client, request))
+                if (
+                    self._decide_source(stream, published)
+                    and (update := self._next_update(stream, published)) is not None
+                ):
                     updates[stream] = update
             if updates:
                 reader_database.publish(self._session, updates)
@@ -235,7 +238,7 @@ class PositionFollower:
                     newest = max([known.late, update.late_after, *(late.number for late in update.late)])
                     self._known[stream] = KnownStream(update.linear, newest, "published")
 
-    def _decide_source(self, stream: str, keys: StreamKeys) -> bool:
+    def _decide_source(self, stream: str, published: StreamKeys) -> bool:
         """Whether to copy the published positions of the stream. Also updates `_local_streams`, and hands the stream
         over (`_hand_over`).
 
@@ -245,13 +248,13 @@ class PositionFollower:
         """
         known = self._known.get(stream)
         if known is not None and known.source == "handover":
-            return self._hand_over(stream, keys, known)
+            return self._hand_over(stream, published, known)
         is_decided_here = known is not None and known.source == "database"
         if stream in self._local_writers:
             after, writers = self._local_writers[stream]
-            if any(writer not in writers and is_beyond(id, after) for writer, id in keys.positions.items()):
+            if any(writer not in writers and is_beyond(id, after) for writer, id in published.positions.items()):
                 reason = "the stream has writers in other databases"
-            elif known is not None and is_decided_here and self._is_overridden(stream, keys, known, writers):
+            elif known is not None and is_decided_here and self._is_overridden(stream, published, known, writers):
                 reason = "an operator has settled IDs that are open in this database"
             elif known is None or is_decided_here:
                 self._local_streams.add(stream)
@@ -265,55 +268,57 @@ class PositionFollower:
                     stream=stream,
                     reason=reason,
                 )
-                return self._hand_over(stream, keys, known)
-        return keys.linear is not None and not is_decided_here
+                return self._hand_over(stream, published, known)
+        return published.linear is not None and not is_decided_here
 
-    def _hand_over(self, stream: str, keys: StreamKeys, known: KnownStream) -> bool:
+    def _hand_over(self, stream: str, published: StreamKeys, known: KnownStream) -> bool:
         """Change the stream from the position of this database to the published positions. The change is complete when
         the published positions have reached the position of this database: until then, call this method again.
 
         Returns True if the change is complete, and Redis has a position to copy.
         """
-        source = reader_database.hand_over(self._session, stream, keys.late, keys.linear or 0, keys.positions)
-        late = keys.late if known.source == "database" else known.late
-        self._known[stream] = KnownStream(keys.linear or known.linear, late, source)
-        return keys.linear is not None and source == "published"
+        source = reader_database.hand_over(
+            self._session, stream, published.late, published.linear or 0, published.positions
+        )
+        late = published.late if known.source == "database" else known.late
+        self._known[stream] = KnownStream(published.linear or known.linear, late, source)
+        return published.linear is not None and source == "published"
 
-    def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
+    def _is_overridden(self, stream: str, published: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator override has settled IDs beyond the linear position `known.linear` of this database.
 
         An override of an earlier epoch than in `epochs` is ignored: it is older than a restore of this database. Reads
         the published events only in an iteration that reads all streams; in all other iterations, the result is False.
         """
-        if keys.linear is None or not is_beyond(keys.linear, known.linear) or not self._is_full_read:
+        if published.linear is None or not is_beyond(published.linear, known.linear) or not self._is_full_read:
             return False
         return any(
             isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
-            for event in self._read_events(stream, Place(known.linear, {}, keys.late, is_settled=True))
+            for event in self._read_events(stream, Place(known.linear, {}, published.late, is_settled=True))
         )
 
-    def _next_update(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
+    def _next_update(self, stream: str, published: StreamKeys) -> StreamUpdate | None:
         """Compute the update of a stream for the database, and remember its published positions. None if they have not
         changed since the last call. Reads new late completions from Redis, or from Postgres if Redis lacks them."""
-        assert keys.linear is not None
-        published = (keys.linear, keys.positions, keys.late)
-        if self._published.get(stream) == published:
+        assert published.linear is not None
+        positions = (published.linear, published.positions, published.late)
+        if self._published.get(stream) == positions:
             return None
-        self._published[stream] = published
-        writers = {writer: id for writer, id in keys.positions.items() if is_beyond(id, keys.linear)}
+        self._published[stream] = positions
+        writers = {writer: id for writer, id in published.positions.items() if is_beyond(id, published.linear)}
         known = self._known.get(stream)
         if known is None:
-            return StreamUpdate(keys.linear, writers, late_after=keys.late)
-        if keys.late <= known.late:
-            return StreamUpdate(keys.linear, writers)
-        events = self._read_events(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
+            return StreamUpdate(published.linear, writers, late_after=published.late)
+        if published.late <= known.late:
+            return StreamUpdate(published.linear, writers)
+        events = self._read_events(stream, Place(published.linear, published.positions, known.late, is_settled=True))
         late = [
             PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
             for event in events
             if isinstance(event, Late)
         ]
         lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
-        return StreamUpdate(keys.linear, writers, lost, late)
+        return StreamUpdate(published.linear, writers, lost, late)
 
     def _read_events(self, stream: str, since: Place) -> list[Event]:
         """Read the events between the place `since` and the positions that are published now."""

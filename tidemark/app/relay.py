@@ -143,7 +143,7 @@ class StreamCreation:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayMigration:
+class RelayMigrationResult:
     """The result of `migrate`.
 
     Attributes:
@@ -157,7 +157,7 @@ class RelayMigration:
     streams: Sequence[StreamCreation]
 
 
-def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> RelayMigration:
+def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> RelayMigrationResult:
     """Create or update the tables and functions of the relay and of readers, and create the streams that are missing.
     Calls `say` with a line of text for each step.
 
@@ -191,7 +191,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
             is_new = run_with_lock_timeout(session, f"creating stream {name}", partial(_create_stream, name, direction))
             say(f"created stream {name}" if is_new else f"stream {name} exists")
             created.append(StreamCreation(name, is_new))
-    return RelayMigration(applied, installed, created)
+    return RelayMigrationResult(applied, installed, created)
 
 
 def _create_stream(name: str, direction: DirectionName, connection: Connection) -> bool:

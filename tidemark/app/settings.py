@@ -50,7 +50,9 @@ def stack_env() -> Path:
 
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
-    """Read the exported variables in `stack.env`: name -> value. Empty if the file is missing, unreadable, or in a
+    """Read the variables that `write_stack_env` got as `variables`: name -> value.
+
+    Does not read the part of the file that is only for shells. Empty if the file is missing, unreadable, or in a
     temporary directory of another user.
 
     Args:

@@ -92,7 +92,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     dsn, redis = _synapse_dsn(settings), settings.secret("synapse_redis_url")
     if redis is None:
         raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: give the URL of the Redis of Synapse's workers")
-    address = RedisAddress(redis)
+    address = RedisAddress(redis, name="TIDEMARK_SYNAPSE_REDIS_URL")
     halt = shutdown_event()
     metrics = BridgeMetrics(CollectorRegistry())
     health = LoopHealth(metrics, "a database")

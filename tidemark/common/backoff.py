@@ -95,11 +95,11 @@ def wait_out(
         try:
             result = step()
         except Unavailable as problem:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
                 raise
             on_failure(problem)
-            if stop_event.wait(min(wait_log.pause_after(problem), left)):
+            if stop_event.wait(min(wait_log.pause_after(problem), remaining_seconds)):
                 raise Stopping(f"stopped while waiting for {problem.what}") from problem
         else:
             wait_log.note_success()

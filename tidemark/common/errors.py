@@ -108,12 +108,22 @@ class FactsReplaced(Retry):
     id: int
 
 
-@message("the lease was taken over: this process has token {own}, the newest token is {newest}")
+@message("{it.cause}")
 class LeaseLost(Retry):
     """Another process took the lease, or this process gave it up, and must not publish: docs/design.md, rule 6."""
 
     own: int  # the token of this process
-    newest: int  # the newest token that this process has read
+    newest: int  # the newest token that this process has read; 0 if Postgres has no token
+    was_given_up: bool = False  # this process gave up the lease
+
+    @property
+    def cause(self) -> str:
+        """Why this process does not have the lease, as text for the message."""
+        if self.newest > self.own:
+            return f"the lease was taken over: this process has token {self.own}, the newest token is {self.newest}"
+        if self.was_given_up:
+            return f"this process gave up the lease with token {self.own}, and publishes nothing more with this token"
+        return f"Postgres no longer has the lease with token {self.own}: its row was deleted or restored"
 
 
 @message("""Postgres has {found}, but this batch follows {wanted}: commits were lost (a failover, or a restored backup);
@@ -144,6 +154,7 @@ class NotReached(Retry):
     seconds: float  # the duration of the wait
     allocated: int | None = None  # the highest ID that any record of the stream has named; None if not known
     is_ahead: bool = False  # the token is beyond `allocated`
+    may_exist: bool = True  # False: Redis and Postgres have no stream of this name
 
     @property
     def progress(self) -> str:
@@ -455,7 +466,7 @@ class LateNeedsWriter(Stop):
 class RowUnreadable(Stop):
     """psycopg cannot convert a row of the table."""
 
-    id: str  # the ID column, as text
+    id: str  # the value of the row's ID column, as text
     problem: str
 
 

@@ -71,6 +71,21 @@ def is_group_refusal(error: KafkaError) -> bool:
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
+def explain_missing_record(offset: int, first: int, end: int) -> str:
+    """Why a partition has no record with this offset, for people.
+
+    Args:
+        offset: the offset.
+        first: the oldest offset of the partition.
+        end: the offset after the last one of the partition.
+    """
+    if offset < first:
+        return "removed by retention"
+    if offset >= end:
+        return "not in Kafka: the partition ends before the offset"
+    return "not in Kafka: the partition has no record with the offset"
+
+
 class ErrorListener:
     """An `error_cb` of librdkafka, which stores the newest error that names a reason.
 

@@ -116,8 +116,8 @@ class _BlockerQuery:
         with suppress(TidemarkError, psycopg.Error), self._session.new_session() as other, other.use() as connection:
             while not self._stopped.is_set():
                 row = connection.execute("select pg_blocking_pids(%s)", [waiting_pid]).fetchone()
-                if row is not None and row[0]:
-                    self.description = describe_sessions(connection, row[0])
+                if row is not None and row[0]:  # the description is empty if the blockers have ended since this query
+                    self.description = describe_sessions(connection, row[0]) or self.description
                 self._stopped.wait(_QUERY_INTERVAL_SECONDS)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemark.common.errors import BadRecord, LeaseLost, TidemarkError, TopicMissing, Unavailable
-from tidemark.common.kafka import ErrorListener, PartitionReader
+from tidemark.common.kafka import ErrorListener, PartitionReader, explain_missing_record
 from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
@@ -218,11 +218,11 @@ class DeadLetters:
         """Close the connections and drop unsent records. The next `send` connects again."""
         self._kafka.close()
 
-    def send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
+    def send(self, rejected_records: Sequence[RejectedRecords]) -> DeadLetterResult:
         """Produce a dead letter for every rejected record, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
-        `offset`, and `detail` if more is known. The dead letter of a record that retention has removed, or that is too
+        `offset`, and `detail` if more is known. The dead letter of a record that Kafka no longer has, or that is too
         large for the topic, has only these headers and the header `gone` with the reason.
 
         Raises:
@@ -230,10 +230,10 @@ class DeadLetters:
             Refused: the brokers refuse the client.
             TopicMissing: the topic of dead letters does not exist.
         """
-        if not rejected:
+        if not rejected_records:
             return DeadLetterResult()
         try:
-            return self._send(rejected)
+            return self._send(rejected_records)
         except KafkaException as error:
             self.close()
             raise self._convert_error(error.args[0]) from error
@@ -241,10 +241,10 @@ class DeadLetters:
             self.close()
             raise
 
-    def _send(self, rejected: Sequence[RejectedRecords]) -> DeadLetterResult:
+    def _send(self, rejected_records: Sequence[RejectedRecords]) -> DeadLetterResult:
         self._kafka.errors.forget()
         by_partition: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
-        for item in rejected:
+        for item in rejected_records:
             offsets = np.frombuffer(item.offsets, "<i8")
             ids = np.frombuffer(item.ids, "<i8") if item.ids else np.zeros_like(offsets)
             reasons = ((item.reason, id) for id in ids.tolist())
@@ -259,8 +259,8 @@ class DeadLetters:
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 reason, id = wanted[offset]
                 origin = _tidemark_headers(reason, topic, partition, offset)
-                if record is None:
-                    unacknowledged.put_replacement(_strip_record(OutgoingRecord(origin), "removed by retention"))
+                if isinstance(record, str):
+                    unacknowledged.put_replacement(_strip_record(OutgoingRecord(origin), record))
                 else:
                     if detail := _detail(record.value(), record.key(), reason, id):
                         origin = [*origin, ("detail", detail[:MAX_DETAIL_LENGTH].encode(errors="replace"))]
@@ -268,7 +268,7 @@ class DeadLetters:
                 sent += 1
             if gone := unacknowledged.gone - before:
                 log.warning(
-                    "Rejected records were removed from Kafka before they could be copied to the dead letters",
+                    "Rejected records are no longer in Kafka, so their dead letters have no copy of the record",
                     topic=topic,
                     partition=partition,
                     records=gone,
@@ -277,24 +277,24 @@ class DeadLetters:
             raise KafkaException(error)
         return DeadLetterResult(sent, unacknowledged.gone)
 
-    def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
-        """Yield each wanted offset and its record; None if the record no longer exists. `wanted` is ascending."""
+    def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | str]]:
+        """Yield each wanted offset, and its record or why Kafka has no such record. `wanted` is ascending."""
         reader = self._kafka.reader()
         pending = list(reversed(wanted))
         while pending:
             first, end = reader.offsets(topic, partition, known=pending[0])
             while pending and not first <= pending[-1] < end:
-                yield pending.pop(), None
+                yield (offset := pending.pop()), explain_missing_record(offset, first, end)
             if not pending:
                 break
             with closing(reader.read(topic, partition, pending[-1])) as records:
                 for record in records:
-                    offset = None if record is None else record.offset()
-                    while pending and (offset is None or pending[-1] < offset):
-                        yield pending.pop(), None
-                    if pending and pending[-1] == offset:
+                    at = None if record is None else record.offset()
+                    while pending and (at is None or pending[-1] < at):
+                        yield (offset := pending.pop()), explain_missing_record(offset, first, end)
+                    if pending and record is not None and pending[-1] == at:
                         yield pending.pop(), record
-                    if not pending or (offset is not None and pending[-1] - offset > SEEK_DISTANCE):
+                    if not pending or (at is not None and pending[-1] - at > SEEK_DISTANCE):
                         break
 
     def _convert_error(self, error: KafkaError) -> TidemarkError:

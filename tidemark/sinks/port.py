@@ -38,7 +38,7 @@ class Batch:
         """Yield the effects of each stream, with the effects of its shard."""
         return ((shard, stream) for shard in self.effects for stream in shard.streams)
 
-    def rejected(self) -> list[RejectedRecords]:
+    def rejected_records(self) -> list[RejectedRecords]:
         """Return the rejected records of all shards."""
         return [item for shard in self.effects for item in shard.rejected]
 

@@ -156,11 +156,11 @@ class Publisher:
 
     def dead_letter(self, batch: Batch) -> DeadLetterResult:
         """Send the rejected records of the batch to the dead letters, then delete these records from Postgres."""
-        rejected = batch.rejected()
-        dead_lettered = self._dead_letters.send(rejected)
-        if rejected:
+        rejected_records = batch.rejected_records()
+        result = self._dead_letters.send(rejected_records)
+        if rejected_records:
             self._postgres.delete_unsent_dead_letters(batch.query, batch.number)
-        return dead_lettered
+        return result
 
     def send_unsent_dead_letters(self) -> None:
         """Send the dead letters that earlier queries committed to Postgres but may not have sent.

@@ -400,8 +400,8 @@ class RunLoop(ABC):
         Raises `Unavailable` or `Refused` if a record failed.
         """
         deadline = time.monotonic() + DELIVERY_TIMEOUT
-        while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
-            self._kafka_wait.check(self._producer, left)
+        while (queued_records := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
+            self._kafka_wait.check(self._producer, queued_records)
         self._producer.deliver(0)
 
     def _poll_kafka(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,6 +13,7 @@ from tests.terminals import shown_on_a_terminal
 from tidemark.app.cli import main
 from tidemark.app.verbs.follow import _missing_ids
 from tidemark.sinks.reader import Token
+from tidemark.sinks.redis.client import STREAMS_KEY
 
 
 @pytest.fixture
@@ -67,6 +69,15 @@ def test_a_terminal_shows_how_far_the_stream_is(pipeline: Pipeline, dsn: str, re
 def test_missing_ids_are_those_of_the_position_with_the_longest_way(goal: Token, at: Token, missing: int) -> None:
     """A writer that the stream does not name is at the linear position."""
     assert _missing_ids(goal, at) == missing
+
+
+def test_time_out_while_redis_is_recovering_ends_with_1(dsn: str, redis_url: str, keys: Any) -> None:
+    """Redis lists the name of the stream, and has lost its position; Postgres does not have the stream."""
+    keys.sadd(STREAMS_KEY, "s")
+    settings = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url}
+    done = CliRunner().invoke(main, ["wait", "s", "m4", "--timeout=0.2"], env=settings)
+    assert done.exit_code == 1
+    assert "Redis has no position of the stream: Redis may be recovering, so try again" in done.output
 
 
 def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(

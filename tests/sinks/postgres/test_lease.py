@@ -57,7 +57,7 @@ def test_who_gives_it_up_publishes_no_more_and_leaves_it_to_the_next(dsn: str) -
     with Lease.acquire(dsn, patient, NEVER) as first:
         first.check()
         first.give_up()
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLost, match=f"this process gave up the lease with token {first.token}"):
             first.check()
     began = time.monotonic()
     with Lease.acquire(dsn, patient, NEVER):

@@ -12,6 +12,7 @@ from tests.fix_redis import Node, SentinelSetup
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
+from tidemark.app.commands import load_settings
 from tidemark.app.read_side.redis_reader import Notifications, RedisReader, wait_for_notification
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
@@ -319,3 +320,14 @@ def test_a_form_that_cannot_be_read_is_not_quoted(url: str) -> None:
     ):
         sink.check()
     assert "secret" not in str(caught.value)
+    assert caught.value.name == "redis"
+
+
+def test_a_form_that_cannot_be_read_is_said_with_the_name_of_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program passes the argument `redis`; a service reads a setting."""
+    url = "redis+sentinel://:secret@host"
+    with pytest.raises(BadSetting, match=r"^redis: the value is not a Redis address"):
+        Positions(url).get("s")
+    monkeypatch.setenv("TIDEMARK_REDIS_URL", url)
+    with pytest.raises(BadSetting, match=r"^TIDEMARK_REDIS_URL: the value is not a Redis address"):
+        load_settings().redis.client(1.0)

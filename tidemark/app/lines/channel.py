@@ -60,7 +60,7 @@ class ChannelConfig:
     lease_seconds: float = 3.0
 
 
-class _LeaseLost(Exception):
+class _LeadershipLost(Exception):
     """This sidecar no longer has the lease."""
 
 
@@ -98,7 +98,7 @@ class ChannelLeader:
                     if await self._lock.acquire(token=self._token):
                         await self._lead()
                 problem = None
-            except _LeaseLost:
+            except _LeadershipLost:
                 log.info("This sidecar no longer leads the Redis channel", channel=self._config.channel)
             except (Unavailable, Stop) as error:
                 if problem is None:
@@ -153,7 +153,7 @@ class ChannelLeader:
             try:
                 await self._lock.reacquire()
             except LockNotOwnedError:
-                raise _LeaseLost from None
+                raise _LeadershipLost from None
 
     async def _release(self) -> None:
         """Release the lease, so that the next leader need not wait until the lease expires."""
@@ -205,7 +205,7 @@ class ChannelLeader:
     async def _run_script(self, lines: list[str], positions: list[str], removed_writers: list[str]) -> None:
         packed = msgspec.msgpack.encode((lines, positions, removed_writers))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
-            raise _LeaseLost
+            raise _LeadershipLost
 
 
 def _split_into_chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:

@@ -79,8 +79,12 @@ Reaction = SendCommand | SendPositions | RelayCommand | Disconnect
 
 
 class ServerSession:
-    """Decides how the server reacts to the lines of a client and to the passage of time. `wall_clock`: returns seconds
-    since 1970, for the PINGs.
+    """Decides how the server reacts to the lines of a client and to the passage of time.
+
+    Args:
+        keep_alive: when to send PINGs, and when a client counts as silent.
+        wall_clock: returns seconds since 1970, for the PINGs.
+        now: here and in the methods, the monotonic time in seconds.
     """
 
     def __init__(self, keep_alive: KeepAlive, wall_clock: Callable[[], float], now: float) -> None:
@@ -431,10 +435,10 @@ class LineServer:
             asyncio.get_running_loop().call_soon(self._handle_lines)
 
     def _handle_lines(self) -> None:
-        left = LINES_PER_ITERATION
-        while self._connections_with_lines and left > 0:
+        remaining_lines = LINES_PER_ITERATION
+        while self._connections_with_lines and remaining_lines > 0:
             connection = self._connections_with_lines.popleft()
-            left -= connection.handle_lines(min(left, LINES_PER_CONNECTION))
+            remaining_lines -= connection.handle_lines(min(remaining_lines, LINES_PER_CONNECTION))
             if connection.has_lines:
                 self._connections_with_lines.append(connection)
         if self._connections_with_lines:

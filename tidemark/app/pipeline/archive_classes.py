@@ -62,7 +62,7 @@ def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None
     packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
     effects = query.compute_effects(
-        packets, shards=len(_SHARD_KEYS), seeds=seeds, bounds=Bounds(), lineage="", one_task=one_task
+        packets, shards=len(_SHARD_KEYS), seeds=seeds, bounds=Bounds(), query="", one_task=one_task
     )
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not is_done.wait(0.1):

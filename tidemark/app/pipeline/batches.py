@@ -75,7 +75,7 @@ class BatchTrace(Protocol):
 
 
 Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
-"""Opens the trace of one attempt at a batch. Arguments: the lineage of the query, and the number of the batch. An error
+"""Opens the trace of one attempt at a batch. Arguments: the name of the query, and the number of the batch. An error
 that is raised inside the block is recorded in the trace."""
 
 
@@ -87,7 +87,7 @@ class _NoTrace:
         pass
 
 
-def no_trace(_lineage: str, _number: int) -> AbstractContextManager[BatchTrace]:
+def no_trace(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
     """Open a trace that records nothing."""
     return nullcontext(_NoTrace())
 
@@ -138,7 +138,7 @@ class BatchHandler:
     Args:
         publisher: publishes a batch to the sinks.
         collector: the metrics of streams.
-        seed: the start of the query's lineage.
+        seed: the name of the query, the last applied batch, and the states of the streams.
         topics: topic name -> identity of each topic that the query reads.
         trace: opens the trace of each batch.
         find_refused: returns the exception to raise for a batch whose content Postgres refuses. Called with the number
@@ -160,7 +160,7 @@ class BatchHandler:
         trace: Trace,
         find_refused: Callable[
             [int, list[ShardEffects], ContentRefused], TidemarkError
-        ] = lambda _number, _effects, refused: refused,
+        ] = lambda _number, _effects, refusal: refusal,
         *,
         one_task: bool = False,
     ) -> None:
@@ -220,7 +220,7 @@ class BatchHandler:
         """
         began_at = time.monotonic()
         with ExitStack() as traced:
-            trace = traced.enter_context(self._trace(self._seed.lineage, number))
+            trace = traced.enter_context(self._trace(self._seed.query, number))
             encoded = collect(batch)
             self._await_published()
             effects = decode_effects(encoded)
@@ -263,9 +263,9 @@ class BatchHandler:
     def _publish(self, batch: _ComputedBatch) -> None:
         """Publish the batch, and update the metrics. If Postgres refuses the batch, raises the result of
         `find_refused`."""
-        lineage, before = self._seed.lineage, self._seed.before(batch.number)
+        query, before = self._seed.query, self._seed.before(batch.number)
         try:
-            published = self._publisher.publish(lineage, batch.number, batch.effects, before)
+            published = self._publisher.publish(query, batch.number, batch.effects, before)
         except ContentRefused as error:
             raise self._find_refused(batch.number, batch.effects, error) from error
         batch.trace.record_publish(published)
@@ -319,7 +319,7 @@ class RefusedRecordFinder:
     Attributes:
         postgres: Tidemark's database.
         lease: the pipeline's lease.
-        lineage: the lineage of the query's batches.
+        query: the name of the query.
         client: librdkafka's settings, which may contain a password.
         names: role of a topic -> name of the topic.
         offsets: the offsets at the start of the query.
@@ -328,23 +328,23 @@ class RefusedRecordFinder:
 
     postgres: Postgres
     lease: Fence
-    lineage: str
+    query: str
     client: Mapping[str, str]
     names: Mapping[Topic, str]
     offsets: TopicOffsets
     bounds: Bounds
 
-    def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
+    def find(self, number: int, effects: Sequence[ShardEffects], refusal: ContentRefused) -> TidemarkError:
         """Find the refused records of a batch. Postgres must have applied all earlier batches.
 
         Args:
             number: the number of the batch.
             effects: the effects of the batch, one for each shard.
-            refused: the error of Postgres.
+            refusal: the error of Postgres.
 
         Returns:
             The error to raise. `RecordsRefused` with the refused records, at most `MAX_REFUSED_RECORDS` of each stream.
-            `refused` itself if no single record is the cause; then the next batch must be smaller. `QueryFailed` if
+            `refusal` itself if no single record is the cause; then the next batch must be smaller. `QueryFailed` if
             Postgres refuses even a test batch.
 
         Raises:
@@ -357,7 +357,7 @@ class RefusedRecordFinder:
         for stream in self._find_refused_streams(number, effects):
             refused_records |= self._find_refused_records(number, effects, stream)
         if not refused_records:
-            return refused
+            return refusal
         offsets = self._by_partition(sorted(refused_records, key=lambda origin: (origin[0].value, *origin[1:])))
         return RecordsRefused(len(refused_records), next(iter(refused_records.values())), offsets)
 
@@ -371,7 +371,7 @@ class RefusedRecordFinder:
     def _find_refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
         """Apply the effects in a transaction that is rolled back. Returns the error message of Postgres; None if
         Postgres accepts the effects."""
-        return self.postgres.find_refusal(Batch(self.lineage, number, self.lease.token, effects))
+        return self.postgres.find_refusal(Batch(self.query, number, self.lease.token, effects))
 
     def _find_refused_streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
         """Find the streams whose effects Postgres refuses even without the effects of other streams."""
@@ -401,21 +401,21 @@ class RefusedRecordFinder:
         records = [*self._read_records(effects, stream)]
         refused_records: dict[_RecordOrigin, str] = {}
 
-        def refusal(count: int) -> str | None:
+        def refusal_of(count: int) -> str | None:
             """The error message of Postgres if Postgres refuses the first `count` records, otherwise None."""
             return self._find_refusal(number, [self._apply(state, records[:count], refused_records, effects[0].now)])
 
-        while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal(len(records))) is not None:
-            # Postgres accepts the first `accepted` records, and refuses the first `refused` records.
-            accepted, refused = 0, len(records)
-            while refused - accepted > 1:
-                half = (accepted + refused) // 2
-                if (message := refusal(half)) is None:
-                    accepted = half
+        while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal_of(len(records))) is not None:
+            # Postgres accepts the first `accepted_count` records, and refuses the first `refused_count` records.
+            accepted_count, refused_count = 0, len(records)
+            while refused_count - accepted_count > 1:
+                half = (accepted_count + refused_count) // 2
+                if (message := refusal_of(half)) is None:
+                    accepted_count = half
                 else:
-                    refused, problem = half, message
-            record = records[refused - 1]
-            if record.origin in refused_records or refusal(accepted) is not None:
+                    refused_count, problem = half, message
+            record = records[refused_count - 1]
+            if record.origin in refused_records or refusal_of(accepted_count) is not None:
                 log.error(
                     "Postgres refuses the changes of a stream, and no single record is the cause",
                     stream=stream,
@@ -435,7 +435,7 @@ class RefusedRecordFinder:
 
     def _read_records(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_KafkaRecord]:
         """Read the batch's records of the stream from Kafka, in the order in which the query applies them."""
-        ends, committed = Batch(self.lineage, 0, 0, effects).offsets(), self.postgres.offsets()
+        ends, committed = Batch(self.query, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
         with closing(RangeReader(self.client, self.names)) as reader:
             for topic in (Topic.FACTS, Topic.CONTROL):
@@ -449,9 +449,13 @@ class RefusedRecordFinder:
                                 yield _KafkaRecord(topic, partition, offset, time, key, records.value(at))
 
     def _apply(
-        self, state: dict[str, bytes], records: Sequence[_KafkaRecord], refused: Mapping[_RecordOrigin, str], now: int
+        self,
+        state: dict[str, bytes],
+        records: Sequence[_KafkaRecord],
+        refused_records: Mapping[_RecordOrigin, str],
+        now: int,
     ) -> ShardEffects:
-        """Apply records of one stream, except the `refused` ones, to a copy of `state`, and return their effects.
+        """Apply records of one stream, except the `refused_records`, to a copy of `state`, and return their effects.
 
         `now` is the time of the batch in milliseconds since 1970.
         """
@@ -465,7 +469,11 @@ class RefusedRecordFinder:
             keys, values = [record.key for record in part], [record.value for record in part]
             read.append(([planned], [(planned, RecordBatch.of(keys, values, offsets, times))]))
         compacted = compact(
-            read, keys=[0], names=dict(self.names), max_facts=MAX_FACTS, not_storable=self._by_partition(refused)
+            read,
+            keys=[0],
+            names=dict(self.names),
+            max_facts=MAX_FACTS,
+            not_storable=self._by_partition(refused_records),
         )
         packets = [
             _packet_decoder.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()

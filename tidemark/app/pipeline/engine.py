@@ -100,7 +100,7 @@ def make_packets(
     kafka: KafkaConnection,
     start: QueryStart,
     first_limit: int,
-    refused: NotStorableOffsets,
+    not_storable: NotStorableOffsets,
     *,
     one_task: bool,
 ) -> DataFrame:
@@ -112,7 +112,7 @@ def make_packets(
         kafka: the connection to Kafka.
         start: the start of the query.
         first_limit: the largest number of Kafka records in the first batch. Later batches may be larger.
-        refused: records to reject, because Postgres refuses their effects.
+        not_storable: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
     limit = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
@@ -128,7 +128,9 @@ def make_packets(
         driver_pid=os.getpid(),
         keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),
         max_facts=MAX_FACTS,
-        not_storable={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
+        not_storable={
+            topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in not_storable.items()
+        },
         one_task=one_task,
     )
     return source.packets(spark, config)

@@ -54,21 +54,21 @@ def check_topics(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The start of a lineage, which is the sequence of batches of one query.
+    """The start of a query: the batch that its first batch follows, and the states of the streams.
 
     Attributes:
-        lineage: the name of the lineage.
-        after: lineage and number of the last batch that Postgres has applied; None if Postgres has applied no batch.
+        query: the name of the query. Each query has a new name.
+        after: query and number of the last batch that Postgres has applied; None if Postgres has applied no batch.
         states: shard -> packed states of the shard's streams (`streaming.engine.query.pack_by_shard`).
     """
 
-    lineage: str
+    query: str
     after: tuple[str, int] | None
     states: dict[int, bytes]
 
     def before(self, batch: int) -> tuple[str, int] | None:
-        """The lineage and number of the batch that must be applied before `batch`; None if there is no such batch."""
-        return (self.lineage, batch - 1) if batch > 0 else self.after
+        """The query and number of the batch that must be applied before `batch`; None if there is no such batch."""
+        return (self.query, batch - 1) if batch > 0 else self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class QueryStart:
     """The data that a query needs at its start. `prepare` loads them.
 
     Attributes:
-        seed: the start of the query's lineage.
+        seed: the name of the query, the last applied batch, and the states of the streams.
         offsets: the next offsets to read.
         lag: the number of unread records in Kafka.
         topics: topic name -> identity of each topic to read.

@@ -108,7 +108,7 @@ class StreamEntries:
         self.linear = self.allocated = self.positions = self.writers = 0
         self.version = 0
         self.ended: set[str] = set()
-        self._streams = 0
+        self._stream_count = 0
         self._stored = stored
         self._decoded: dict[str, StreamEntry] = {}
         self._max_first = max_first
@@ -119,13 +119,13 @@ class StreamEntries:
             if entry.has_ended:
                 self.ended.add(name)
                 continue
-            self._streams += 1
+            self._stream_count += 1
             self._count(name, entry, 1)
             if entry.summary is not QUIET:
                 self._decoded[name] = entry
 
     def __len__(self) -> int:
-        return self._streams
+        return self._stream_count
 
     def __getitem__(self, name: str) -> StreamEntry:
         """The metrics of a stream. Raises `KeyError` if the stream is unknown or has ended."""
@@ -189,7 +189,7 @@ class StreamEntries:
     def _begin(self, name: str, entry: StreamEntry) -> None:
         self._decoded[name] = entry
         self.ended.discard(name)
-        self._streams += 1
+        self._stream_count += 1
         self.version += 1
         if self._first is not None:
             insort(self._first, self._rank(name))
@@ -199,7 +199,7 @@ class StreamEntries:
         self.ended.add(name)
         self.version += 1
         if self._decoded.pop(name, None) is not None:
-            self._streams -= 1
+            self._stream_count -= 1
             if self._first and self._rank(name) <= self._first[-1]:
                 self._first = None  # the list lacks a stream now
 
@@ -322,7 +322,8 @@ class StreamCollector(Collector):
         self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
-        """Remove all values. Called when another process has the lease: without batches, all ages would only rise."""
+        """Remove the values of all streams and the Kafka gauges, but keep `read_offsets`. Called after another process
+        has taken the lease: without batches, all ages would only rise."""
         self._begin(StreamEntries(self._max_streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()

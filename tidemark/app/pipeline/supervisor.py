@@ -154,10 +154,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         failures = highest_token = 0
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         max_records = settings.max_records_per_batch
-        refused: dict[str, dict[int, list[int]]] = {}
+        not_storable: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
             pipeline_run = PipelineRun(
-                settings, spark_engine, collector, health, stopping, highest_token, max_records, refused
+                settings, spark_engine, collector, health, stopping, highest_token, max_records, not_storable
             )
             max_records = settings.max_records_per_batch
             try:
@@ -179,7 +179,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if isinstance(error, BatchTooLarge | ContentRefused):
                     max_records = error.max_records
                 if isinstance(error, RecordsRefused):
-                    _add_refused(error.offsets, refused)
+                    _add_offsets(error.offsets, not_storable)
                 if counts_as_failure(error) and failures >= MAX_FAILURES:
                     raise
                 pause = backoff.next()
@@ -218,10 +218,10 @@ class PipelineRun:
         stopping: threading.Event,
         highest_token: int,
         max_records: int,
-        refused: NotStorableOffsets,
+        not_storable: NotStorableOffsets,
     ) -> None:
         self._settings = settings
-        self._refused = refused
+        self._not_storable = not_storable
         self._max_records = max_records  # of the first batch
         self._spark_engine = spark_engine
         self._collector = collector
@@ -289,10 +289,14 @@ class PipelineRun:
             maintenance = stack.enter_context(
                 Maintenance(sinks, postgres, lease, MaintenanceConfig(), metrics.CLOCK_DIFFERENCE.set)
             )
-            facts, rejected = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
+            facts, dead_letters_topic = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
                 DeadLetters(
-                    DeadLettersConfig(rejected, kafka.client_settings(), query_producer_settings(kafka, rejected))
+                    DeadLettersConfig(
+                        dead_letters_topic,
+                        kafka.client_settings(),
+                        query_producer_settings(kafka, dead_letters_topic),
+                    )
                 )
             )
             publisher = Publisher(
@@ -310,9 +314,9 @@ class PipelineRun:
             )
             trace = stack.enter_context(open_tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
-            bounds, lineage = start.policies.bounds(), start.seed.lineage
+            bounds, query_name = start.policies.bounds(), start.seed.query
             refused_finder = RefusedRecordFinder(
-                postgres, lease, lineage, kafka.portable_settings(), names, start.offsets, bounds
+                postgres, lease, query_name, kafka.portable_settings(), names, start.offsets, bounds
             )
             one_task = self._is_local and is_light(len(start.states), start.lag)
             self._ends_when_light = self._is_local and not one_task and is_light(len(start.states), 0)
@@ -365,12 +369,12 @@ class PipelineRun:
             if self._is_local:
                 set_tasks(spark, one_task=one_task)
             packets = engine.make_packets(
-                spark, self._settings, self._kafka, start, self._max_records, self._refused, one_task=one_task
+                spark, self._settings, self._kafka, start, self._max_records, self._not_storable, one_task=one_task
             )
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards
             effects = query.compute_effects(
-                packets, shards=shards, seeds=seeds, bounds=bounds, lineage=start.seed.lineage, one_task=one_task
+                packets, shards=shards, seeds=seeds, bounds=bounds, query=start.seed.query, one_task=one_task
             )
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
@@ -379,7 +383,7 @@ class PipelineRun:
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
         tasks = "one" if one_task else "all cores"
-        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states), tasks=tasks)
+        log.info("The query runs", query=start.seed.query, streams=len(start.states), tasks=tasks)
         metrics.LAST_BATCH.set_to_current_time()
         try:
             yield running
@@ -445,9 +449,9 @@ def is_light(streams: int, lag: int) -> bool:
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
-def _add_refused(refused: NotStorableOffsets, known: dict[str, dict[int, list[int]]]) -> None:
-    """Add the offsets in `refused` to `known`."""
-    for topic, partitions in refused.items():
+def _add_offsets(added: NotStorableOffsets, known: dict[str, dict[int, list[int]]]) -> None:
+    """Add the offsets in `added` to `known`."""
+    for topic, partitions in added.items():
         for partition, offsets in partitions.items():
             known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)
 

@@ -1,9 +1,9 @@
 """Sends traces of batches to an OpenTelemetry collector over OTLP/HTTP, on a thread of the SDK.
 
-A batch is one trace. The trace ID is computed from the lineage and the number of the batch, so all attempts at a batch
-are in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), then
-one for each sink and one for the dead letters. The times of `read` and `state` are the times of Spark's stages. A query
-for light traffic has only one stage, so its shards measure when `state` begins.
+A batch is one trace. The trace ID is computed from the name of the query and the number of the batch, so all attempts
+at a batch are in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state
+machine), then one for each sink and one for the dead letters. The times of `read` and `state` are the times of Spark's
+stages. A query for light traffic has only one stage, so its shards measure when `state` begins.
 """
 
 import time
@@ -39,9 +39,9 @@ NANOSECONDS_PER_MILLISECOND = 1_000_000
 SPARK_STAGES = ("read", "state")  # in order
 
 
-def trace_id(lineage: str, number: int) -> int:
-    """The trace ID of batch `number` of a query: the first 16 bytes of the SHA-256 of `lineage/number`."""
-    return int.from_bytes(sha256(f"{lineage}/{number}".encode()).digest()[:16])
+def trace_id(query: str, number: int) -> int:
+    """The trace ID of batch `number` of a query: the first 16 bytes of the SHA-256 of `query/number`."""
+    return int.from_bytes(sha256(f"{query}/{number}".encode()).digest()[:16])
 
 
 @contextmanager
@@ -98,11 +98,11 @@ class _Exporter(SpanExporter):
 
 
 @contextmanager
-def _open_trace(tracer: Tracer, ids: _BatchIds, token: int, lineage: str, number: int) -> "Iterator[BatchTrace]":
+def _open_trace(tracer: Tracer, ids: _BatchIds, token: int, query: str, number: int) -> "Iterator[BatchTrace]":
     """Trace one attempt at a batch while the block runs. An exception is recorded and raised again."""
-    ids.next_trace_id = trace_id(lineage, number)
+    ids.next_trace_id = trace_id(query, number)
     attributes: dict[str, str | int] = {
-        "tidemark.query": lineage,
+        "tidemark.query": query,
         "tidemark.batch": number,
         "tidemark.lease_token": token,
     }

@@ -89,13 +89,13 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """A page of events. `place`: the place after the last event. `is_complete`: whether nothing more was published when
+    """A page of events. `place`: the place after the last event. `is_last`: whether nothing more was published when
     the page was read.
     """
 
     events: list[Event]
     place: Place
-    is_complete: bool
+    is_last: bool
 
 
 class HistoryPager:

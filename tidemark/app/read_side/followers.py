@@ -223,11 +223,12 @@ class Followers:
         Args:
             listener: the queue to fill.
             streams: the streams to follow.
-            resume_from: where the listener continues: a mark, or the listener's place in some or no streams.
+            resume_from: where the listener continues: a mark, or stream -> the listener's place. The mapping may lack
+                streams.
 
         Yields:
-            By stream, the place after which the items begin. Only streams whose events since `resume_from` are still in
-            memory. The items of other streams begin with a `FollowerStarted`.
+            Stream -> the place after which the items of the stream begin. Contains only streams whose events since
+            `resume_from` are still in memory. The items of other streams begin with a `FollowerStarted`.
         """
         # Forget the last changes, because a new listener also needs changes of streams that were not followed.
         self._changes, self._subscription_count = None, self._subscription_count + 1

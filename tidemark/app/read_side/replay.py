@@ -112,10 +112,10 @@ class MissedPage:
     """A page of missed events, and the `place` after them. The page stays in memory only while clients have to read
     it."""
 
-    def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_complete: bool) -> None:
+    def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, is_last: bool) -> None:
         self.events = events
         self.place = place
-        self.is_complete = is_complete
+        self.is_last = is_last
         """Whether nothing more was published when the page was read."""
         self.responses: dict[Hashable, tuple[bytes, Place]] = {}
         """Client's place (`place_key`) -> the text for the client, and its place after the text. Many clients share a
@@ -149,7 +149,7 @@ class MissedPage:
 
 async def _read_page(pager: HistoryPager) -> MissedPage | None:
     page = await pager.next_page()
-    return None if page is None else MissedPage(pager, page.events, page.place, is_complete=page.is_complete)
+    return None if page is None else MissedPage(pager, page.events, page.place, is_last=page.is_last)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

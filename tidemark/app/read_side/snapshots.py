@@ -176,7 +176,7 @@ class Snapshots:
         return bool(self._answered.streams)
 
     def has_read(self, stream: str) -> bool:
-        """Whether the positions of the stream were read before, so that the stream exists. Queries no server."""
+        """Whether the positions of the stream were read before. If True, the stream exists. Queries no server."""
         return stream in self._answered
 
     def recent_linear_positions(self, seconds: float) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """Limits the connections and requests of the web server, so that no client exhausts memory or blocks other clients.
 
 uvicorn's parser limits neither the size nor the duration of a request head, and counts an idle connection as a request.
-This module limits the size, the number of fields and the duration of a head. If there are as many connections as slots,
-idle connections are closed before a new connection is accepted. Each request needs a slot, except probes. Slots are
-shared by client address, and requests start round-robin by address. So a client with many connections delays neither
-probes nor other clients.
+This module limits the size, the number of fields and the duration of a head. Each request needs a slot, except probes.
+If there are as many connections as slots, a new connection causes the eviction of idle connections. The slots are
+divided fairly between client addresses, and requests start round-robin by address. So a client with many connections
+delays neither probes nor other clients.
 """
 
 import time

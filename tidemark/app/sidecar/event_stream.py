@@ -289,7 +289,7 @@ def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[byte
     these events."""
     merge = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
-    if page.is_complete:
+    if page.is_last:
         merge.mark_settled(page.place.linear, page.place.positions)
         if is_beyond(page.place.linear, place.linear):
             blocks.append(_encode_linear(stream, page.place.linear))

@@ -143,7 +143,7 @@ class EventsClient:
         self._places[stream] = place
         page: MissedPage | None = None
         replay_reader = self._read_side.replay_reader
-        while page is None or not page.is_complete:
+        while page is None or not page.is_last:
             if page is not None and page.is_abandoned:
                 page = None
             if page is None and (cached := replay_reader.responses.get(stream, place)):
@@ -161,7 +161,7 @@ class EventsClient:
             key = place_key(place)
             if key not in page.responses:
                 page.responses[key] = encode_page_after(page, stream, place)
-                if not page.is_complete:
+                if not page.is_last:
                     replay_reader.responses.store(stream, place, *page.responses[key])
             text, place = page.responses[key]
             yield text

@@ -187,7 +187,7 @@ def _advances_response(stream: str, page: HistoryPage) -> Response:
             stream=stream,
             moves=[move_answer(stream, event) for event in page.events],
             next=encode_places({stream: page.place}),
-            complete=page.is_complete,
+            complete=page.is_last,
         )
     )
 

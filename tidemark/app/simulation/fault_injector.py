@@ -428,7 +428,7 @@ class ServicesPostgres:
 
     def __init__(self, home: Home) -> None:
         self.server = PostgresServer(Home(home.root / "services"), free_port())
-        self._close_requested = threading.Event()
+        self._thread_stop_requested = threading.Event()
         self._restart_thread = threading.Thread(target=self._restart_repeatedly, name="services-postgres", daemon=True)
 
     def __enter__(self) -> Self:
@@ -443,7 +443,7 @@ class ServicesPostgres:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close_requested.set()
+        self._thread_stop_requested.set()
         self._restart_thread.join()
         self._exit_stack.close()
 
@@ -457,7 +457,7 @@ class ServicesPostgres:
 
     def _restart_repeatedly(self) -> None:
         """Start the server each time that it has ended, until the context ends."""
-        while not self._close_requested.wait(0.2):
+        while not self._thread_stop_requested.wait(0.2):
             self.server.spawn()
 
 

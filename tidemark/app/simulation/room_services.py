@@ -233,8 +233,8 @@ class _LiveThread(_RoomThread):
         state: State = resolve_states([tables.load_state(connection, group) for group in groups])
         before: list[str] = []
         is_invite = self._random.random() < 0.2
-        for left in range(self._random.randrange(4), -1, -1):
-            if is_invite and not left:
+        for remaining_events in range(self._random.randrange(4), -1, -1):
+            if is_invite and not remaining_events:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
             event = replace(event, kind=EventKind.REGULAR if is_invite else self._random.choice(_RANDOM_KINDS))
             before = [entry.id for entry in state.values()]
@@ -242,7 +242,7 @@ class _LiveThread(_RoomThread):
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
                 [event.id, room, msgspec.json.encode(event).decode(), before],
             )
-            if left:
+            if remaining_events:
                 if event.key and event.kind is not EventKind.REJECTED:
                     state = {**state, event.key: StateEntry(event.depth, event.id)}
                 event = self._make_event(room, [event.id], event.depth + 1)

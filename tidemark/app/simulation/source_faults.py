@@ -128,8 +128,8 @@ class SourceFaults:
         self._needed_topic_bytes = 0
         self._sent_override_count = 0
         self._remedies_run_at = 0.0
-        self._end_requested = threading.Event()
-        self._close_requested = threading.Event()
+        self._injection_end_requested = threading.Event()
+        self._thread_stop_requested = threading.Event()
         self._failure: BaseException | None = None
         self.pending_count = 0
         """Number of calls of `begin` whose fault is not injected yet."""
@@ -140,7 +140,7 @@ class SourceFaults:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close_requested.set()
+        self._thread_stop_requested.set()
         self._thread.join(4 * KAFKA_TIMEOUT_SECONDS)
 
     @property
@@ -171,11 +171,11 @@ class SourceFaults:
 
         From now on, a remedy runs as soon as a log message names the remedy: the duration of the fault does not count.
         """
-        self._end_requested.set()
+        self._injection_end_requested.set()
 
     def _run(self) -> None:
         try:
-            while not self._close_requested.wait(TICK_SECONDS):
+            while not self._thread_stop_requested.wait(TICK_SECONDS):
                 self._step()
         except BaseException as error:
             self._failure = error
@@ -185,13 +185,13 @@ class SourceFaults:
         """Run the jobs that are due; after `end`, drop all jobs. Every `REMEDY_INTERVAL_SECONDS`, also run the
         remedies."""
         now = time.monotonic()
-        if self._end_requested.is_set():
+        if self._injection_end_requested.is_set():
             self._jobs.clear()
             self._earliest_remedy_times.clear()
             self.pending_count = 0
         else:
             self._take_planned(now)
-        while self._jobs and self._jobs[0].due_at <= time.monotonic() and not self._end_requested.is_set():
+        while self._jobs and self._jobs[0].due_at <= time.monotonic() and not self._injection_end_requested.is_set():
             self._run_job(heapq.heappop(self._jobs))
         if now - self._remedies_run_at >= REMEDY_INTERVAL_SECONDS:
             self._remedies_run_at = now

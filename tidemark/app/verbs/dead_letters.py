@@ -20,7 +20,7 @@ from tidemark.app.commands import (
     EFFECT_NOT_CONFIRMED,
     CommandFailed,
     CommandGroup,
-    change_options,
+    add_change_options,
     effect_wait_option,
     load_settings,
     require_confirmation,
@@ -32,7 +32,7 @@ from tidemark.app.verbs.overrides import (
     effect_lines,
     positions_line,
     require_topic,
-    send_logged,
+    send_logged_override,
     wait_for_outcome,
 )
 from tidemark.common.errors import BadRecord
@@ -211,7 +211,7 @@ def send_again(
     assert trial.dead_letter.value is not None
     require_topic(connection, topic)
     entry = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.dead_letter.origin)
-    return send_logged(override_log, entry, connection, topic, Topic.FACTS, trial.dead_letter.value)
+    return send_logged_override(override_log, entry, connection, topic, Topic.FACTS, trial.dead_letter.value)
 
 
 def to_table(entries: Sequence[DeadLetter], replays: Mapping[tuple[str, int, int], int], now: float) -> str:
@@ -334,7 +334,7 @@ def dead_letters_show(address: tuple[int, int], *, as_json: bool) -> None:
 
 @dead_letters.command("replay")
 @click.argument("address", type=DeadLetterOffset(), metavar="OFFSET")
-@change_options
+@add_change_options
 @effect_wait_option
 def dead_letters_replay(
     address: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float

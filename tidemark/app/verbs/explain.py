@@ -76,9 +76,10 @@ class PastBlocker:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the linear position stayed at one ID. The fields after `blockers` describe the batch that moved the linear
-    position. They are empty if no such batch is stored, and if the stream was idle at the given time and became blocked
-    later.
+    """Why the linear position stayed at one ID.
+
+    The fields after `blockers` describe the batch that moved the linear position. They are empty (`batch`: None) in two
+    cases: no such batch is stored; or the stream was idle at the given time, and became blocked later.
 
     Attributes:
         stream: the name of the stream.

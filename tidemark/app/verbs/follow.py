@@ -49,10 +49,12 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
             with _show_progress(settings, stream, target, writer):
                 position = positions.wait(stream, target, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
-            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
+            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and not problem.may_exist):
                 raise CommandStopped(unknown_stream_text(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None
+            if problem.position is None:
+                raise CommandFailed(f"{problem}: Redis may be recovering, so try again") from None
             if problem.is_ahead:
                 raise CommandFailed(str(problem)) from None
             raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` shows what blocks it") from None

@@ -39,12 +39,12 @@ class ProduceResult:
 
     Attributes:
         sent: number of records that Kafka acknowledged.
-        refused: number of invalid lines, which were not sent.
+        invalid_count: number of invalid lines, which were not sent.
         last: partition and offset of the record that was acknowledged last; None if no record was sent.
     """
 
     sent: int
-    refused: int
+    invalid_count: int
     last: tuple[int, int] | None
 
     def summary(self, topic: str) -> str:
@@ -78,7 +78,7 @@ def produce_lines(
     """
     Topics(connection).describe([topic])
     producer = make_topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
-    refused = 0
+    invalid_count = 0
     for number, line in enumerate(lines, start=1):
         value = line.strip()
         if not value:
@@ -87,12 +87,12 @@ def produce_lines(
             stream = records.decode(value).stream
             records.read(value, stream.encode(), role)
         except BadRecord as error:
-            refused += 1
+            invalid_count += 1
             on_invalid(f"line {number}: {error}")
             continue
         producer.send(stream, value)
     producer.deliver(DELIVERY_SECONDS)
-    return ProduceResult(producer.delivered_count, refused, producer.last_acknowledged)
+    return ProduceResult(producer.delivered_count, invalid_count, producer.last_acknowledged)
 
 
 MAX_SHOWN_CHARS: Final = 200  # of a record's value
@@ -189,10 +189,10 @@ def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
     produced = produce_lines(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
     if as_json:
         last = None if produced.last is None else dict(zip(("partition", "offset"), produced.last, strict=True))
-        click.echo(json_text({"topic": topic, "sent": produced.sent, "refused": produced.refused, "last": last}))
+        click.echo(json_text({"topic": topic, "sent": produced.sent, "refused": produced.invalid_count, "last": last}))
     else:
         click.echo(produced.summary(topic))
-    if produced.refused:
+    if produced.invalid_count:
         raise SystemExit(1)
 
 
@@ -232,7 +232,7 @@ def tail(stream: str | None, last: int, *, all_records: bool, follow: bool, as_j
                 next_offsets[partition] = max(first, end)
             if not follow:
                 if stream is not None and not shown:
-                    searched = (
+                    read_records = (
                         "no record in Kafka" if all_records else f"none of the last {last} records of each partition"
                     )
                     hint = (
@@ -240,7 +240,7 @@ def tail(stream: str | None, last: int, *, all_records: bool, follow: bool, as_j
                         if all_records
                         else "for older records, raise --last or use --all"
                     )
-                    click.echo(f"{searched} is of stream {stream}; {hint}", err=True)
+                    click.echo(f"{read_records} is of stream {stream}; {hint}", err=True)
                 return
             time.sleep(0.5)
 

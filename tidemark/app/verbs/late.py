@@ -11,7 +11,7 @@ from tidemark.app.commands import (
     CHECK_FAILED,
     CommandFailed,
     CommandGroup,
-    change_options,
+    add_change_options,
     load_settings,
     require_confirmation,
 )
@@ -55,7 +55,7 @@ def late_list(stream: str | None, limit: int, *, with_resolved: bool, check: boo
 @late.command("resolve")
 @click.argument("stream")
 @click.argument("numbers", type=click.IntRange(1), nargs=-1, required=True, metavar="NUMBER...")
-@change_options
+@add_change_options
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:

@@ -19,7 +19,7 @@ from tidemark.app.commands import (
     MAX_ID,
     CommandFailed,
     Utf8Command,
-    change_options,
+    add_change_options,
     echo_result,
     effect_wait_option,
     load_settings,
@@ -386,10 +386,10 @@ class SentOverride:
 
 def send(override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
     """Log the override of a trial in the audit table, and send its record to `topic`. Raises the errors of
-    `require_topic`, `OverrideLog.log` and `send_logged`."""
+    `require_topic`, `OverrideLog.log` and `send_logged_override`."""
     require_topic(connection, topic)
     entry = override_log.log(trial.record.stream, trial.override)
-    return send_logged(override_log, entry, connection, topic, Topic.CONTROL, records.encode(trial.record))
+    return send_logged_override(override_log, entry, connection, topic, Topic.CONTROL, records.encode(trial.record))
 
 
 def require_topic(connection: KafkaConnection, topic: str) -> None:
@@ -400,22 +400,22 @@ def require_topic(connection: KafkaConnection, topic: str) -> None:
         raise CommandFailed(f"{problem}; nothing was logged or sent") from problem
 
 
-def send_logged(
+def send_logged_override(
     override_log: OverrideLog, entry: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
 ) -> SentOverride:
     """Send the record of an override that the audit table already has, and note the record's offset in the table.
 
     `value` is the encoded record. Raises `CommandFailed` if Kafka may not have the record.
     """
-    refused: list[str] = []
+    refusals: list[str] = []
     try:
-        produced = produce_lines(connection, topic, role, [value], refused.append)
+        produced = produce_lines(connection, topic, role, [value], refusals.append)
     except TidemarkError as problem:
         raise CommandFailed(
             f"{problem}; override {entry.number} is logged, but Kafka may not have its record: check with"
             " `tidemark tail`"
         ) from problem
-    assert produced.last is not None, refused
+    assert produced.last is not None, refusals
     override_log.note_sent(entry, topic, *produced.last)
     return SentOverride(entry, topic, *produced.last)
 
@@ -494,7 +494,7 @@ def _override_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the common options of all commands that send an override."""
     for option in reversed(_OPTIONS):
         command = option(command)
-    return change_options(effect_wait_option(command))
+    return add_change_options(effect_wait_option(command))
 
 
 class IdRange(click.ParamType[tuple[int, int]]):

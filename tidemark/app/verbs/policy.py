@@ -9,7 +9,7 @@ import click
 from tidemark.app.commands import (
     CommandFailed,
     CommandGroup,
-    change_options,
+    add_change_options,
     echo_result,
     load_settings,
     require_confirmation,
@@ -118,11 +118,14 @@ def policy_show(stream: str, *, as_json: bool) -> None:
 @policy.command("set")
 @click.argument("name", callback=_require_name)
 @click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_parse_values)
-@change_options
+@add_change_options
 def policy_set(
     name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Set values of the policy NAME. `tidemark policy show STREAM` lists the settings and their meanings."""
+    """Set values of the policy NAME: the name of a stream, or a prefix followed by `*`.
+
+    `tidemark policy show STREAM` lists all settings and their meanings.
+    """
     _change(name, values, by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -131,7 +134,7 @@ def policy_set(
 @click.argument(
     "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_require_setting(word) for word in words[2]]
 )
-@change_options
+@add_change_options
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:

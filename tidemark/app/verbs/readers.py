@@ -17,7 +17,7 @@ from tidemark.app.commands import (
     MAX_ID,
     CommandFailed,
     CommandGroup,
-    change_options,
+    add_change_options,
     echo_result,
     load_settings,
     require_confirmation,
@@ -180,7 +180,7 @@ def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) ->
 @click.argument("stream")
 @click.argument("token", metavar="TOKEN|now|beginning")
 @_dsn
-@change_options
+@add_change_options
 def readers_seek(
     reader: str, stream: str, token: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -212,7 +212,7 @@ def readers_seek(
 @click.argument("reader")
 @click.argument("stream")
 @_dsn
-@change_options
+@add_change_options
 def readers_reset(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -231,7 +231,7 @@ def readers_reset(
 @click.argument("reader")
 @click.argument("stream")
 @_dsn
-@change_options
+@add_change_options
 def readers_delete(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -272,7 +272,7 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
 def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
     """Add the common arguments and options of the commands that change parked facts."""
     ids = click.argument("ids", type=click.IntRange(-MAX_ID, MAX_ID), nargs=-1, required=True, metavar="ID...")
-    return click.argument("reader")(click.argument("stream")(ids(_dsn(change_options(command)))))
+    return click.argument("reader")(click.argument("stream")(ids(_dsn(add_change_options(command)))))
 
 
 def _change_parked(
@@ -307,7 +307,10 @@ def readers_parked_retry(**options: Any) -> None:
 @readers_parked.command("drop")
 @_parked_arguments
 def readers_parked_drop(**options: Any) -> None:
-    """Delete parked facts of READER of STREAM, if their effects were made by hand or are not needed."""
+    """Delete parked facts of READER of STREAM.
+
+    Use this command after you have made the effects by hand, or if the effects are not needed.
+    """
     _change_parked("DROP", "drops {}", ReaderPlaces.drop, **options)
 
 

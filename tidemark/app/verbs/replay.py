@@ -123,22 +123,22 @@ class _StreamProgressBar:
 
     Attributes:
         advance: moves the progress bar by a number of records.
-        left: the number of records by which the bar can still move.
+        remaining_records: the number of records by which the bar can still move.
     """
 
     advance: Callable[[int], None]
-    left: int
+    remaining_records: int
 
     def move_by(self, records: int) -> None:
         """Move the bar by this number of records, but not beyond its end."""
-        records = min(records, self.left)
-        self.left -= records
+        records = min(records, self.remaining_records)
+        self.remaining_records -= records
         if records:
             self.advance(records)
 
     def finish(self) -> None:
         """Move the bar to its end."""
-        self.move_by(self.left)
+        self.move_by(self.remaining_records)
 
 
 def compare_history(
@@ -246,14 +246,14 @@ def _add_comparison(
         return
     result.batches += comparison.batches
     result.equal.append(stream)
-    left = batches - comparison.batches
-    if start is not None or left:
+    remaining_batches = batches - comparison.batches
+    if start is not None or remaining_batches:
         result.parts[stream] = ComparedPart(
             start.last_skipped_batch if start else None,
             first_offset,
             start.highest if start is not None and comparison.has_linear else None,
-            comparison.last if left else None,
-            left,
+            comparison.last if remaining_batches else None,
+            remaining_batches,
         )
 
 

@@ -335,11 +335,11 @@ def meaning_of(record: records.Record, id: int) -> RecordMeaning | None:
     return None
 
 
-def _edge_meaning(prev: int, top: int, id: int, completed: RecordMeaning) -> RecordMeaning | None:
-    """What the edge `(prev, top]` means for the ID: `completed` if the ID is `top`, `passed` if the ID is between the
-    two, otherwise None."""
+def _edge_meaning(prev: int, top: int, id: int, meaning_at_top: RecordMeaning) -> RecordMeaning | None:
+    """What the edge `(prev, top]` means for the ID: `meaning_at_top` if the ID is `top`, `passed` if the ID is between
+    the two, otherwise None."""
     if top == id:
-        return completed
+        return meaning_at_top
     return "passed" if _is_within(prev, top, id) else None
 
 
@@ -438,16 +438,16 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
         )
     if len(trace.records) > MAX_SHOWN:
         yield f"and {count(len(trace.records) - MAX_SHOWN, 'more record')}: use --json"
-    searched = trace.searched if trace.known else None
-    if searched is None or any(record.meaning in ("fact", "void") for record in trace.records):
+    offsets = trace.searched if trace.known else None
+    if offsets is None or any(record.meaning in ("fact", "void") for record in trace.records):
         return
-    partition = f"{searched.topic}/{searched.partition}"
-    span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
+    partition = f"{offsets.topic}/{offsets.partition}"
+    span = f"offsets {offsets.first}..{offsets.end - 1}" if offsets.first < offsets.end else "no offset"
     yield f"no record of {partition} has the ID ({span} read)"
-    if searched.wanted < searched.retained:
-        yield f"retention removed offsets below {searched.retained}, which may have contained the record"
-    if max(searched.wanted, searched.retained) < searched.first:
-        unread = f"{max(searched.wanted, searched.retained)}..{searched.first - 1}"
+    if offsets.wanted < offsets.retained:
+        yield f"retention removed offsets below {offsets.retained}, which may have contained the record"
+    if max(offsets.wanted, offsets.retained) < offsets.first:
+        unread = f"{max(offsets.wanted, offsets.retained)}..{offsets.first - 1}"
         yield f"offsets {unread} were not read, and may contain the record: raise --records"
 
 
@@ -528,13 +528,13 @@ def _related_lines(trace: IdTrace) -> Iterator[str]:
         for override in trace.overrides
     )
     yield from _first_lines(overrides, len(trace.overrides), "override")
-    rejected = (
+    dead_letter_lines = (
         "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(
             dead_letter.reason, *dead_letter.origin, dead_letter.display_offset
         )
         for dead_letter in trace.dead_letters
     )
-    yield from _first_lines(rejected, len(trace.dead_letters), "dead letter")
+    yield from _first_lines(dead_letter_lines, len(trace.dead_letters), "dead letter")
 
 
 class StreamIdType(click.ParamType[int]):

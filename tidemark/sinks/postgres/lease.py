@@ -88,6 +88,7 @@ class Lease:
         self.token = token
         self.lost = threading.Event()
         self._newest_token = token
+        self._was_given_up = False
         self._database = database
         self._config = config
         self._session: Connection | None = None
@@ -118,7 +119,7 @@ class Lease:
     def check(self) -> None:
         """Raise `LeaseLost` after a call of `note_lost` or `give_up`. Queries no server."""
         if self.lost.is_set():
-            raise LeaseLost(self.token, self._newest_token)
+            raise LeaseLost(self.token, self._newest_token, self._was_given_up)
 
     def note_lost(self, newest_token: int) -> None:
         """Set `lost`, because a sink or Postgres has the token of a newer owner. Every thread then stops publishing."""
@@ -130,6 +131,7 @@ class Lease:
 
         Other processes cannot take the lease before `close` releases the lease or the lease expires.
         """
+        self._was_given_up = True
         self.lost.set()
 
     def __enter__(self) -> Self:
@@ -175,7 +177,7 @@ class Lease:
                 is_failing, pause = False, self._config.ttl_seconds / 3
 
     def _renew(self) -> None:
-        """Renew the lease. In a new session, take the advisory lock first.
+        """Renew the lease. In a new session, first try to take the advisory lock, without waiting.
 
         Calls `note_lost` if another process has the lease.
         """

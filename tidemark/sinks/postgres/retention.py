@@ -258,7 +258,9 @@ class RetentionClock:
         )
 
     def difference(self) -> float:
-        """Measure by how many seconds the host's clock is ahead of the server's clock. Negative: the host is behind.
+        """Measure by how many seconds the clock of this machine is ahead of the clock of Postgres.
+
+        Negative: this machine is behind.
 
         The error is at most half a round trip.
         """

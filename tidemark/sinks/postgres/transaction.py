@@ -4,8 +4,9 @@ The effects are states, positions, history, gaps, late completions, audit, rejec
 number of the batch.
 
 The parameters of a statement are whole columns, so the number of statements does not depend on the number of streams.
-The transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Rejected records are
-stored by Kafka offset and reason until their dead letters are in Kafka (docs/design.md, rule 5).
+The transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Of a
+rejected record, only its Kafka offset and the reason are stored, until its dead letter is in Kafka (docs/design.md,
+rule 5).
 
 A batch may have to wait for a lock of another session, or for a synchronous standby. The session of the batch is busy
 meanwhile, so a second session queries the reason (`BatchWait`).
@@ -46,15 +47,15 @@ class UnsentDeadLetters:
 
 def store_unsent_dead_letters(connection: Connection, batch: Batch) -> None:
     """Store the rejected records of the batch. `connection` is in the batch's transaction."""
-    if rejected := batch.rejected():
+    if rejected_records := batch.rejected_records():
         connection.execute(
             "insert into tidemark.unsent_dead_letters (query, batch, rejected) values (%s, %s, %s)",
-            (batch.query, batch.number, msgspec.msgpack.encode(rejected)),
+            (batch.query, batch.number, msgspec.msgpack.encode(rejected_records)),
         )
 
 
 def unsent_dead_letters(connection: Connection) -> list[UnsentDeadLetters]:
-    """Read the stored rejected records: by query, the oldest batch first."""
+    """Read the stored rejected records, one item for each batch, sorted by query and number of the batch."""
     rows = connection.execute("select query, batch, rejected from tidemark.unsent_dead_letters order by query, batch")
     return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
 

@@ -448,8 +448,8 @@ class ReadProgram:
             if late.why == REGRESSED and not is_beyond(span.id, _position_of(before.place, late.writer)):
                 done, withdrawn = yield from self._find_withdrawn(replace(span, id=done), rows)
                 rows = [row for row in rows if not is_beyond(row[self._config.table.id], done)]
-            left = span.after(done)
-            remaining = [*([left] if left else []), *remaining[1:]]
+            rest = span.after(done)
+            remaining = [*([rest] if rest else []), *remaining[1:]]
             if late.why == "skipped":
                 rows = [row for row in rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if rows or withdrawn:

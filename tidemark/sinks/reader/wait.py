@@ -221,12 +221,12 @@ def wait_for_token(
         try:
             keys = yield ReadKeys(stream)
             assert isinstance(keys, StreamKeys)
-            is_known = keys.linear is not None or (yield CheckStreamName(stream))
+            is_known = keys.linear is not None or bool((yield CheckStreamName(stream)))
         except Unavailable:
-            left = deadline - clock()
-            if left <= 0:
+            remaining_seconds = deadline - clock()
+            if remaining_seconds <= 0:
                 raise
-            yield Pause(min(RETRY_SECONDS, left))
+            yield Pause(min(RETRY_SECONDS, remaining_seconds))
             continue
         snapshot = snapshot_of(stream, keys)
         if isinstance(snapshot, PositionSnapshot) and snapshot.reached(token):
@@ -242,7 +242,7 @@ def wait_for_token(
         is_ahead = keys.allocated is not None and is_beyond(token.farthest(), keys.allocated)
         if now >= deadline:
             text = str(snapshot.token) if isinstance(snapshot, PositionSnapshot) else None
-            raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead)
+            raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead, is_known)
         if is_ahead and now >= next_log:
             next_log = now + WARNING_SECONDS
             log.warning(

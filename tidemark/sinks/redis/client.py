@@ -163,12 +163,14 @@ class RedisAddress:
         sentinel_password: a function that returns the password for the Sentinels. If it returns None when a client is
             created, the client never logs in to the Sentinels.
         ca_file: a PEM file with the CA certificates for TLS; None: the system's certificates.
+        name: the setting or argument that contains the URL, for messages.
     """
 
     url: str = field(repr=False)
     password: Secret = field(default=_no_secret, repr=False)
     sentinel_password: Secret = field(default=_no_secret, repr=False)
     ca_file: str | None = None
+    name: str = "redis"
 
     @property
     def is_cluster(self) -> bool:
@@ -224,7 +226,7 @@ class RedisAddress:
                 _LOGIN.sub("", self.url), **{name: value for name, value in options.items() if name != "ssl"}
             )
         except ValueError:
-            raise bad_address_error() from None
+            raise _bad_address_error(self.name) from None
 
     def _options(self, timeout: float) -> dict[str, Any]:
         return {
@@ -257,7 +259,7 @@ class RedisAddress:
         for text in urlsplit(self.url).netloc.rpartition("@")[2].split(","):
             match = _HOST.fullmatch(text)
             if match is None:
-                raise bad_address_error()
+                raise _bad_address_error(self.name)
             hosts.append((match["host"].strip("[]"), int(match["port"] or _PORTS[self._kind])))
         return hosts
 
@@ -265,7 +267,7 @@ class RedisAddress:
         """The name of the primary in the Sentinels' configuration, and the number of the database."""
         name, _, database = urlsplit(self.url).path.strip("/").partition("/")
         if not name or not (database or "0").isdigit():
-            raise bad_address_error()
+            raise _bad_address_error(self.name)
         return unquote(name), int(database or 0)
 
 
@@ -290,11 +292,14 @@ def redis_address(address: str | RedisAddress) -> RedisAddress:
     return RedisAddress(address) if isinstance(address, str) else address
 
 
-def bad_address_error() -> BadSetting:
-    """The error for an invalid address. The text does not quote the address, which may contain a password."""
+def _bad_address_error(name: str) -> BadSetting:
+    """The error for an invalid address. The text does not quote the address, which may contain a password.
+
+    `name`: the setting or argument that contains the address.
+    """
     return BadSetting(
-        "TIDEMARK_REDIS_URL",
-        "is not a Redis address; write redis://user:password@host:6379/0, redis+sentinel://host:26379,host/name/0"
+        name,
+        "the value is not a Redis address; write redis://user:password@host:6379/0, redis+sentinel://host:26379,host/name/0"
         " or redis+cluster://host:6379,host (rediss for TLS)",
     )
 

@@ -181,13 +181,13 @@ class StreamBatch:
 
         Also applies the facts that rejected records of the control topic may contain.
         """
-        refused = [
+        possible_facts = [
             *stream_input.possible_control_facts,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
         ]
-        if refused:
+        if possible_facts:
             self.outcome.has_unordered_rejections = True
-            self.stream.apply_segment((), refused, self._bounds, self.outcome)
+            self.stream.apply_segment((), possible_facts, self._bounds, self.outcome)
 
     def _feed_facts(self, topic: str, partition: int, items: list[AcceptedRecord | PossibleFacts]) -> None:
         """Apply the records of one partition of the facts topic, segment by segment."""

@@ -277,8 +277,8 @@ class StreamInput:
 
     def _facts_if_rejected(self, partition: Partition) -> Iterator[tuple[PossibleFacts, int]]:
         """Yield the facts that each record or run may contain, with its highest offset."""
-        for refused in self.possible_facts.get(partition, ()):
-            yield refused, refused.first_offset
+        for facts in self.possible_facts.get(partition, ()):
+            yield facts, facts.first_offset
         for item in self.items(partition):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
@@ -320,17 +320,17 @@ def group_by_stream(
         items: list[AcceptedRecord] = [*packet.rows, *packet.markers]
         for item in items:
             inputs[item.stream].rows_and_markers[partition].append(item)
-    refused = [(packet, record) for packet in packets for record in packet.possible_facts]
-    if not refused:
+    possible_facts = [(packet, record) for packet in packets for record in packet.possible_facts]
+    if not possible_facts:
         return inputs
-    admitted = inputs.keys() | {
-        record.stream for _, record in refused if record.writer is not None or record.stream in states
+    admitted_streams = inputs.keys() | {
+        record.stream for _, record in possible_facts if record.writer is not None or record.stream in states
     }
-    unreadable = {record.stream for _, record in refused if not record.is_key_only} - admitted
-    if unreadable:
-        admitted |= {*sorted(unreadable)[: max(bounds.unreadable - states.unreadable_count(), 0)]}
-    for packet, record in refused:
-        if record.stream not in admitted:
+    unreadable_streams = {record.stream for _, record in possible_facts if not record.is_key_only} - admitted_streams
+    if unreadable_streams:
+        admitted_streams |= {*sorted(unreadable_streams)[: max(bounds.unreadable - states.unreadable_count(), 0)]}
+    for packet, record in possible_facts:
+        if record.stream not in admitted_streams:
             continue
         if packet.role is Topic.CONTROL:
             inputs[record.stream].possible_control_facts.append(record)

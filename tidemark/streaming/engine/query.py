@@ -30,20 +30,20 @@ STATE_SCHEMA = "streams binary"
 _packet_decoder = msgspec.msgpack.Decoder(Packet)
 
 
-_seeds_by_lineage: dict[str, dict[int, bytes]] = {}
-"""In a worker: lineage -> shard -> seed, for the newest query only."""
+_seeds_by_query: dict[str, dict[int, bytes]] = {}
+"""In a worker: query -> shard -> seed, for the newest query only."""
 
 
-def _seeds_of(lineage: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
+def _seeds_of(query: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
     """The seeds of a query by shard. This worker caches the seeds of the newest query.
 
     After a task that does not use the broadcast, such as a task that reads Kafka, Spark removes the broadcast from the
     worker. Reading the broadcast again takes about 90 MB for a million streams.
     """
-    if lineage not in _seeds_by_lineage:
-        _seeds_by_lineage.clear()
-        _seeds_by_lineage[lineage] = seeds.value
-    return _seeds_by_lineage[lineage]
+    if query not in _seeds_by_query:
+        _seeds_by_query.clear()
+        _seeds_by_query[query] = seeds.value
+    return _seeds_by_query[query]
 
 
 def pack_by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
@@ -62,7 +62,7 @@ def advance_shard(
     shards: int,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
-    lineage: str,
+    query: str,
 ) -> Iterator[pd.DataFrame]:
     """Advance one shard by one batch, and update `state`.
 
@@ -76,7 +76,7 @@ def advance_shard(
         shards: number of shards.
         seeds: shard -> packed states at the start of the query (`pack_by_shard`).
         bounds: bounds of the streams' states.
-        lineage: a text that identifies the query and its seeds.
+        query: the name of the query, which identifies its seeds.
 
     Yields:
         One row of `EFFECTS_SCHEMA`.
@@ -84,7 +84,7 @@ def advance_shard(
     computed_from = time.time_ns() // 1_000_000
     freeze()
     shard = int(key[0]) % shards  # see `shard_keys`
-    seed = _seeds_of(lineage, seeds).get(shard)
+    seed = _seeds_of(query, seeds).get(shard)
     states = States.unpack(state.get[0] if state.exists else None, NO_STATES if seed is None else PackedStates(seed))
     with gc_disabled():
         packets = [_packet_decoder.decode(data) for frame in frames for data in frame["packet"]]
@@ -100,22 +100,22 @@ def compute_effects(
     shards: int,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
-    lineage: str,
+    query: str,
     one_task: bool,
 ) -> DataFrame:
     """Define the query: from packets to one row of `EFFECTS_SCHEMA` for each batch and each shard with packets.
 
     Args:
         packets: from `streaming.ingest.source.packets`.
-        seeds: from `pack_by_shard`. They must be the same in all batches of one `lineage`.
-        lineage: a text that identifies the query (`app.pipeline.preflight.Seed`).
+        seeds: from `pack_by_shard`. They must be the same in all batches of one `query`.
+        query: the name of the query (`app.pipeline.preflight.Seed`).
         one_task: True if one task computes the whole batch. Then Spark's plan has no exchange, and a batch takes only
             67 % of the CPU. Call `set_tasks` (`streaming.engine.spark`) with the same value before the query starts.
     """
     if one_task:
         packets = packets.coalesce(1)
     return packets.groupBy("key").applyInPandasWithState(
-        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, lineage=lineage),
+        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, query=query),
         outputStructType=EFFECTS_SCHEMA,
         stateStructType=STATE_SCHEMA,
         outputMode="append",
