@@ -41,7 +41,10 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
             PipelineCondition(condition(quiet=4000), {("facts", 0): 2, ("facts", 1): 3}, None),
             ["no batch for 66 min, although the Kafka lag is 5 records"],
         ),
-        (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline is active; the last one was host:7"]),
+        (
+            PipelineCondition(condition(lease=0.0), {}, None),
+            ["no pipeline is active; the last active pipeline was host:7"],
+        ),
         (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever used this database"]),
         (
             PipelineCondition(condition(), {("facts", 1): -4}, None),

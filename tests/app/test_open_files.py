@@ -1,5 +1,7 @@
 """How many clients a sidecar serves with the files that it may open."""
 
+import re
+
 import pytest
 
 from tidemark.app.serving.serve import RESERVED_FILES, ClientLimits, fit_limits
@@ -23,5 +25,10 @@ def test_few_files_serve_fewer_of_each_kind() -> None:
 
 def test_hardly_any_files_are_an_error_that_says_what_to_do() -> None:
     """A sidecar that serves nobody does not start."""
-    with pytest.raises(BadSetting, match="LimitNOFILE"):
+    with pytest.raises(BadSetting, match="LimitNOFILE") as refused:
         fit_limits(RESERVED_FILES + 10, WANTED)
+    named = re.search(r"at least (\d+)", str(refused.value))
+    assert named is not None
+    fit_limits(int(named[1]), WANTED)
+    with pytest.raises(BadSetting):
+        fit_limits(int(named[1]) - 1, WANTED)

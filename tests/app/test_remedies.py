@@ -22,7 +22,7 @@ from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import OpenRange, choose_remedy
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.transactions import OpenTransaction
-from tidemark.streaming.wire.records import Timeline
+from tidemark.streaming.wire.records import DatabaseStart
 
 NEVER_JOINED = (rdata("desk", 4, epoch=3),)
 SILENT = (join("a", 0), join("b", 0), rdata("a", 3, 2, epoch=1), position("b", 0, 9, epoch=1))
@@ -170,7 +170,7 @@ def test_a_writer_without_a_relay_is_not_looked_up_in_one() -> None:
     """Only who joined as a relay does is known to `tidemark relay blockers`."""
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1))
-    shard.feed(join("r", 0, timeline=Timeline(database="db", start="t1")), rdata("r", 5, 4, epoch=1))
+    shard.feed(join("r", 0, timeline=DatabaseStart(database="db", start="t1")), rdata("r", 5, 4, epoch=1))
     found = {it.writer: it for it in open_ranges.find_open_ranges(shard.states, 3.0)}
     assert (found["a"].verdict, found["a"].verb) == ("alive", "")
     assert (found["r"].verdict, found["r"].verb) == ("alive", "tidemark relay blockers")

@@ -150,7 +150,7 @@ def _sent() -> list[tuple[str, bytes]]:
         ),
         ("events", encode_event(answers.RereadAnswer(stream="orders", writer=None, prev=3, id=4, besides=["web"]))),
         ("events", encode_event(answers.LateAnswer(**move, number=1, why="final"))),
-        ("events", encode_event(answers.LateLostAnswer(stream="orders", after=1, number=2))),
+        ("events", encode_event(answers.MissingLateCompletionsAnswer(stream="orders", after=1, number=2))),
         ("events", encode_event(answers.LinearMoveAnswer(stream="orders", linear=-4))),
         ("watch", encode_event(pipeline_answer(None, ["Postgres is away"], NOW))),
     ]

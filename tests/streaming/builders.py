@@ -21,7 +21,7 @@ from tidemark.streaming.ingest.compact import MAX_FACTS, RangeRecords, compact
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Kind, Timeline, Topic
+from tidemark.streaming.wire.records import CURRENT_EPOCH, DatabaseStart, Kind, Topic
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, PackedRuns, Packet
 
 STREAM = "events"
@@ -45,7 +45,7 @@ class Record:
     by: str | None = None
     partition: int = 0
     stream: str = STREAM
-    timeline: Timeline | None = None
+    timeline: DatabaseStart | None = None
     beyond: bool = False
     transactions: tuple[str, ...] = ()
     published: int | None = None
@@ -84,7 +84,7 @@ def join(
     epoch: int = 1,
     *,
     unseen: bool = False,
-    timeline: Timeline | None = None,
+    timeline: DatabaseStart | None = None,
     published: int | None = None,
 ) -> Record:
     return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline, published=published)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, DatabaseStart
 
 # How an ID was settled. BARE: it lies strictly inside somebody's edge, so it is another writer's, or nobody's.
 FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "bare"
@@ -39,7 +39,7 @@ class Incarnated:
     told: Settled = field(default_factory=dict)
     timeline: int = 1
     start: str | None = None
-    joined: tuple[int, bool, Timeline | None] | None = None
+    joined: tuple[int, bool, DatabaseStart | None] | None = None
 
     @property
     def passed(self) -> int:

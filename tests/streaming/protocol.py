@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record, join, position, rdata, retire, void
-from tidemark.streaming.wire.records import Timeline
+from tidemark.streaming.wire.records import DatabaseStart
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Database:
         process.epoch += raised
         self.starts += 1
         after, process.token = process.token, f"start {self.starts}"
-        timeline = Timeline(f"database/{self.history}", process.token, after)
+        timeline = DatabaseStart(f"database/{self.history}", process.token, after)
         yield from process.outbox
         process.outbox.clear()
         process.last, process.alive = self.last_value, True
@@ -66,7 +66,7 @@ class Database:
         at a floor, `back` IDs below the lowest that is not told, and tells again what lies beyond.
         """
         self.starts += 1
-        timeline = Timeline("database", f"start {self.starts}", self.token)
+        timeline = DatabaseStart("database", f"start {self.starts}", self.token)
         floor = max(0, self._end_all(self.last_value) - back)
         for process in self.processes.values():
             process.alive, process.epoch = True, process.epoch + 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tests.streaming.builders import Record
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, DatabaseStart
 
 WRITERS = ("a", "b")
 
@@ -172,7 +172,7 @@ def steps(world: World, size: Size) -> Iterator[Step]:
 
 def _joins(world: World, at: int, process: Process, size: Size) -> Step:
     history = world.history if size.told else 1
-    told = Timeline(f"database/{history}", str(process.token), str(process.after) if process.after else None)
+    told = DatabaseStart(f"database/{history}", str(process.token), str(process.after) if process.after else None)
     joined = world._with(at, process._replace(joining=None, signed=()))._replace(heard=world.history)
     if world.heard < world.history:  # all go back with it
         joined = joined._replace(processes=tuple(it._replace(signed=()) for it in joined.processes))

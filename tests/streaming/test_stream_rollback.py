@@ -10,7 +10,7 @@ from tests.streaming.builders import Record, Shard, forced, join, position, rdat
 from tests.streaming.protocol import Database
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, DatabaseStart
 
 FAR = 2_000_000_000
 WRITERS = ("a", "b", "c")
@@ -37,7 +37,7 @@ def shard() -> Shard:
 
 def test_a_join_below_a_skip_takes_it_back_and_begins_no_timeline(shard: Shard) -> None:
     """It is no database that went back: the writer never said that it had completed what was skipped."""
-    done = shard.feed(join("a", 8, epoch=2, timeline=Timeline("db/1", "a2")))
+    done = shard.feed(join("a", 8, epoch=2, timeline=DatabaseStart("db/1", "a2")))
     assert (done.timelines, late(done), done.advances) == ([], [], [])
     assert (shard.positions, chain(shard, "a")) == ({"a": FAR, "b": 7}, 8)
     shard.feed(rdata("b", 12, 7, epoch=1))

@@ -259,7 +259,11 @@ _CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [
 ]
 
 effect_wait_option = click.option(
-    "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait until the change has effect."
+    "--wait",
+    type=Amount(min=0),
+    default=60.0,
+    show_default=True,
+    help="Longest wait for the effect of the change, in seconds. Afterwards the change stays sent; the exit code is 3.",
 )
 
 

@@ -32,7 +32,7 @@ from tidemark.sinks.reader import (
     Event,
     FollowProgram,
     Late,
-    LateLost,
+    MissingLateCompletions,
     Place,
     Positions,
     ReaderPlaces,
@@ -264,7 +264,8 @@ class PositionFollower:
             self._local_streams.discard(stream)
             if known is not None and is_decided_here:
                 log.warning(
-                    "This database no longer decides the position of a stream; the stream follows the published one",
+                    "Readers of this database now get the position of a stream that the pipeline publishes, no longer"
+                    " the position that this database decides. This change is permanent",
                     stream=stream,
                     reason=reason,
                 )
@@ -278,9 +279,9 @@ class PositionFollower:
         Returns True if the change is complete, and Redis has a position to copy.
         """
         source = reader_database.hand_over(
-            self._session, stream, published.late, published.linear or 0, published.positions
+            self._session, stream, published.last_late_number, published.linear or 0, published.positions
         )
-        late = published.late if known.source == "database" else known.late
+        late = published.last_late_number if known.source == "database" else known.late
         self._known[stream] = KnownStream(published.linear or known.linear, late, source)
         return published.linear is not None and source == "published"
 
@@ -294,22 +295,22 @@ class PositionFollower:
             return False
         return any(
             isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
-            for event in self._read_events(stream, Place(known.linear, {}, published.late, is_settled=True))
+            for event in self._read_events(stream, Place(known.linear, {}, published.last_late_number, is_settled=True))
         )
 
     def _next_update(self, stream: str, published: StreamKeys) -> StreamUpdate | None:
         """Compute the update of a stream for the database, and remember its published positions. None if they have not
         changed since the last call. Reads new late completions from Redis, or from Postgres if Redis lacks them."""
         assert published.linear is not None
-        positions = (published.linear, published.positions, published.late)
+        positions = (published.linear, published.positions, published.last_late_number)
         if self._published.get(stream) == positions:
             return None
         self._published[stream] = positions
         writers = {writer: id for writer, id in published.positions.items() if is_beyond(id, published.linear)}
         known = self._known.get(stream)
         if known is None:
-            return StreamUpdate(published.linear, writers, late_after=published.late)
-        if published.late <= known.late:
+            return StreamUpdate(published.linear, writers, late_after=published.last_late_number)
+        if published.last_late_number <= known.late:
             return StreamUpdate(published.linear, writers)
         events = self._read_events(stream, Place(published.linear, published.positions, known.late, is_settled=True))
         late = [
@@ -317,7 +318,7 @@ class PositionFollower:
             for event in events
             if isinstance(event, Late)
         ]
-        lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
+        lost = max((event.number for event in events if isinstance(event, MissingLateCompletions)), default=0)
         return StreamUpdate(published.linear, writers, lost, late)
 
     def _read_events(self, stream: str, since: Place) -> list[Event]:

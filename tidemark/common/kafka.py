@@ -193,18 +193,20 @@ class PartitionReader:
         """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:
-            yield from self._records(start)
+            yield from self._records(topic, partition, start)
         finally:
             self._consumer.unassign()
 
-    def _records(self, start: int) -> Iterator[Message | None]:
+    def _records(self, topic: str, partition: int, start: int) -> Iterator[Message | None]:
         deadline = time.monotonic() + self._timeout_seconds
         while True:
             records = self._consumer.consume(num_messages=500, timeout=0.2)
             if records:
                 deadline = time.monotonic() + self._timeout_seconds
             elif time.monotonic() > deadline:
-                raise Unavailable("Kafka", self._where, f"no answer for records from offset {start}")
+                raise Unavailable(
+                    "Kafka", self._where, f"no answer for records of {topic}/{partition} from offset {start}"
+                )
             for record in records:
                 error = record.error()
                 if error is None:

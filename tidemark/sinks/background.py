@@ -240,7 +240,7 @@ class BatchWaitMonitor(LeasedThread):
     def _log(self, wait: str | None) -> None:
         now = time.monotonic()
         if wait is not None and (wait != self.problem or now - self._logged_at >= LOG_INTERVAL_SECONDS):
-            log.warning("No position moves", problem=wait)
+            log.warning("Positions do not advance: a batch is waiting in Postgres", problem=wait)
             self._logged_at = now
         elif wait is None and self.problem is not None:
             log.info("No batch waits in Postgres any more")

@@ -139,7 +139,9 @@ class Publisher:
                 if len(problems) >= CONTENT_ATTEMPTS:
                     records = sum(sum(s.counts.values()) for _, s in batch.streams())
                     raise ContentRefused(batch.number, problem, max(1, records // 2)) from error
-                log.warning("Postgres refuses the content of a batch", batch=batch.number, problem=problem)
+                log.warning(
+                    "Postgres refuses the content of a batch; trying again", batch=batch.number, problem=problem
+                )
             if self._stopping.wait(CONTENT_PAUSE_SECONDS):
                 raise Stopping("stopped while Postgres refused a batch")
 

@@ -117,7 +117,7 @@ _STANDBY_PAUSE = 1.0
 LOCK_TIMEOUT = "10s"
 """Postgres' `lock_timeout` of each statement. After a time-out, the error names the sessions that have the lock."""
 DELIVERY_TIMEOUT = 30.0
-"""Seconds to wait until Kafka has acknowledged every record. After this time, the loop starts again."""
+"""The longest wait for Kafka's acknowledgement of every record, in seconds. Afterwards the loop starts again."""
 SILENCE_LOGGED_AFTER = 5.0
 """A warning is logged if records are sent and Kafka acknowledges none for this many seconds."""
 FAILURE_REPORTED_AFTER = 5.0
@@ -277,7 +277,9 @@ class StandbyLocks:
 
 
 class RunLoop(ABC):
-    """Runs in the thread that calls `run`, until `halt` is set. A subclass does the work.
+    """Base class of the loop that sends a source's records to Kafka, in the thread that calls `run`.
+
+    `run` connects, takes the locks, calls the subclass's `_work`, and retries until `halt` is set.
 
     Args:
         session: the session that holds the locks.
@@ -393,8 +395,8 @@ class RunLoop(ABC):
         """Use `producer` from now on."""
         self._producer, self._kafka_wait, self._has_producer = producer, AcknowledgementMonitor(), True
 
-    def _deliver(self) -> None:
-        """Wait until Kafka has acknowledged every record.
+    def _flush(self) -> None:
+        """Wait for Kafka's acknowledgement of every record.
 
         Raises `Unavailable` if a record is not acknowledged after `DELIVERY_TIMEOUT` seconds, or when `halt` is set.
         Raises `Unavailable` or `Refused` if a record failed.
@@ -411,11 +413,11 @@ class RunLoop(ABC):
     def _switch_to_larger_producer(self) -> bool:
         """Change to a new producer if the topic now accepts an oversized record. Returns whether the producer changed.
 
-        Before the change, waits until Kafka has acknowledged every record of the old producer. Raises as `_deliver`.
+        Before the change, waits until Kafka has acknowledged every record of the old producer. Raises as `_flush`.
         """
         if (producer := self._oversized.make_larger_producer(self._make_producer, time.monotonic())) is None:
             return False
-        self._deliver()
+        self._flush()
         self._use_producer(producer)
         log.info("The Kafka topic accepts larger records now", limit=producer.max_bytes)
         return True

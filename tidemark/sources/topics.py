@@ -145,7 +145,8 @@ def _topic_offsets(
         if "partitions" not in accept:
             raise PartitionsChanged(topic.name, before.partitions, len(topic.partitions))
         log.warning(
-            "the partition count changed: streams that moved have lost their order, and their gaps stay open",
+            "The partition count changed: records of a stream whose key is now in another partition may be read out of"
+            " order. If this leaves a gap, the gap is open until its writer joins again; `tidemark gaps` shows gaps",
             topic=topic.name,
             was=before.partitions,
             now=len(topic.partitions),
@@ -345,7 +346,7 @@ class Topics:
         Raises:
             TopicMissing: the topic does not exist.
         """
-        topic = self._descriptions([name], operations=True)[name]
+        topic = self._descriptions([name], include_operations=True)[name]
         entries = self._configs([name])[name] if settings else {}
         operations = frozenset(operation.name for operation in topic.authorized_operations or ())
         replicas = min((len(partition.replicas) for partition in topic.partitions), default=0)
@@ -379,7 +380,10 @@ class Topics:
         return True
 
     def _wait_for_leaders(self, names: Iterable[str]) -> None:
-        """Wait until the brokers answer requests about the new topics. After the creation, this may take a moment."""
+        """Wait for the brokers' answers to requests about the new topics. After the creation, this may take a moment.
+
+        Raises `TopicMissing` or `Unavailable` if the brokers do not answer within the time limit.
+        """
         deadline = time.monotonic() + self._timeout
         for name in names:
             while True:
@@ -391,10 +395,10 @@ class Topics:
                         raise
                     time.sleep(0.05)
 
-    def _descriptions(self, names: list[str], *, operations: bool = False) -> dict[str, TopicDescription]:
+    def _descriptions(self, names: list[str], *, include_operations: bool = False) -> dict[str, TopicDescription]:
         answers = self._send_request(
             lambda timeout: self._admin.describe_topics(
-                TopicCollection(names), include_authorized_operations=operations, request_timeout=timeout
+                TopicCollection(names), include_authorized_operations=include_operations, request_timeout=timeout
             ),
             expected=KafkaError.UNKNOWN_TOPIC_OR_PART,
         )

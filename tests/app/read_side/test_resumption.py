@@ -16,7 +16,7 @@ from tidemark.app.read_side.replay import (
     lowest_place,
 )
 from tidemark.sinks.postgres.history import DurableMark
-from tidemark.sinks.reader.events import LateLost, Place
+from tidemark.sinks.reader.events import MissingLateCompletions, Place
 from tidemark.sinks.reader.history import MissedChanges
 
 NAMES = ("a", "b", "c")
@@ -74,7 +74,7 @@ class AllThatMayBe:
     """Postgres, with as many moves as are told after any mark."""
 
     async def missed_changes(self, since: DurableMark, max_moves: int) -> MissedChanges:
-        return MissedChanges({"s": [LateLost(1, 2)] * max_moves}, {})  # type: ignore[list-item]
+        return MissedChanges({"s": [MissingLateCompletions(1, 2)] * max_moves}, {})  # type: ignore[list-item]
 
 
 def test_what_is_held_for_slow_clients_is_bounded() -> None:

@@ -26,7 +26,7 @@ from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.stack.processes import free_port
 from tidemark.streaming.core.effects import LateCompletion
-from tidemark.streaming.wire.records import Timeline
+from tidemark.streaming.wire.records import DatabaseStart
 
 PATIENCE = 60_000  # ms; also of `expect` without a word
 expect.set_options(timeout=PATIENCE)
@@ -130,7 +130,7 @@ def test_a_stream_whose_relay_is_silent_is_not_called_complete(pipeline: Pipelin
         sql.execute("update tidemark.query_lease set since = now() - interval '1 hour'")
     now = int(time.time() * 1000)
     shard = Shard(now=now - 200_000)
-    told = join("shop", 0, timeline=Timeline("shop", "start-1")), rdata("shop", 1, epoch=1)
+    told = join("shop", 0, timeline=DatabaseStart("shop", "start-1")), rdata("shop", 1, epoch=1)
     pipeline.publish(shard.feed(*told, reports("shop", heartbeat=30)))
     says(page, "#headline", "The only stream is blocked")
     says(page, "#subline", re.compile(r"events: shop has sent no heartbeat, for 3 min \d+ s\."))

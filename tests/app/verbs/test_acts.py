@@ -13,7 +13,7 @@ from tidemark.app.verbs import overrides
 from tidemark.app.verbs.overrides import IdRange
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.values.limits import Policies
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Join, OverridableRecord, Retire, Skip, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, DatabaseStart, Join, OverridableRecord, Retire, Skip
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_fence_never_begins_a_timeline(stored: bytes) -> None:
 def test_what_a_relay_tells_is_not_fenced() -> None:
     """It goes on in its epoch, so all that its database appends would be refused for ever."""
     shard = Shard()
-    shard.feed(replace(builders.join("a", 2), timeline=Timeline("db", "t1")))
+    shard.feed(replace(builders.join("a", 2), timeline=DatabaseStart("db", "t1")))
     (danger,) = fence(shard.states[STREAM], 1000.0).dangers()
     assert "a relay sends the records of" in danger
 

@@ -22,6 +22,7 @@ from psycopg.conninfo import make_conninfo
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.settings import Settings
 from tidemark.app.stack import home
 from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs import doctor
@@ -89,6 +90,23 @@ def test_each_check_is_one_line(variables: dict[str, str]) -> None:
     *lines, last = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning", "failed", "skipped"}
     assert last.endswith("0 failed")
+
+
+def test_java_of_an_unknown_version_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program prints its version at its first start only, so the second start shows none."""
+    program = tmp_path / "bin" / "java"
+    program.parent.mkdir()
+    lines = "#!/bin/sh", """[ -e started ] || echo 'openjdk version "17.0.1"' >&2""", "touch started"
+    program.write_text("\n".join(lines))
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    check = doctor._check_java(Settings())
+    assert (check.status, check.detail) == (
+        "warning",
+        f"the version of {program} is unknown; Tidemark is tested with Java 17 and 21",
+    )
+    assert f"{program} -version" in check.remedy
 
 
 @pytest.mark.jvm

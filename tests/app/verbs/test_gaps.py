@@ -9,7 +9,7 @@ from tidemark.app.verbs import gaps
 from tidemark.app.verbs.overrides import try_override
 from tidemark.sinks.postgres.status import ReadStatus
 from tidemark.streaming.values.limits import Policies
-from tidemark.streaming.wire.records import Retire, Timeline
+from tidemark.streaming.wire.records import DatabaseStart, Retire
 
 
 def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
@@ -169,7 +169,7 @@ def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
 
 
 READS = ReadStatus(0.0, frozenset())
-RELAYED = Timeline("shop", "start-1")
+RELAYED = DatabaseStart("shop", "start-1")
 
 
 def relayed(blocked: str = "") -> Shard:

@@ -207,7 +207,11 @@ def test_a_seek_leaves_no_parked_fact_in_doubt(readers: Callable[..., Result], s
         )
         for more in (["--dry-run"], []):
             refused = readers("seek", "copier", "s", "m1~w.4", *SIGNED, *more)
-            assert "parked facts of copier are between the positions of m1~w.4: 3" in refused.output
+            expected = (
+                "parked facts of copier are beyond the linear position of m1~w.4, but not beyond its highest position"
+                " of a writer: 3"
+            )
+            assert expected in refused.output
             assert refused.exit_code == 2
         parked = "select array_agg(id order by id) from tidemark_reader.parked"
         assert sql.execute(parked).fetchone() == ([3, 5],)

@@ -31,7 +31,7 @@ def lines(done: Result, topic: str) -> list[str]:
 def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: Recording) -> None:
     """Also of one among many in a record; what its writer sent is shown so that no terminal obeys it."""
     assert lines(traced(recording, "4"), recording.facts) == [
-        "events 4: passed; linear position 8",
+        "events 4: the linear position 8 has passed this ID",
         "  now POSITION of b (epoch 1) at facts/0 5: this writer has no fact with this ID",
         '      {"kind":"POSITION","stream":"events","writer":"b","epoch":1,"prev":3,"id":5}',
         "  now RUN of a (epoch 1) at facts/0 6: has the fact of this ID",
@@ -66,9 +66,9 @@ def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> 
     """An ID that nobody completed, one that waits above it, one that no batch has read, and one that was refused."""
     owed = lines(traced(recording, "9"), recording.facts)
     assert [line for line in owed if " at facts/" not in line and "{" not in line] == [
-        "events 9: not passed yet; linear position 8",
+        "events 9: the linear position 8 has not passed this ID yet",
         "  no record of facts/0 has the ID (offsets 0..9 read)",
-        "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (rolled back, or not"
+        "  minute 17 passed by a writer in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (rolled back, or not"
         " used by this writer)",
         "    the batch read facts/0 7..9",
         "  in the gap 9..10 of b, open from minute 17 until now",

@@ -17,8 +17,8 @@ from tidemark.sinks.reader import (
     AsyncPositions,
     Event,
     Late,
-    LateLost,
     LinearMove,
+    MissingLateCompletions,
     Place,
     Positions,
     Reread,
@@ -181,7 +181,7 @@ def test_late_completions_of_an_absence_are_handed_over(
     assert [type(it) for it in taken(positions.follow("s", since=place), 1)] == [Late]
     keys.xtrim(key("s", "advances"), maxlen=0, approximate=False)
     assert [type(it) for it in taken(informed.follow("s", since=place), 1)] == [Late]
-    assert [type(it) for it in taken(positions.follow("s", since=place), 1)] == [LateLost]
+    assert [type(it) for it in taken(positions.follow("s", since=place), 1)] == [MissingLateCompletions]
 
 
 def test_line_is_followed_without_a_hole(pipeline: Pipeline, positions: Positions) -> None:

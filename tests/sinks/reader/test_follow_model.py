@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from tests.examples import examples
 from tests.sinks.reader.model import StreamModel
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LinearMove, MissingLateCompletions, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram
 from tidemark.sinks.reader.requests import AwaitEntry, Driver, Request
 from tidemark.streaming.values.direction import is_beyond
@@ -263,7 +263,7 @@ class ModelReader:
                 assert event.number > self.late_upto
                 self.late_upto = event.number
                 self.late |= self._facts(event.prev, event.id, lambda who: who == event.writer)
-            case LateLost():
+            case MissingLateCompletions():
                 assert not self.postgres
                 assert event.after == self.late_upto
                 assert event.number > event.after

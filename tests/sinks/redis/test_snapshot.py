@@ -23,9 +23,11 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
         ],
     )
     found = shown.snapshots([*wanted, "gone"])
-    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, is_token_current=True, is_listed=False)
+    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, is_token_current=True, is_in_stream_names=False)
     assert found == {
-        name: RedisPositions(there["1"], 0, there, 0, 7, f"m{there['1']}", is_token_current=True, is_listed=False)
+        name: RedisPositions(
+            there["1"], 0, there, 0, 7, f"m{there['1']}", is_token_current=True, is_in_stream_names=False
+        )
         for name, there in wanted.items()
     }
 
@@ -51,5 +53,5 @@ def test_a_server_that_forgot_the_script_is_told_again(shown: Redis, keys: Any) 
     shown.publish(1, [("new", Change("s", "5", [], [("w", "5")]))])
     keys.script_flush()
     assert shown.snapshots(["s"]) == {
-        "s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", is_token_current=True, is_listed=False)
+        "s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", is_token_current=True, is_in_stream_names=False)
     }

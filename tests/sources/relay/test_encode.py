@@ -16,11 +16,11 @@ from tidemark.sources.relay.relay import MAX_RUN_BYTES, MAX_RUN_FACTS, encode_de
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
 from tidemark.streaming.wire.records import (
+    DatabaseStart,
     FactRun,
     Position,
     Rdata,
     Record,
-    Timeline,
     Topic,
     effective_prev,
     encode,
@@ -30,7 +30,7 @@ from tidemark.streaming.wire.records import (
 
 def of(direction: Direction = Direction.FORWARD) -> StreamEpoch:
     writers = {name: WriterEpoch(name, 7, 0, "joined", frozenset()) for name in ("shop", "till")}
-    return StreamEpoch(AppendStream(1, "orders", direction), 1, 0, 0, Timeline("d", "s"), "shop", writers)
+    return StreamEpoch(AppendStream(1, "orders", direction), 1, 0, 0, DatabaseStart("d", "s"), "shop", writers)
 
 
 def fact(id: int, *rows: str, writer: str = "") -> AppendedFact:

@@ -61,7 +61,7 @@ class PipelineCondition:
         if condition.owner is None:
             problems.append("no pipeline has ever used this database")
         elif not condition.lease_seconds:
-            problems.append(f"no pipeline is active; the last one was {condition.owner}")
+            problems.append(f"no pipeline is active; the last active pipeline was {condition.owner}")
         if condition.waits_for is not None:
             problems.append(f"no position moves: {condition.waits_for}")
         if self.kafka is not None:

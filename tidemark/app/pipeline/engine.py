@@ -257,10 +257,14 @@ def read_properties(path: Path) -> dict[str, str]:
     except OSError as error:
         raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"cannot read {path}: {error.strerror}") from None
     values = {}
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         if line and not line.startswith("#"):
             match = _PROPERTY_PATTERN.fullmatch(line)
             if match is None:
-                raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"the line {line!r} is not a Spark property")
+                raise BadSetting(
+                    "TIDEMARK_SPARK_CONF_FILE",
+                    f"{path}, line {number}: expected a name that begins with spark. and a value, such as"
+                    f" spark.executor.memory 2g, but found {line!r}",
+                )
             values[match["name"]] = match["value"]
     return values

@@ -74,7 +74,7 @@ class RequestHandler:
             raise Unavailable("Redis", self._redis_reader.where, str(problem)) from problem
         lagging = self.lagging_streams.get(request.stream)
         is_lagging = lagging is not None and not (
-            keys.linear is not None and lagging.is_reached_by(keys.linear, keys.positions, keys.late)
+            keys.linear is not None and lagging.is_reached_by(keys.linear, keys.positions, keys.last_late_number)
         )
         return UNKNOWN_STREAM_KEYS if is_lagging else keys
 

@@ -94,7 +94,7 @@ class KnownPositions(PublishedPositions):
         """Whether a follower at `linear`, `positions` (writer -> position) and `late` (the number of the last late
         completion) has reached or passed the known positions.
         """
-        return StreamChange(self.linear, 0, self.late, self.vector).is_reached_by(linear, positions, late)
+        return StreamChange(self.linear, 0, self.last_late_number, self.vector).is_reached_by(linear, positions, late)
 
 
 class AnsweredPositions(MonotonicPositions[KnownPositions]):
@@ -268,7 +268,7 @@ class Snapshots:
                 "redis", {name: keys.linear for name, keys in replies.items() if keys.linear is not None}
             )
             return {
-                name: KnownPositions(keys.linear, keys.positions, keys.late, keys.allocated, "redis", now)
+                name: KnownPositions(keys.linear, keys.positions, keys.last_late_number, keys.allocated, "redis", now)
                 for name, keys in replies.items()
                 if keys.linear is not None
             }

@@ -6,6 +6,7 @@ The HTTP server (`app.sidecar`) and the line protocol (`app.lines`) share one re
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import socket
@@ -82,10 +83,12 @@ def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
     )
     minimum = min(MIN_CONNECTIONS_PER_KIND, desired.connections, desired.line_connections)
     if min(limits.connections, limits.line_connections) < minimum:
+        scaled = minimum * (desired.file_count - RESERVED_FILES)
+        needed = RESERVED_FILES + math.ceil(scaled / min(desired.connections, desired.line_connections))
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
             f"the process may open {file_limit} files, of which {RESERVED_FILES} are reserved for probes and servers;"
-            " raise the limit (ulimit -n, or LimitNOFILE of systemd)",
+            f" raise the limit of open files to at least {needed} (ulimit -n, or LimitNOFILE of systemd)",
         )
     return replace(limits, open_requests=max(1, limits.open_requests))
 

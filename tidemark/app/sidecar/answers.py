@@ -34,7 +34,7 @@ from starlette.responses import Response
 from tidemark.app.diagnosis.open_ranges import LinearLagAnswer, Name, StreamId, lag_answer, moment
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Snapshot
-from tidemark.sinks.reader import Advance, Event, Late, LateLost, LinearMove, Reread, Token
+from tidemark.sinks.reader import Advance, Event, Late, LinearMove, MissingLateCompletions, Reread, Token
 from tidemark.streaming.core.effects import Blocker
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -261,7 +261,7 @@ class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     time: datetime
 
 
-class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
+class MissingLateCompletionsAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
     """The late completions with numbers in `(after, number]` are no longer available."""
 
     stream: Name
@@ -276,7 +276,7 @@ class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
     linear: StreamId
 
 
-Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
+Move = AdvanceAnswer | RereadAnswer | LateAnswer | MissingLateCompletionsAnswer
 
 
 class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -391,8 +391,8 @@ def move_answer(stream: str, event: Event) -> Move:
                 batch=event.batch,
                 time=moment(event.time),
             )
-        case LateLost():
-            return LateLostAnswer(stream=stream, after=event.after, number=event.number)
+        case MissingLateCompletions():
+            return MissingLateCompletionsAnswer(stream=stream, after=event.after, number=event.number)
         case LinearMove():
             raise AssertionError("followers in vector mode yield no LinearMove")
 

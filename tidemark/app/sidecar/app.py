@@ -270,8 +270,8 @@ def _create_endpoint(operation: Operation, tokens: BearerTokens | None) -> Calla
             raise UnknownStream(stream)
         if request.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # checked before the expensive parsing
             raise BadRequest(
-                f"the request has more than {MAX_QUERY_PARAMETERS} parameters; send fewer. To follow all streams, name"
-                " none"
+                f"the request has more than {MAX_QUERY_PARAMETERS} parameters; send fewer parameters. A request without"
+                " `stream` parameters follows all streams"
             )
         query = parse_query(operation.query, request.query_params.multi_items())
         service: Service = request.app.state.service

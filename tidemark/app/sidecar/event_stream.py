@@ -24,7 +24,7 @@ from tidemark.app.read_side.subscription import EventBatch, FollowerStarted
 from tidemark.app.sidecar.answers import BadRequest, LinearMoveAnswer, StoppingProblem, move_answer, stream_answer
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.history import DurableMark
-from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token
+from tidemark.sinks.reader import Advance, Event, EventMerge, Late, MissingLateCompletions, Place, Reread, Token
 from tidemark.streaming.values.direction import is_beyond
 
 EVENT_STREAM = "text/event-stream"
@@ -209,7 +209,11 @@ class SnapshotTexts:
         for start in range(0, len(names), SNAPSHOTS_PER_READ):
             for snapshot in await self._snapshots.get(names[start : start + SNAPSHOTS_PER_READ]):
                 positions = snapshot.positions
-                place = Place() if positions is None else Place(positions.linear, positions.vector, positions.late)
+                place = (
+                    Place()
+                    if positions is None
+                    else Place(positions.linear, positions.vector, positions.last_late_number)
+                )
                 text = encode_event(stream_answer(snapshot, time.monotonic()), "snapshot")
                 texts[snapshot.stream] = now, place, text
         self._texts |= texts
@@ -257,8 +261,8 @@ def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:
             return merge.move_to(writer, event.id)
         case Late():
             return merge.add_late(event)
-        case LateLost():
-            return merge.note_late_lost(event.number)
+        case MissingLateCompletions():
+            return merge.note_missing_late_completions(event.number)
     return [event]
 
 

@@ -187,10 +187,10 @@ class EventsClient:
             return
         for stream, positions in known.items():
             if stream not in missed.streams:
-                self._places[stream] = Place(positions.linear, positions.vector, positions.late)
+                self._places[stream] = Place(positions.linear, positions.vector, positions.last_late_number)
                 continue
             if stream not in missed.encodings or missed.encodings[stream].is_abandoned:
-                place = Place(positions.linear, positions.vector, positions.late)
+                place = Place(positions.linear, positions.vector, positions.last_late_number)
                 missed.encodings[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
             # Encoded once for all clients: the moves reach or pass the positions that each of these clients has read.
             texts, self._places[stream] = await missed.encodings[stream].get()
@@ -278,8 +278,8 @@ async def follow_events(call: OperationCall) -> Response:
     query: EventsQuery = call.query
     if len(query.stream) > MAX_STREAMS_PER_REQUEST:
         raise BadRequest(
-            f"the request names {len(query.stream)} streams; at most {MAX_STREAMS_PER_REQUEST} are allowed. To follow"
-            " all streams, name none"
+            f"the request names {len(query.stream)} streams; at most {MAX_STREAMS_PER_REQUEST} are allowed. A"
+            " request without `stream` parameters follows all streams"
         )
     for name in query.stream:
         if not is_name(name):

@@ -255,7 +255,7 @@ async def _run_wait(
                     await _read_stream_answer(call)  # raises if no server has the stream
                     driver.send_answer(StreamKeys(None, {}))
                 else:
-                    driver.send_answer(StreamKeys(known.linear, known.vector, known.late, known.allocated))
+                    driver.send_answer(StreamKeys(known.linear, known.vector, known.last_late_number, known.allocated))
             case CheckStreamName():
                 driver.send_answer(answer=True)
             case AwaitEntry(seconds=seconds):

@@ -225,7 +225,7 @@ class PostgresReplica(PostgresServer):
 
     def wait_until_streaming(self, *, synchronous: bool) -> None:
         """Wait until the standby streams from the origin. If `synchronous`, first changes the settings of the origin,
-        so that each commit in the origin waits for the standby.
+        so that each commit in the origin waits for the standby. Raises `ReplicaTimeout`.
         """
         if synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")
@@ -239,7 +239,7 @@ class PostgresReplica(PostgresServer):
         )
 
     def disconnect(self) -> None:
-        """Disconnect the standby from the origin, so that it lacks later commits."""
+        """Disconnect the standby from the origin, so that it lacks later commits. Raises `ReplicaTimeout`."""
         self._query("alter system set primary_conninfo = ''")
         self._query("select pg_reload_conf()")
         self._wait_until(

@@ -249,9 +249,12 @@ def _check_java(settings: "Settings") -> Check:
         [program, "-version"], env=server_environment(), capture_output=True, text=True, check=False
     )
     match = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
-    number = int(match[1]) if match else 0
+    tested = " and ".join(map(str, TESTED_JAVA_VERSIONS))
+    if match is None:
+        fault = f"the version of {program} is unknown; Tidemark is tested with Java {tested}"
+        return Check("Java", "warning", fault, f"Run {program} -version to see why it prints no version.")
+    number = int(match[1])
     if number not in TESTED_JAVA_VERSIONS:
-        tested = " and ".join(map(str, TESTED_JAVA_VERSIONS))
         return Check("Java", "warning", f"{program} is Java {number}; Tidemark is tested with Java {tested}", "")
     return Check("Java", "ok", f"{program} is Java {number}")
 

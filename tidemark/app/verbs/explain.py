@@ -401,7 +401,9 @@ def explain(
     now = datetime.now(UTC)
     statuses = [] if reader is None else _read_reader_statuses(reader, stream)
     if min(between or [at or now]) > now:
-        raise click.UsageError("the time is in the future: give it in UTC, or with its offset")
+        raise click.UsageError(
+            "the time is in the future: give the time in UTC, or with a UTC offset, such as 2026-11-22T10:03+02:00"
+        )
     with StreamInspection(settings.postgres) as history:
         encoded = history.state(stream)
         if encoded is None:

@@ -451,7 +451,10 @@ def outcome_text(outcome: Outcome, postgres: Postgres, trial: Trial, seconds: fl
         )
     now = positions_line(postgres.states([trial.record.stream])[trial.record.stream], trial.record.writer)
     if outcome == "refused":
-        return f"the pipeline refused the override, because the state had changed; {now}"
+        return (
+            f"the pipeline refused the override, because the state had changed; {now}. Check the open IDs with"
+            f" `tidemark gaps {trial.record.stream}`, and run the command again if it is still necessary"
+        )
     if outcome == "settled before":
         return f"another override had settled the IDs, so this one did nothing (see `tidemark overrides list`); {now}"
     return f"applied: {now}"

@@ -415,8 +415,8 @@ def to_text(trace: IdTrace) -> str:
 
 def _headline(trace: IdTrace) -> str:
     if trace.known:
-        passed = "passed" if trace.passed else "not passed yet"
-        return f"{passed}; linear position {trace.linear}"
+        passed = "has passed this ID" if trace.passed else "has not passed this ID yet"
+        return f"the linear position {trace.linear} {passed}"
     if is_beyond(trace.id, trace.highest):
         return f"not allocated; highest ID {trace.highest}, linear position {trace.linear}"
     return f"wrong sign: the highest ID is {trace.highest}"
@@ -458,7 +458,7 @@ def _record_line(record: TracedRecord) -> str:
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
-    verb = "settled" if trace.writer is not None or trace.passed else "passed"
+    verb = "settled" if trace.writer is not None or trace.passed else "passed by a writer"
     moves = (
         f"{timestamp(move.time)} {verb} in batch {move.batch}: {move.writer} (epoch {move.epoch}) moved from"
         f" {move.prev} to {move.id}: {evidence_text(move.evidence)}"

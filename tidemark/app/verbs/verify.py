@@ -44,7 +44,7 @@ class ReplicaPositions:
         late: the number of the newest late completion.
         has_all_writers: whether `positions` has all writers. If False, a writer that is not in `positions` is at or
             below the linear position.
-        is_listed: whether the stream is in the replica's list of all streams.
+        is_in_stream_names: whether the replica's set of stream names has the stream.
         problem: why the replica's data of the stream cannot be read.
     """
 
@@ -53,7 +53,7 @@ class ReplicaPositions:
     allocated: int | None = None
     late: int | None = None
     has_all_writers: bool = True
-    is_listed: bool = True
+    is_in_stream_names: bool = True
     problem: str | None = None
 
 
@@ -89,7 +89,13 @@ class RedisKeys:
         return _read_redis(
             self._redis,
             streams,
-            lambda row: ReplicaPositions(row.linear, row.positions, row.allocated, row.late, is_listed=row.is_listed),
+            lambda row: ReplicaPositions(
+                row.linear,
+                row.positions,
+                row.allocated,
+                row.last_late_number,
+                is_in_stream_names=row.is_in_stream_names,
+            ),
         )
 
 
@@ -343,7 +349,7 @@ def _values_behind(copy: str, stream: str, rows: AuditedStream, in_replica: Repl
     if in_replica.problem is not None:
         yield Difference(copy, stream, None, "", in_replica.problem, None, "fault")
         return
-    if not in_replica.is_listed:
+    if not in_replica.is_in_stream_names:
         yield Difference(copy, stream, None, "name", None, stream, "behind")
     for name, copied, stored in _compared_values(rows, in_replica):
         if (copied is None and name == "linear") or (copied is not None and is_beyond(stored, copied)):

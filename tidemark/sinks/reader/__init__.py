@@ -9,7 +9,16 @@ from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions
 from tidemark.sinks.reader.async_positions import read_redis_or_postgres as read_redis_or_postgres
 from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
+from tidemark.sinks.reader.events import (
+    Advance,
+    Event,
+    Late,
+    LinearMove,
+    MissingLateCompletions,
+    Place,
+    ReadProgress,
+    Reread,
+)
 from tidemark.sinks.reader.follow import CaughtUp as CaughtUp
 from tidemark.sinks.reader.follow import EventMerge as EventMerge
 from tidemark.sinks.reader.follow import FollowProgram as FollowProgram
@@ -62,8 +71,8 @@ __all__ = [
     "Evidence",
     "Follow",
     "Late",
-    "LateLost",
     "LinearMove",
+    "MissingLateCompletions",
     "Order",
     "Place",
     "PositionSnapshot",

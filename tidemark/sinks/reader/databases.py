@@ -298,11 +298,11 @@ APPLICATION_PREFIX = "tidemark reader "
 POLL_SECONDS = 0.01  # between two queries of the replica's replay position
 POLLS_PER_WARNING = 1000
 
-_WRITTEN_LSN = sql.SQL(
+_INSERT_LSN_QUERY = sql.SQL(
     "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
     " (select setting::bigint from pg_settings where name = 'wal_segment_size') as segment"
 ).format()
-_REPLAYED_LSN = sql.SQL(
+_REPLAY_LSN_QUERY = sql.SQL(
     "select (coalesce(case when pg_is_in_recovery() then pg_last_wal_replay_lsn()"
     " else pg_current_wal_insert_lsn() end, '0/0') - '0/0')::bigint as lsn"
 ).format()
@@ -312,12 +312,12 @@ SHORT_HEADER, LONG_HEADER = 24, 40  # bytes of a page header, and of the header 
 
 
 def wait_for_replica() -> Generator[Request, Answer, None]:
-    """Wait, without a time limit, until `source` has replayed everything that `primary` has written before the call."""
-    (written,) = yield from fetch_rows(RunSql("primary", _WRITTEN_LSN))
+    """Wait, without a time limit, until `source` has replayed all WAL that `primary` inserted before the call."""
+    (written,) = yield from fetch_rows(RunSql("primary", _INSERT_LSN_QUERY))
     target = end_of_records(written["lsn"], written["segment"])
     polls = 0
     while True:
-        (replayed,) = yield from fetch_rows(RunSql("source", _REPLAYED_LSN))
+        (replayed,) = yield from fetch_rows(RunSql("source", _REPLAY_LSN_QUERY))
         if replayed["lsn"] >= target:
             return
         polls += 1

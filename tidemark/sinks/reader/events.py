@@ -18,7 +18,7 @@ class Advance:
     Attributes:
         writer: the name of the writer.
         epoch: the epoch of the writer.
-        prev: the position of the writer before the move, and the `id` of the writer's event before.
+        prev: the position of the writer before the move, which is the `id` of the writer's previous event.
         id: the position of the writer after the move.
         evidence: how many IDs of the range `(evidence_prev, id]` were settled in which way.
         evidence_prev: where the stored advance begins. Nearer to 0 than `prev` if the follower began inside the stored
@@ -51,7 +51,7 @@ class Reread:
     Attributes:
         writer: the name of the writer. None: the range has the IDs of all writers except `besides`, because a writer
             may have joined and retired before the follower could read its name.
-        prev: the end of the writer's event before. If `writer` is None: the linear position before.
+        prev: the `id` of the writer's previous event. If `writer` is None: the linear position before this event.
         id: the last ID of the range. If `writer` is None: a linear position.
         besides: names of writers whose IDs are not part of the range; empty if `writer` is not None.
     """
@@ -124,8 +124,8 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
-class LateLost:
-    """Redis no longer lists some late completions of the stream. Tidemark's Postgres may still have these.
+class MissingLateCompletions:
+    """Some late completions are no longer among the advances in Redis. Tidemark's Postgres may still have these.
 
     Attributes:
         after: the number of the late completion before the first missing one.
@@ -162,7 +162,7 @@ class ReadProgress:
     time_outs: int
 
 
-Event = Advance | Reread | LinearMove | Late | LateLost
+Event = Advance | Reread | LinearMove | Late | MissingLateCompletions
 
 
 @dataclass(frozen=True, slots=True)

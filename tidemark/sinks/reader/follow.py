@@ -1,12 +1,13 @@
 """The program that follows a stream: turns the stream's list of advances in Redis into events. No sockets.
 
-Entries may be removed from the list, and the list may be deleted and filled again, at any time. So each read begins
-with the last entry of the previous read. If that entry is gone, the program reads the list from its start, and queries
-Postgres for missing advances. Without Postgres, the events name ranges that a reader must read from the table
-(`Reread`). A read is complete only when each writer is at the position that Redis returned in the same transaction.
+The list of advances is a Redis Stream. Entries may be removed from the list, and the list may be deleted and filled
+again, at any time. So each read begins with the last entry of the previous read. If that entry is gone, the program
+reads the list from its start, and queries Postgres for missing advances. Without Postgres, the events name ranges that
+a reader must read from the table (`Reread`). A read is complete only when each writer is at the position that Redis
+returned in the same transaction.
 
 `EventMerge` merges the list, the history and the positions of a stream into one chain of events per writer. Its input
-may have duplicates and gaps. The output has neither: the `prev` of an event is the `id` of the writer's event before
+may have duplicates and gaps. The output has neither: the `prev` of an event is the `id` of the writer's previous event
 (Rule 3), and no event is handed over twice. A writer that retired and joins again begins at the linear position, like a
 new writer. `LinearEvidence` makes the moves of the linear position from the events of writers.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tidemark.common.log import get_logger
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LinearMove, MissingLateCompletions, Place, Reread
 from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
@@ -98,12 +99,12 @@ class EventMerge:
     def __init__(self, place: Place) -> None:
         self._linear = place.linear
         self._positions = dict(place.positions)
-        self._late = place.late
+        self._last_late_number = place.late
         self._is_settled = place.is_settled
 
     @property
     def place(self) -> Place:
-        return Place(self._linear, dict(self._positions), self._late, self._is_settled)
+        return Place(self._linear, dict(self._positions), self._last_late_number, self._is_settled)
 
     @property
     def is_settled(self) -> bool:
@@ -116,8 +117,8 @@ class EventMerge:
         return self._linear
 
     @property
-    def late(self) -> int:
-        return self._late
+    def last_late_number(self) -> int:
+        return self._last_late_number
 
     @property
     def positions(self) -> Mapping[str, int]:
@@ -158,20 +159,20 @@ class EventMerge:
 
     def add_late(self, late: Late) -> Iterator[Late]:
         """Yield the late completion, if its number is higher than all numbers before."""
-        if late.number > self._late:
-            self._late = late.number
+        if late.number > self._last_late_number:
+            self._last_late_number = late.number
             yield late
 
-    def note_late_lost(self, number: int) -> Iterator[LateLost]:
-        """Yield the late completions up to `number` as one `LateLost`: they are not available.
+    def note_missing_late_completions(self, number: int) -> Iterator[MissingLateCompletions]:
+        """Yield the late completions up to `number` as one `MissingLateCompletions`: they are not available.
 
         Yields nothing if a late completion with this or a higher number was handed over.
         """
-        if number > self._late:
-            after, self._late = self._late, number
-            yield LateLost(after, number)
+        if number > self._last_late_number:
+            after, self._last_late_number = self._last_late_number, number
+            yield MissingLateCompletions(after, number)
 
-    def reread_unlisted(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
+    def reread_without_advances(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
         """Yield a `Reread` up to `linear` of each known writer that is not in `writers`, and of unknown writers.
 
         A known writer that is not in `writers` has retired, and its last advances are not available. Tidemark removes a
@@ -194,7 +195,7 @@ class EventMerge:
         """
         for writer in sorted(writers):
             yield from self.move_to(writer, linear)
-        yield from self.reread_unlisted(linear, writers)
+        yield from self.reread_without_advances(linear, writers)
 
     def mark_settled(self, linear: int, writers: Iterable[str]) -> None:
         """Set the position of unknown writers to `linear`, set `is_settled`, and forget retired writers.
@@ -207,14 +208,14 @@ class EventMerge:
             writers: the names of the published writers. Any other writer that the linear position has passed is
                 forgotten, so that names do not accumulate.
         """
-        listed = {*writers}
+        published_writers = {*writers}
         self._is_settled = True
-        self._add_writers(listed)
+        self._add_writers(published_writers)
         self._linear = farther(linear, self._linear)
         for retired_writer in [
             writer
             for writer in self._positions
-            if writer not in listed and not is_beyond(self._positions[writer], self._linear)
+            if writer not in published_writers and not is_beyond(self._positions[writer], self._linear)
         ]:
             del self._positions[retired_writer]
 
@@ -222,14 +223,16 @@ class EventMerge:
         for writer in writers:
             self._positions.setdefault(writer, self._linear)
 
-    def is_missing_any(self, positions: Mapping[str, int], late: int) -> bool:
+    def is_missing_any(self, positions: Mapping[str, int], last_late_number: int) -> bool:
         """Whether something that was published is still to be handed over.
 
         Args:
             positions: writer -> its published position.
-            late: the number of the newest published late completion.
+            last_late_number: the number of the newest published late completion.
         """
-        return late > self._late or any(is_beyond(id, self.position_of(writer)) for writer, id in positions.items())
+        return last_late_number > self._last_late_number or any(
+            is_beyond(id, self.position_of(writer)) for writer, id in positions.items()
+        )
 
 
 log = get_logger(__name__)
@@ -280,7 +283,7 @@ class ListMerge:
                 all(trial.add_advance(item))
             elif item is not None:
                 all(trial.add_late(item))
-        return not keys.has_more and trial.is_missing_any(keys.positions, keys.late)
+        return not keys.has_more and trial.is_missing_any(keys.positions, keys.last_late_number)
 
     def add_history(self, history: StreamHistory) -> Iterator[Event]:
         """Add a page of history from Postgres, and yield the new events.
@@ -304,13 +307,13 @@ class ListMerge:
                 yield from new
             elif item is not None:
                 if not (self.has_history or self._is_complete or self._has_overlap):
-                    yield from self._merge.note_late_lost(item.number - 1)
+                    yield from self._merge.note_missing_late_completions(item.number - 1)
                 new_late = [*self._merge.add_late(item)]
                 self._has_overlap = self._has_overlap or not new_late
                 yield from new_late
 
     def end(self, keys: StreamKeys) -> Iterator[Event]:
-        """Yield what the list lacks up to the positions in `keys`, as `Reread` and `LateLost`.
+        """Yield what the list lacks up to the positions in `keys`, as `Reread` and `MissingLateCompletions`.
 
         Call this after every entry has been added that was published before `keys` was read.
         """
@@ -320,8 +323,8 @@ class ListMerge:
         if not (self._is_complete or self._merge.is_settled):
             yield from self._merge.reread_all(keys.linear, keys.positions)
         elif not (self.has_history or self._is_complete):
-            yield from self._merge.reread_unlisted(keys.linear, keys.positions)
-        yield from self._merge.note_late_lost(keys.late)
+            yield from self._merge.reread_without_advances(keys.linear, keys.positions)
+        yield from self._merge.note_missing_late_completions(keys.last_late_number)
         self._merge.mark_settled(keys.linear, keys.positions)
         self._is_complete = True
 
@@ -412,7 +415,7 @@ class FollowProgram:
         last_entry: ListEntry | None = None
         if starts_at_end and not is_new:
             yield from self._add_history(list_merge, self._merge)
-            if self._merge.is_missing_any(keys.positions, keys.late) or not list_merge.has_history:
+            if self._merge.is_missing_any(keys.positions, keys.last_late_number) or not list_merge.has_history:
                 keys = yield from self._read_keys(ReadList(self._stream, None))
         if keys.linear is None:
             return
@@ -457,9 +460,9 @@ class FollowProgram:
         assert keys.linear is not None
         match self._since:
             case None:
-                begin = Place(keys.linear, keys.positions, keys.late, is_settled=True)
+                begin = Place(keys.linear, keys.positions, keys.last_late_number, is_settled=True)
             case Token() as token:
-                begin = Place.after(token, keys.late)
+                begin = Place.after(token, keys.last_late_number)
             case Place() as begin:
                 pass
         if not self._reads_table:

@@ -819,8 +819,8 @@ begin
         and abs(known.id) <= tidemark_reader.farthest(_place.linear, _place.positions);
     if _between is not null then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('parked facts of reader %L of stream %L are between the positions of %s: %s', seek.reader,
-                seek.stream, seek.token, _between),
+            message = format('parked facts of reader %L of stream %L are beyond the linear position of %s, but not beyond its'
+                ' highest position of a writer: %s', seek.reader, seek.stream, seek.token, _between),
             hint = 'Retry or drop them first (tidemark readers parked), or give a token without writers.';
     end if;
     delete from tidemark_reader.parked as known

@@ -278,7 +278,8 @@ class ReaderPlaces:
             raise Refused(
                 "Postgres",
                 self.where,
-                f"parked facts of {stored.reader} are between the positions of {token}: {ids}",
+                f"parked facts of {stored.reader} are beyond the linear position of {token}, but not beyond its highest"
+                f" position of a writer: {ids}",
                 "retry or drop them first (`tidemark readers parked`), or give a token without writers",
             )
 

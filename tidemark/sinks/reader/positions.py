@@ -23,7 +23,7 @@ from tidemark.sinks.reader.redis import (
     await_entry,
     open_session,
     query_filled,
-    query_listed,
+    query_is_published,
     read_keys,
 )
 from tidemark.sinks.reader.requests import (
@@ -152,7 +152,7 @@ class Positions:
         Args:
             stream: the name of the stream.
             mode: "vector" for the advances of each writer (`Advance`, `Reread`), "linear" for the moves of the linear
-                position (`LinearMove`). Late completions (`Late`, `LateLost`) are events in both modes.
+                position (`LinearMove`). Late completions (`Late`, `MissingLateCompletions`) are events in both modes.
             since: the place, token or ID after which to begin. None: the positions that are published when the
                 iteration begins. Only a `Place` has the number of the last late completion. Without a `Place`, the
                 iterator omits the late completions that are published before the iteration begins.
@@ -182,7 +182,7 @@ class Positions:
             case CheckStreamName(stream):
                 try:
                     with self._session.use() as client:
-                        if query_listed(client, stream):
+                        if query_is_published(client, stream):
                             return True
                         filled = bool(query_filled(client))
                     if self._history is None:

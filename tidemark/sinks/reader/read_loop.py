@@ -26,7 +26,16 @@ from tidemark.common.errors import BadSetting, BatchTimedOut, LateNeedsWriter, L
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
 from tidemark.sinks.reader.databases import wait_for_replica
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
+from tidemark.sinks.reader.events import (
+    Advance,
+    Event,
+    Late,
+    LinearMove,
+    MissingLateCompletions,
+    Place,
+    ReadProgress,
+    Reread,
+)
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -57,7 +66,7 @@ class ReadPlan:
         ranges: the ranges to read, one per writer. All other IDs up to `goal` are proven empty.
         skipped: (epoch, range) of each advance that has skipped IDs.
         late: the late completions of the batch, in order.
-        late_lost: late completions that no server lists; None if there are none.
+        missing_late_completions: late completions that no server lists; None if there are none.
         epochs: writer -> its newest epoch in the batch.
         must_read: the ranges in which the table is read regardless of the evidence.
     """
@@ -66,7 +75,7 @@ class ReadPlan:
     ranges: tuple[Range, ...]
     skipped: tuple[tuple[int, Range], ...]
     late: tuple[Late, ...]
-    late_lost: LateLost | None
+    missing_late_completions: MissingLateCompletions | None
     epochs: Mapping[str, int]
     must_read: tuple[Range, ...] = ()
 
@@ -104,7 +113,7 @@ class ReadPlan:
 def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> ReadPlan:
     """Compute what to read for `events`, which follow the place of `checkpoint`. `goal` is the place after `events`."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
-    late_lost = next((event for event in events if isinstance(event, LateLost)), None)
+    missing_late_completions = next((event for event in events if isinstance(event, MissingLateCompletions)), None)
     must_read = [
         *checkpoint.must_read,
         *(span for event in events if isinstance(event, Late) for span in passed_by_events(checkpoint, event, goal)),
@@ -117,7 +126,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         first = spans.get(writer)
         spans[writer] = Range(writer, first.prev if first else move.prev, move.id, besides)
         # In a table older than its stream, a JOIN proves that nothing is open below it, not that there are no rows.
-        if late_lost or not checkpoint.place.is_settled or not move.proven_empty:
+        if missing_late_completions or not checkpoint.place.is_settled or not move.proven_empty:
             needed.add(writer)
     for writer, span in spans.items():
         if any(_overlaps(item, span) for item in must_read):
@@ -133,7 +142,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         tuple(span for writer, span in spans.items() if writer in needed),
         tuple((item.epoch, Range(item.writer, item.prev, item.id)) for item in advances if item.evidence.skipped),
         tuple(event for event in events if isinstance(event, Late)),
-        late_lost,
+        missing_late_completions,
         {item.writer: item.epoch for item in advances},
         tuple(must_read),
     )
@@ -255,7 +264,13 @@ class CatchUpLog:
         self._is_logged = False
 
     def note_page(self, rows: int, passed: int, remaining: int) -> None:
-        """Add a committed page: its number of rows, and the numbers of IDs that it passed and that remain. May log."""
+        """Add a committed page to the progress. Logs the progress once in `PROGRESS_LOG_SECONDS`, while IDs remain.
+
+        Args:
+            rows: the number of rows of the page.
+            passed: the number of IDs by which the page moved the place.
+            remaining: the number of IDs still to read.
+        """
         self._rows += rows
         self._ids += passed
         now = time.monotonic()
@@ -404,8 +419,10 @@ class ReadProgram:
             read_plan = read_plan.with_null_writer(self._checkpoint, self._facts_upto)
             before = _token(goal).farthest() if self._facts_upto is None else self._facts_upto
             self._facts_upto = max(before, *ends, key=abs) if ends else before
-        if read_plan.late_lost and self._checkpoint.version:
-            raise LateUnknown(self._config.stream, read_plan.late_lost.after, read_plan.late_lost.number)
+        if read_plan.missing_late_completions and self._checkpoint.version:
+            raise LateUnknown(
+                self._config.stream, read_plan.missing_late_completions.after, read_plan.missing_late_completions.number
+            )
         if self._config.is_replica and (read_plan.ranges or read_plan.late):
             yield from wait_for_replica()
         for late in read_plan.late:

@@ -1,6 +1,7 @@
-"""The Redis side of the reader library: the commands of requests, the parsing of replies, sessions and errors.
+"""The Redis side of the reader library: sends the commands for a `Request`, parses replies, and converts errors.
 
-A redis-py client, for threads or for asyncio, runs the commands. The script `publish.lua` writes the keys and lists.
+A redis-py client, for threads or for asyncio, runs the commands. The script `publish.lua` writes the keys. The list of
+advances of a stream is a Redis Stream.
 """
 
 import asyncio
@@ -412,13 +413,19 @@ class _CommandRecorder(CoreCommands):
         self.commands.append([_decode(word) if isinstance(word, bytes) else str(word) for word in words])
 
 
-def query_listed(client: Any, stream: str) -> Any:
-    """Query whether Redis lists the stream. Returns 1 or 0; with an asyncio client, a coroutine of it."""
+def query_is_published(client: Any, stream: str) -> Any:
+    """Query whether the set of stream names in Redis contains the stream.
+
+    Returns 1 or 0; with an asyncio client, a coroutine that returns 1 or 0.
+    """
     return client.sismember(STREAMS_KEY, stream)
 
 
 def query_filled(client: Any) -> Any:
-    """Query whether a pipeline publishes to this Redis. Returns 1 or 0; with an asyncio client, a coroutine of it."""
+    """Query whether a pipeline publishes to this Redis.
+
+    Returns 1 or 0; with an asyncio client, a coroutine that returns 1 or 0.
+    """
     return client.exists(SENTINEL_KEY)
 
 
@@ -449,8 +456,8 @@ def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) 
 
 
 def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
-    linear, positions, late, allocated, listed = reply
-    entries = [ListEntry(_decode(name), _decode_fields(fields)) for name, fields in listed]
+    linear, positions, last_late_number, allocated, raw_entries = reply
+    entries = [ListEntry(_decode(name), _decode_fields(fields)) for name, fields in raw_entries]
     last = entries[-1].name if entries else "0-0"
     is_continuous, has_more = True, False
     match request:
@@ -465,7 +472,7 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
     return StreamKeys(
         linear=None if linear is None else int(linear),
         positions={writer: int(position) for writer, position in _decode_fields(positions).items()},
-        late=int(late or 0),
+        last_late_number=int(last_late_number or 0),
         allocated=None if allocated is None else int(allocated),
         entries=entries,
         is_continuous=is_continuous,

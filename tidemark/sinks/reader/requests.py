@@ -26,7 +26,7 @@ writer moves the linear position without a list entry."""
 
 @dataclass(frozen=True, slots=True)
 class ListEntry:
-    """An entry of a stream's list of advances in Redis, not parsed yet (`redis.parse_entry`).
+    """An entry of a stream's list of advances (a Redis Stream), not parsed yet (`redis.parse_entry`).
 
     Attributes:
         name: the ID that Redis gave the entry, such as `1700000000000-0`.
@@ -75,7 +75,7 @@ class StreamKeys:
     Attributes:
         linear: the linear position; None if the stream is unknown.
         positions: writer -> position.
-        late: the number of the newest late completion; 0 if there is none.
+        last_late_number: the number of the newest late completion; 0 if there is none.
         allocated: the ID farthest from 0 that any record of the stream has named; None if unknown.
         entries: the entries that the request asked for, oldest first; empty for `ReadKeys`.
         is_continuous: False if the entry `after` of a `ReadList` is no longer on the list, or if the keys come from
@@ -86,7 +86,7 @@ class StreamKeys:
 
     linear: int | None
     positions: Mapping[str, int]
-    late: int = 0
+    last_late_number: int = 0
     allocated: int | None = None
     entries: Sequence[ListEntry] = ()
     is_continuous: bool = True
@@ -106,7 +106,10 @@ class CheckStreamName(Request):
 
 @dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
-    """Wait until the list of `stream` has an entry after the entry named `after`, at most `seconds`. No answer."""
+    """Wait for an entry after the entry named `after` on the list of advances of `stream`, at most `seconds`.
+
+    No answer.
+    """
 
     stream: str
     after: str

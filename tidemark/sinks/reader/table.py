@@ -88,7 +88,7 @@ class Table:
         return sql.SQL("select {} as have_writer, {} as have_none").format(of_writer, of_null)
 
     def _row_condition(self, span: "Range", others: "Sequence[Range]") -> sql.Composed:
-        """The condition `where` and the condition for rows of `span` that are not rows of `others`."""
+        """The condition for rows of `span` that are not rows of `others`, combined with the table's `where` (AND)."""
         conditions = self._range_condition(span, others)
         return conditions if self.where is None else sql.SQL("{} and ({})").format(conditions, sql.SQL(self.where))
 
@@ -175,7 +175,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """The first rows of some ranges, ordered by ID away from 0 over all ranges.
+    """The first rows of some ranges, sorted across all ranges by the magnitude of the ID, ascending.
 
     `unread` has the parts of the ranges that are still to be read; empty after the last page.
     """

@@ -99,13 +99,13 @@ class PublishedPositions:
     Attributes:
         linear: the ID up to which the stream is complete, for all writers.
         vector: writer -> the ID up to which everything of the writer is complete.
-        late: the number of the newest late completion; 0 if there is none.
+        last_late_number: the number of the newest late completion; 0 if there is none.
         allocated: the ID farthest from 0 that any record of the stream has named; None if unknown.
     """
 
     linear: int
     vector: Mapping[str, int]
-    late: int
+    last_late_number: int
     allocated: int | None
 
 
@@ -157,7 +157,7 @@ class MonotonicPositions(Generic[P]):
             linear=linear,
             # Reuses an equal mapping, which may have thousands of writers, to save memory.
             vector=before.vector if vector == before.vector else vector,
-            late=max(published.late, before.late),
+            last_late_number=max(published.last_late_number, before.last_late_number),
             allocated=before.allocated if lower else published.allocated,
         )
 
@@ -169,7 +169,9 @@ def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], strea
     """
     if keys.linear is None:
         return keys
-    farthest = monotonic.update(stream, PublishedPositions(keys.linear, keys.positions, keys.late, keys.allocated))
+    farthest = monotonic.update(
+        stream, PublishedPositions(keys.linear, keys.positions, keys.last_late_number, keys.allocated)
+    )
     return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
 

@@ -83,7 +83,8 @@ class Mirror:
     def refill(self, streams: Sequence[str] | None = None) -> RefillResult:
         """Compare Redis with Postgres, and write the missing data into Redis. Readers may read meanwhile.
 
-        `streams`: the streams to compare; None for all streams.
+        `streams`: the streams to compare. None: all streams; first waits while another thread refills all streams.
+        Raises `LeaseLost`.
         """
         if streams is None:
             with self._compare_lock:
@@ -197,7 +198,9 @@ class Mirror:
         ]
         # Read one more than is written, to detect too many: a repaired list must have no holes.
         history = self._postgres.advances_since(since, per_writer + 1)
-        late = self._postgres.late_since([(stream, snapshots[stream].late) for stream in repaired], per_writer + 1)
+        late = self._postgres.late_since(
+            [(stream, snapshots[stream].last_late_number) for stream in repaired], per_writer + 1
+        )
         rebuilt |= {stream for (stream, _), chain in history.items() if len(chain) > per_writer}
         rebuilt |= {stream for stream, missing in late.items() if len(missing) > per_writer}
         everything = [(stream, writer, 0) for stream in rebuilt for writer in stored[stream].positions]
@@ -234,8 +237,8 @@ def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> boo
         snapshot.linear is None
         or abs(snapshot.linear) < abs(stored.linear)
         or abs(snapshot.allocated) < abs(stored.allocated)
-        or snapshot.late < stored.late
-        or not (snapshot.is_token_current and snapshot.is_listed)
+        or snapshot.last_late_number < stored.late
+        or not (snapshot.is_token_current and snapshot.is_in_stream_names)
     )
 
 

@@ -50,21 +50,21 @@ class RedisPositions(msgspec.Struct, frozen=True, gc=False):
         linear: the linear position.
         allocated: the highest ID that any record has named.
         positions: writer -> position.
-        late: the number of the newest late completion that was written to the list of advances.
+        last_late_number: the number of the newest late completion that was written to the list of advances.
         fence: the highest lease token under which the stream was published.
         token: the positions token, such as `m7~web.9`.
         is_token_current: whether `token` matches `linear` and `positions`.
-        is_listed: whether the set of names has the stream.
+        is_in_stream_names: whether the set of stream names has the stream.
     """
 
     linear: int | None
     allocated: int
     positions: dict[str, int]
-    late: int
+    last_late_number: int
     fence: int
     token: str | None
     is_token_current: bool
-    is_listed: bool
+    is_in_stream_names: bool
 
 
 def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions], dict[str, str]]:
@@ -75,7 +75,7 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
         invalid content.
     """
     snapshots, faults = {}, {}
-    listed = dict(zip(streams, client.smismember(STREAMS_KEY, streams), strict=True)) if streams else {}
+    is_published = dict(zip(streams, client.smismember(STREAMS_KEY, streams), strict=True)) if streams else {}
     waiting = group_by_slot(((stream, 1, stream) for stream in streams), slot_function(client), _STREAMS_PER_CALL)
     while waiting:
         calls = ((names, (str(_POSITIONS_PER_CALL), str(len(names)))) for names in waiting)
@@ -85,7 +85,9 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
                 raise answers
             for stream, answer in zip(names, answers, strict=False):
                 try:
-                    snapshots[stream] = _parse_positions(check_answer(answer), is_listed=bool(listed[stream]))
+                    snapshots[stream] = _parse_positions(
+                        check_answer(answer), is_in_stream_names=bool(is_published[stream])
+                    )
                 except StreamFault as fault:
                     faults[stream] = str(fault)
             if len(answers) < len(names):
@@ -123,7 +125,7 @@ class _SnapshotAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _decoder = msgspec.json.Decoder(_SnapshotAnswer)
 
 
-def _parse_positions(answer: bytes, *, is_listed: bool) -> RedisPositions:
+def _parse_positions(answer: bytes, *, is_in_stream_names: bool) -> RedisPositions:
     """Parse an answer of `snapshot.lua`. Raises `StreamFault` if a key has invalid content."""
     try:
         json, newline, text = answer.partition(b"\n")
@@ -139,7 +141,7 @@ def _parse_positions(answer: bytes, *, is_listed: bool) -> RedisPositions:
             parse_fencing_token(keys.fence or "0"),
             token,
             token == _expected_token(linear, positions),
-            is_listed,
+            is_in_stream_names,
         )
     except msgspec.DecodeError as error:
         raise StreamFault(f"its keys contain a value that is not text: {error}") from None

@@ -19,7 +19,7 @@ from tidemark.sources.relay.queries import COMMON_CUT, AppendStream
 from tidemark.sources.relay.sequences import Regression
 from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.wire.records import Join, Retire, Timeline
+from tidemark.streaming.wire.records import DatabaseStart, Join, Retire
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StreamEpoch:
     version: int
     floor: int
     published_bound: int
-    timeline: Timeline
+    timeline: DatabaseStart
     database_writer: str
     writers: Mapping[str, WriterEpoch]
     retiring: Sequence[WriterEpoch] = ()
@@ -177,7 +177,7 @@ def begin(
         retiring = [writer for writer in known if writer.state == "retiring"]
         active = {writer.name: writer for writer in known if writer.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
-        timeline = Timeline(history.database, start, after)
+        timeline = DatabaseStart(history.database, start, after)
         regression = reasons.get(number, "")
         stream_epochs.append(
             StreamEpoch(stream, version, floor, upto, timeline, own, active, retiring, published, regression)

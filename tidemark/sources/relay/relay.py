@@ -388,7 +388,7 @@ class AppendRelay(RunLoop):
                 self._producer.send(record.stream, records.encode(record))
                 event = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
-            self._deliver()
+            self._flush()
             epochs.store_acknowledged(connection, batch)
         return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 

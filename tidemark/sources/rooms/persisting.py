@@ -172,7 +172,7 @@ class RoomStore:
         id = None
         if change.stream:
             recipient = event.state_key if event.kind is EventKind.OUT_OF_BAND else None
-            id = self._publish(connection, event.summary, change.stream, room.turn, recipient, reserved_id)
+            id = self._publish(connection, event.summary, change.stream, room.lock_count, recipient, reserved_id)
         if change.ends_extremities:
             includes_prevs = change.becomes_extremity and event.depth < MAX_DEPTH
             self._update_current_state(connection, event.room, room, groups, group if includes_prevs else None)
@@ -244,7 +244,7 @@ class RoomStore:
         )
         members = {key: entry for (kind, key), entry in changed.items() if kind == MEMBER}
         if members:
-            self._update_members(connection, room, locked_room.turn, members)
+            self._update_members(connection, room, locked_room.lock_count, members)
         for cache, keys in _caches_to_invalidate(room, [*members]):
             self._invalidate(connection, cache, keys, locked_room.version + 1 if cache != JOINED_ROOMS_CACHE else None)
 

@@ -93,18 +93,19 @@ class LockedRoom(NamedTuple):
     Attributes:
         group: the number of the group of the room's current state; None if the room has no forward extremities.
         version: the number of changes of the room's current state.
-        turn: the number of times that the room's lock was taken.
+        lock_count: the number of times that the room's lock was taken: the turn of the event that this transaction
+            persists (see `rules.Stay`).
     """
 
     group: int | None
     version: int
-    turn: int
+    lock_count: int
 
 
 def lock_room(connection: Connection, room: str) -> LockedRoom:
     """Create the room if it is new, and take the room's lock until the transaction ends. Waits for the lock.
 
-    Also adds 1 to the turn of the room.
+    Also adds 1 to the room's lock count (column `turn`).
     """
     row = connection.execute(
         "insert into rooms.rooms (room, turn) values (%s, 1) on conflict (room) do update set turn = rooms.turn + 1"

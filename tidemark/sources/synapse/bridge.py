@@ -235,7 +235,7 @@ class SynapseBridge(RunLoop):
             samples = HeadSamples.load(own, stream.name)
             self._publishers[stream.stream.name] = StreamPublisher(stream, server, known, writers, head, samples)
         self._send(own)
-        self._deliver()
+        self._flush()
         self._delete_acknowledged(own)
         self._reports = SourceReports({}, self._heartbeat)
         self._channel.take()

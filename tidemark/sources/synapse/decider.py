@@ -22,7 +22,7 @@ from msgspec import Raw
 
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Intervals
-from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
+from tidemark.streaming.wire.records import DatabaseStart, Join, Position, Rdata, Record, Retire
 
 MASTER = "master"
 """The name of the main process. Old rows of the main process have no writer."""
@@ -74,7 +74,7 @@ class WriterEncoder:
     writer: str
     epoch: int
     direction: Direction
-    timeline: Timeline
+    timeline: DatabaseStart
 
     def join(self, id: int, *, unseen: bool = False) -> Join:
         """Make the JOIN record. `unseen`: the IDs up to `id` may have facts that were not published."""

@@ -18,7 +18,7 @@ from tidemark.sources.synapse.decider import ProvenAdvance, StreamFact, WriterEn
 from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import Record, Timeline
+from tidemark.streaming.wire.records import DatabaseStart, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class StreamProgress:
 
     stream: SynapseStream
     name: str
-    timeline: Timeline
+    timeline: DatabaseStart
     sent_upto: Mapping[str, int]
     epochs: Mapping[str, int]
     floor: int
@@ -181,7 +181,7 @@ def create_stream(
         The progress of the stream, and its published facts, which are none.
     """
     names, now = sorted(writers), read_clock(connection)
-    timeline = Timeline(server.database, uuid.uuid4().hex)
+    timeline = DatabaseStart(server.database, uuid.uuid4().hex)
     progress = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
         connection.execute(

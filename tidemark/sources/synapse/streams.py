@@ -281,7 +281,7 @@ class StreamPublisher:
         )
         self.decider.begin(floor)
         log.info(
-            "A stream of Synapse begins; older facts are only in the table",
+            "Starting to publish a stream of Synapse; facts up to the floor are only in Synapse's table",
             stream=self.bridged.name,
             floor=floor,
             writers=sorted(writers),

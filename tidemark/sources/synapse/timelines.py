@@ -18,7 +18,7 @@ from tidemark.sources.synapse.decider import StreamFact
 from tidemark.sources.synapse.evidence import MAX_FACTS, PublishedFacts
 from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
-from tidemark.streaming.wire.records import Timeline
+from tidemark.streaming.wire.records import DatabaseStart
 
 log = get_logger(__name__)
 
@@ -153,7 +153,10 @@ def _find_last_common_id(
 def _load_stored(
     connection: Connection, stream: SynapseStream, name: str, server_name: str
 ) -> tuple[StreamProgress, _PreviousState] | None:
-    """Load the stored progress of a stream. Stores the server_name if none is stored. None if the stream is new."""
+    """Load the stored progress of a stream. Stores the server_name if none is stored.
+
+    Returns None if the stream is new. Raises `BadSetting` if the stream belongs to another server_name.
+    """
     row = connection.execute(
         "update tidemark.synapse_streams set server = coalesce(server, %s) where stream = %s"
         " returning history, start, after, floor, server, database, lsn::text, coalesce(head, 0)",
@@ -175,7 +178,9 @@ def _load_stored(
     epochs = {writer: epoch for writer, epoch, _, _, gone in rows if not gone}
     retired = {writer: at for writer, _, at, _, gone in rows if gone}
     backlog = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
-    progress = StreamProgress(stream, name, Timeline(history, start, after), sent_upto, epochs, floor, retired, backlog)
+    progress = StreamProgress(
+        stream, name, DatabaseStart(history, start, after), sent_upto, epochs, floor, retired, backlog
+    )
     return progress, _PreviousState(database, lsn, head)
 
 
@@ -187,7 +192,7 @@ def _begin_timeline(
     Stores the positions, which are at most `at`, and writes the JOINs to the outbox. Runs in the caller's transaction.
     """
     token = uuid.uuid4().hex
-    timeline = Timeline(f"{server.database}/{token}", token, progress.timeline.start)
+    timeline = DatabaseStart(f"{server.database}/{token}", token, progress.timeline.start)
     now = state.read_clock(connection)
     new_progress = replace(
         progress,

@@ -41,7 +41,7 @@ RollbackSignal = Literal["position", "database", "start"]
 """The evidence in a JOIN that the writer's database was restored.
 
 - `position`: the JOIN is below IDs that its writer had completed.
-- `database`: the JOIN names another database (`Timeline.database`).
+- `database`: the JOIN names another database (`DatabaseStart.database`).
 - `start`: the JOIN's start does not follow the writer's last start.
 """
 

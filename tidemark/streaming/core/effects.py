@@ -57,8 +57,9 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         ids: the distance in IDs. It may be 0 if unknown writers block the linear position.
-        since: time (ms) of the batch that allocated the first ID beyond the linear position, or an earlier time; None
-            if that is not known.
+        since: start of the lag (ms since 1970): the time of the batch that allocated the first ID beyond the linear
+            position. If this time is not stored: the earliest known time at which a blocker began to block. None if no
+            blocker has a known time.
         blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then the writers
             with the lowest positions.
         count: number of all writers that block the linear position.

@@ -72,7 +72,7 @@ class StreamState:
         unjoined: incarnations that have sent records without a JOIN. While there is one, the linear position does not
             move (docs/design.md 3).
         timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
-        database: the newest `Timeline.database` that a JOIN named; None if no JOIN named one.
+        database: the newest `DatabaseStart.database` that a JOIN named; None if no JOIN named one.
         highest_retired_position: the highest position that a writer of this timeline had when it retired.
         uncertain_up_to: rejected records may contain facts up to this ID, of writers that are not in `writers` or
             `unjoined`; `runs.UNBOUNDED` if the ID is not known; 0 if there are no such records.
@@ -109,8 +109,8 @@ class StreamState:
     def current_epoch(self, name: str) -> int:
         """The epoch to use for an operator's record without an epoch: the current epoch of the writer `name`.
 
-        The joined epoch of an active writer. Otherwise the highest known epoch of the writer, joined or not; 0 if no
-        epoch is known.
+        For an active writer, this is the epoch in which the writer joined. For any other writer, this is the highest
+        known epoch, joined or not; 0 if none is known.
         """
         writer = self.writers.get(name)
         if writer is not None and writer.retired_at is None:

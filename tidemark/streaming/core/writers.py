@@ -45,7 +45,7 @@ class WriterState:
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
         timeline: number of the newest timeline that the writer has joined.
-        start_token: token of the writer's last start (`Timeline.start`); None if no JOIN named a token.
+        start_token: token of the writer's last start (`DatabaseStart.start`); None if no JOIN named a token.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
         join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if an operator or no JOIN began it.
     """
@@ -243,7 +243,7 @@ def detect_rollback(
         unjoined: incarnations that have not joined.
         marker: the JOIN.
         timeline: number of the stream's current timeline.
-        database: the newest `Timeline.database` that a JOIN of the stream named; None if no JOIN named one.
+        database: the newest `DatabaseStart.database` that a JOIN of the stream named; None if no JOIN named one.
     """
     if _has_another_database(marker, database):
         return "database"

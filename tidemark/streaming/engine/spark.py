@@ -1,6 +1,7 @@
 """The Spark session in its JVM (`streaming.engine.jvm`).
 
-Comments give the reasons for the settings. Figures without a source are in docs/explanation/benchmarks.md.
+Comments give the reasons for the settings. If a comment names no document for a measurement, the measurement is from
+docs/explanation/benchmarks.md.
 """
 
 import sys

@@ -66,7 +66,7 @@ def cached(function: Function) -> Function:
 
 
 def cache_dirs() -> Iterator[Path]:
-    """The directories for the files, in the order of preference: of the installation, and of the user."""
+    """Yield the directories of cached machine code: first the installation's directory, then the user's directory."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
     home = os.environ.get("TIDEMARK_HOME")
     with suppress(RuntimeError, OSError):  # unknown user, or no working directory

@@ -183,7 +183,9 @@ def _load_eight(_typing: Any, data: Any, _at: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def count_plain(_typing: Any, data: Any, _at: Any) -> Any:
-    """Count the plain bytes from `at` on, up to 16. There must be 16 bytes from `at` on.
+    """Count the consecutive plain bytes that begin at `at`, at most 16. Stops at the first byte that is not plain.
+
+    The data must have 16 bytes from `at` on.
 
     A byte is plain if it is an ASCII character that a JSON string has without an escape.
     """

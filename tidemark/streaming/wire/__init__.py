@@ -1,1 +1,4 @@
-"""The encodings of records in Kafka, and of runs between the stages of a batch. No state of a stream."""
+"""The encodings of records in Kafka, and of runs between the stages of a batch.
+
+This folder has no code for the state of streams.
+"""

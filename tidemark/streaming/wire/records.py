@@ -149,8 +149,8 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
     rows: list[list[Raw]]
 
 
-class Timeline(msgspec.Struct, frozen=True):
-    """What a JOIN reports of its writer's database. Shows whether the database was restored.
+class DatabaseStart(msgspec.Struct, frozen=True):
+    """Identifies the writer's database and this start of the writer, so that a restored database can be detected.
 
     If `after` is not the token of the writer's last known start, the database was restored. If a JOIN is sent again for
     the same start, `start` and `after` are the same again.
@@ -180,7 +180,7 @@ class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     id: Id
     unseen: bool = False
     published: Id | None = None
-    timeline: Timeline | None = None
+    timeline: DatabaseStart | None = None
 
 
 class Retire(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
@@ -285,7 +285,7 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     if isinstance(record, OverridableRecord) and record.epoch == CURRENT_EPOCH and topic is Topic.FACTS:
         record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():
-        raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
+        raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r}, but must be the stream name {record.stream!r}")
     _check_topic(record, topic)
     if isinstance(record, Void | Position | Skip):
         _check_range(record.prev, record.id)
@@ -376,7 +376,7 @@ _DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "unseen": msgspec.json.Decoder(bool),
     "published": msgspec.json.Decoder(Id | None),
     "beyond": msgspec.json.Decoder(bool),
-    "timeline": msgspec.json.Decoder(Timeline | None),
+    "timeline": msgspec.json.Decoder(DatabaseStart | None),
     "by": msgspec.json.Decoder(str | None),
     "why": msgspec.json.Decoder(str | None),
 }

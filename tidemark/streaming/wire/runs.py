@@ -16,7 +16,7 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import NO_INTERVALS, Ids, Intervals
 from tidemark.streaming.values.limits import Evidence, RejectedRecords
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
+from tidemark.streaming.wire.records import MAX_ID, DatabaseStart, Kind, Topic
 
 _RUN_FIELDS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 RUN_DTYPE = np.dtype([(name, "<i8") for name in _RUN_FIELDS])
@@ -280,7 +280,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     why: str | None
     offset: int
     time: int
-    timeline: Timeline | None = None
+    timeline: DatabaseStart | None = None
     beyond: bool = False
     transactions: list[str] = []
     published: int | None = None

@@ -21,7 +21,7 @@ export function summary(totals, pipeline, loss, now) {
   }
   const all = pluralize(totals.streams, "stream");
   if (pipeline.owner !== null && pipeline.lease_seconds === 0) {
-    const subline = `No process holds the lease; ${pipeline.owner} had it last. No position moves.`;
+    const subline = `No process holds the lease; ${pipeline.owner} had it last. Positions do not advance.`;
     return { status: "blocked", headline: "No pipeline runs", subline };
   }
   if (totals.blocked) {
