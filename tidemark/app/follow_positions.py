@@ -133,7 +133,7 @@ class PositionFollower:
         dsn: the database of readers.
         halt: if this event is set, `run` returns.
         streams: the streams to follow; None for all.
-        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
+        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer has; None: read only Redis.
         metrics: the metrics to update; None: metrics that are not served.
     """
 
@@ -348,7 +348,7 @@ def run(
         settings: the settings with the address of Redis.
         dsn: the database of readers.
         streams: the streams to copy; None for all.
-        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer lists; None: read only Redis.
+        history_dsn: DSN of Tidemark's Postgres, for late completions that Redis no longer has; None: read only Redis.
         metrics_address: host:port at which metrics and probes are served; None: serve none.
 
     Raises:

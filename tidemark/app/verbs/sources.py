@@ -127,7 +127,7 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
     """Copy the published positions into a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
 
     A database whose relay has TIDEMARK_REDIS_URL does not need this command: the relay copies the positions. Positions
-    come from TIDEMARK_REDIS_URL. Late facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if this setting
+    come from TIDEMARK_REDIS_URL. Late facts that Redis no longer has come from TIDEMARK_POSTGRES_DSN, if this setting
     and --dsn are given.
     """
     ctx.obj = dsn

@@ -66,7 +66,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     - `ReaderInUse`: another task reads from the same object.
     - `ReaderModeChanged`: the reader has read the stream in the other mode.
     - `ReaderPartitionsChanged`: the reader has read the stream with another number of partitions.
-    - `LateUnknown`: Redis no longer lists late completions that the reader needs.
+    - `LateUnknown`: Redis no longer has late completions that the reader needs.
     - `LateNeedsWriter`: the rows of a late completion cannot be distinguished from rows of other writers.
     - `RowUnreadable`: a row cannot be converted to Python values.
     - `TransactionEnded`: the service has committed or rolled back the transaction of a batch.

@@ -1,4 +1,4 @@
-"""Queries of the history in Tidemark's Postgres, for advances that Redis no longer lists, and while Redis is down."""
+"""Queries of the history in Tidemark's Postgres, for advances that Redis no longer has, and while Redis is down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -68,7 +68,7 @@ class Positions:
             `close` does not close.
         dsn: the address of Tidemark's Postgres, for a user with the role tidemark_reader; None to read Redis only. With
             `dsn`, the methods also answer while Redis is down or has lost its data, and followers get the evidence of
-            advances that Redis no longer lists.
+            advances that Redis no longer has.
 
     Raises:
         BadSetting: `redis` is not a valid address.

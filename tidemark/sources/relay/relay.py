@@ -365,7 +365,10 @@ class AppendRelay(RunLoop):
                 self._unknown_writers = decider.unknown_writers
 
     def _join_streams(self, connection: Connection) -> list[epochs.StreamEpoch]:
-        """Begin new epochs if necessary, and send the JOINs and RETIREs (see `_flush`). Returns the streams with writers."""
+        """Begin new epochs if necessary, and send the JOINs and RETIREs (see `_flush`).
+
+        Returns the streams with writers.
+        """
         history = read_server_history(connection, self._session.where, OUTBOX)
         self._writer = self._configured_writer or connection.info.dbname
         if not is_writer_name(self._writer):
