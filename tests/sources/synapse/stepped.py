@@ -92,7 +92,7 @@ class MemoryProducer(RecordProducer):
             self.delivered_count += 1
             on_acknowledged()
 
-    def backlog(self) -> int:
+    def poll_backlog(self) -> int:
         return 0
 
     def flush(self, seconds: float) -> int:

@@ -72,8 +72,7 @@ class Trial:
         state_before: the state of the stream without the override.
         state_after: the state of the stream with the override.
         effects: the effects of a batch that has only this record.
-        open_ranges: the open ranges of the writer, up to the epoch of the override; for `*`, the open ranges of all
-            writers that never joined.
+        open_ranges: the writer's open ranges up to the override's epoch; for `*`, of all writers that never joined.
         now: the time of the trial, in seconds since 1970.
         silent_seconds: a writer is silent after this many seconds without a record.
     """
@@ -108,8 +107,7 @@ class Trial:
                 )
 
     def _affected_writers(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
-        """The writers whose IDs the override settles, each with its verdict and the time of its newest record. Empty if
-        the override only reopens IDs."""
+        """The writers whose IDs the override settles, with verdict and newest record. Empty if it only reopens IDs."""
         if self._reopens():
             return
         for blocker in self._blockers():
@@ -119,10 +117,9 @@ class Trial:
             yield blocker.writer, verdict, blocker.last_seen
         known = self.state_before.writers.get(self.record.writer)
         if not self.open_ranges and known is not None and known.retired_at is None:
-            verdict = open_ranges.writer_verdict(
-                self.state_before, self.record.writer, known.last_seen, self.now, self.silent_seconds
-            )
-            yield self.record.writer, verdict, last_seen(known.last_seen)
+            name, seen = self.record.writer, known.last_seen
+            verdict = open_ranges.writer_verdict(self.state_before, name, seen, self.now, self.silent_seconds)
+            yield name, verdict, last_seen(seen)
 
     def dangers(self) -> Iterator[str]:
         """The reasons why an override that ends an epoch is not sent, even with --force. Empty for other overrides."""

@@ -50,7 +50,7 @@ from tidemark.sinks.reader.requests import (
     RunSql,
     fetch_rows,
 )
-from tidemark.sinks.reader.table import Range, Table, TablePage, read_table_page
+from tidemark.sinks.reader.table import Range, Table, TablePage, absent_ranges, count_ids, read_table_page
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.streaming.values.direction import farther, is_beyond
 
@@ -161,17 +161,6 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
         part = span.after(handed_over[1]) if handed_over else span
         if part is not None:
             yield part
-
-
-def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as inclusive pairs (lower, higher)."""
-    sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
-    for high in (*map(abs, present), abs(id) + 1):
-        if high - low > 1:
-            first, last = sorted((sign * (low + 1), sign * (high - 1)))
-            absent.append((first, last))
-        low = high
-    return absent
 
 
 def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
@@ -430,7 +419,7 @@ class ReadProgram:
         remaining = [*read_plan.ranges]
         progress = CatchUpLog(self._config.stream)
         while True:
-            before = _count_ids(remaining)
+            before = count_ids(remaining)
             yield from self._lock()
             rest = remaining[RANGES_PER_QUERY:]
             page = (yield from self._page(remaining[:RANGES_PER_QUERY])) if remaining else TablePage([], [])
@@ -442,7 +431,7 @@ class ReadProgram:
             reached = read_plan.place_before(remaining)
             expired = () if remaining else self._expired_deliveries(read_plan.epochs, reached)
             yield from self._save(replace(self._checkpoint, place=reached), delivered, expired)
-            progress.note_page(len(new), before - _count_ids(remaining), _count_ids(remaining))
+            progress.note_page(len(new), before - count_ids(remaining), count_ids(remaining))
             if not remaining:
                 progress.end()
                 return
@@ -580,11 +569,6 @@ class ReadProgram:
             self._config.observe(progress)
         except Exception as problem:  # noqa: BLE001 - metrics must not stop a reader
             log.warning("The function observe= of a reader failed", reader=self._config.reader, problem=repr(problem))
-
-
-def _count_ids(ranges: Sequence[Range]) -> int:
-    """The total number of IDs of the ranges."""
-    return sum(abs(span.id) - abs(span.prev) for span in ranges)
 
 
 def _token(place: Place) -> Token:

@@ -200,3 +200,19 @@ def read_table_page(table: Table, ranges: Sequence[Range], limit: int) -> Genera
         rows_of_facts = yield from fetch_rows(RunSql("source", table.select(fact), table.id))
     last = rows_of_facts[-1][table.id]
     return TablePage(rows_of_facts, [rest for span in ranges if (rest := span.after(last))])
+
+
+def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
+    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as inclusive pairs (lower, higher)."""
+    sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
+    for high in (*map(abs, present), abs(id) + 1):
+        if high - low > 1:
+            first, last = sorted((sign * (low + 1), sign * (high - 1)))
+            absent.append((first, last))
+        low = high
+    return absent
+
+
+def count_ids(ranges: Sequence[Range]) -> int:
+    """The total number of IDs of the ranges."""
+    return sum(abs(span.id) - abs(span.prev) for span in ranges)
