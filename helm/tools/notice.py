@@ -30,6 +30,10 @@ Python packages:
 """
 
 
+_NOT_LISTED = {"tidemark-streams", "async-timeout"}
+"""Ourselves, and what redis-py needs only before Python 3.11.3. The images have a newer one."""
+
+
 def packages() -> list[str]:
     """Names of what the roles need, and of what that needs, where it is installed."""
     found: dict[str, None] = {}
@@ -37,7 +41,7 @@ def packages() -> list[str]:
     while waiting:
         name, extras = re.match(r"([A-Za-z0-9._-]+)(?:\[([a-z,]+)\])?", waiting.pop()).groups()  # type: ignore[union-attr]
         name = name.lower().replace("_", "-")
-        if name in found or name == "tidemark-streams":
+        if name in found or name in _NOT_LISTED:
             continue
         try:
             needs = distribution(name).requires or []
