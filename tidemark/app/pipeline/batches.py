@@ -496,4 +496,4 @@ class RefusedRecordFinder:
                 (Topic.CONTROL, 0, skip),
             ]
         ]
-        return [msgspec.structs.replace(self._apply({}, records, {}, now), progress=[])]
+        return [msgspec.structs.replace(self._apply({}, records, {}, now), next_offsets=[])]
