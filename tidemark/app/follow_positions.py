@@ -247,30 +247,31 @@ class PositionFollower:
         settles IDs that are open in it. The change to published positions is permanent.
         """
         known = self._known.get(stream)
-        if known is not None and known.source == "handover":
-            return self._hand_over(stream, published, known)
-        is_decided_here = known is not None and known.source == "database"
-        if stream in self._local_writers:
-            after, writers = self._local_writers[stream]
-            if any(writer not in writers and is_beyond(id, after) for writer, id in published.positions.items()):
-                reason = "the stream has writers in other databases"
-            elif known is not None and is_decided_here and self._is_overridden(stream, published, known, writers):
-                reason = "an operator has settled IDs that are open in this database"
-            elif known is None or is_decided_here:
-                self._local_streams.add(stream)
-                return False
-            else:
-                reason = ""
+        if known is not None and known.source != "database":
             self._local_streams.discard(stream)
-            if known is not None and is_decided_here:
-                log.warning(
-                    "Readers of this database now get the position of a stream that the pipeline publishes, no longer"
-                    " the position that this database decides. This change is permanent",
-                    stream=stream,
-                    reason=reason,
-                )
+            if known.source == "handover":
                 return self._hand_over(stream, published, known)
-        return published.linear is not None and not is_decided_here
+            return published.linear is not None
+        if stream not in self._local_writers:
+            return known is None and published.linear is not None
+        after, writers = self._local_writers[stream]
+        if any(writer not in writers and is_beyond(id, after) for writer, id in published.positions.items()):
+            reason = "the stream has writers in other databases"
+        elif known is not None and self._is_overridden(stream, published, known, writers):
+            reason = "an operator has settled IDs that are open in this database"
+        else:
+            self._local_streams.add(stream)
+            return False
+        self._local_streams.discard(stream)
+        if known is None:
+            return published.linear is not None
+        log.warning(
+            "This database no longer decides the position of a stream. Readers get the published position once it has"
+            " reached the position in this database. This change is permanent",
+            stream=stream,
+            reason=reason,
+        )
+        return self._hand_over(stream, published, known)
 
     def _hand_over(self, stream: str, published: StreamKeys, known: KnownStream) -> bool:
         """Change the stream from the position of this database to the published positions. The change is complete when

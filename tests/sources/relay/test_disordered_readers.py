@@ -2,7 +2,8 @@
 an operator has done what the errors say."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 
 import psycopg
@@ -162,6 +163,17 @@ class ReadDisorderedWorld(DisorderedWorld):
         super().close()
 
 
+@contextmanager
+def read_world(dsn: str, direction: str) -> Iterator[ReadDisorderedWorld]:
+    """A world after `begin`."""
+    world = ReadDisorderedWorld(dsn, direction=direction)
+    try:
+        world.begin()
+        yield world
+    finally:
+        world.close()
+
+
 READ_EVENTS: list[Callable[[ReadDisorderedWorld], object]] = [
     *EVENTS,
     ReadDisorderedWorld.keep,
@@ -196,10 +208,8 @@ def test_readers_after_every_order_of_a_few_events(ready: str, monkeypatch: pyte
 @pytest.mark.parametrize("alive", [True, False])
 def test_readers_of_a_stream_that_was_restored_in_place(ready: str, direction: str, *, alive: bool) -> None:
     """The sequence passes the places of the readers before a relay and a keeper look again."""
-    world = ReadDisorderedWorld(ready, direction=direction)
     append = EVENTS[0]
-    try:
-        world.begin()
+    with read_world(ready, direction) as world:
         if not alive:
             world.keeper.die()
             world.relays[0].die()
@@ -207,18 +217,14 @@ def test_readers_of_a_stream_that_was_restored_in_place(ready: str, direction: s
         for _ in range(6):
             append(world)
         world.finish()
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_readers_beyond_what_kafka_has_when_the_tables_are_restored(ready: str, direction: str) -> None:
     """The process that copies published positions misses a writer in the restored tables before the relay sees the
     restore. Kafka never had the facts that the readers have passed, so nobody would report them as late."""
-    world = ReadDisorderedWorld(ready, direction=direction)
     append = EVENTS[0]
-    try:
-        world.begin()
+    with read_world(ready, direction) as world:
         for _ in range(3):
             append(world)
             world.keep()
@@ -228,8 +234,6 @@ def test_readers_beyond_what_kafka_has_when_the_tables_are_restored(ready: str, 
         for _ in range(9):
             append(world)
         world.finish()
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -237,10 +241,8 @@ def test_readers_beyond_what_kafka_has_when_the_tables_are_restored(ready: str, 
 def test_readers_of_restored_tables_with_an_unfit_sequence(ready: str, direction: str, change: str) -> None:
     """Nothing is decided before the sequence is repaired. Until then, neither a failover nor a new writer makes the
     relay forget that the tables were restored."""
-    world = ReadDisorderedWorld(ready, direction=direction)
     append = EVENTS[0]
-    try:
-        world.begin()
+    with read_world(ready, direction) as world:
         world.restore()
         world.options("cache 4")
         world.keeper.die()
@@ -259,18 +261,14 @@ def test_readers_of_restored_tables_with_an_unfit_sequence(ready: str, direction
             world.keep()
             world.read()
         world.finish()
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("first", ["relay", "keeper"])
 def test_readers_of_a_void_id_that_got_a_fact_while_nobody_looked(ready: str, direction: str, first: str) -> None:
     """Kafka is away, so the void is above the floor. The sequence goes back to it and passes the position again."""
-    world = ReadDisorderedWorld(ready, direction=direction)
     append = EVENTS[0]
-    try:
-        world.begin()
+    with read_world(ready, direction) as world:
         for _ in range(2):
             world.services[0].begin("read committed", "on")
             append(world)
@@ -288,5 +286,3 @@ def test_readers_of_a_void_id_that_got_a_fact_while_nobody_looked(ready: str, di
             world.keep()
             world.read()
         world.finish()
-    finally:
-        world.close()

@@ -208,7 +208,7 @@ COLUMNS = np.dtype(
 """The columns of a table.
 
 - `length`: size of the row in bytes.
-- `uncertain`: if True, the writer's `Chain.uncertain_up_to` is UNBOUNDED, whatever the row has.
+- `uncertain`: if True, the writer's `Chain.uncertain_up_to` is UNBOUNDED, and the row's value is ignored.
 - `chain`: position of the chain.
 - `position`: position of the writer.
 - `retired`: time (ms) at which the writer retired; 0 if it is active.

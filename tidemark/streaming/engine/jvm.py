@@ -40,7 +40,7 @@ PYTHONPATH=${paths#:} exec %s "$@"
 log = get_logger(__name__)
 
 STORED_LINES = 50
-"""So many of the first lines of the JVM's output, and so many of the last, are stored to find the cause of an exit."""
+"""The number of first lines, and of last lines, of the JVM's output that are stored to find the cause of an exit."""
 DRAIN_SECONDS = 5.0  # time limit for reading the rest of the output of a JVM that did not start
 _own_variables: set[str] = set()
 """Variables that this module has set in this process for an earlier JVM."""

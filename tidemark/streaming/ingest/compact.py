@@ -6,7 +6,7 @@ Python loops run over runs, markers and writer epochs; only the decoder and nump
 give the same packets, byte for byte, so Spark may run a task again.
 
 JOIN, RETIRE and OPEN records cut the records of their stream into *segments*. All edges of a run are in one segment
-(docs/decisions/0001-segments.md). Edges whose offsets are 2**32 or more apart are in different runs too.
+(docs/decisions/0001-segments.md). The offsets of a run span less than 2**32.
 
 The number of records of a batch is bounded, but a RUN record may have any number of facts. So a task stops early if
 there are too many facts. The packets of the task then have the flag `Packet.is_cut_short` and the next offset to read.

@@ -36,7 +36,7 @@ LIGHT_RECORDS = 200_000
 WORTHWHILE_RECORDS = 40
 """The number of records from which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
-_IDLE_SECONDS = 2.0  # if two batches begin further apart, `Pace` does not take the CPU time between them as a cost
+_IDLE_SECONDS = 2.0  # after a longer interval between two batches, `Pace` ignores the CPU time of the interval
 _LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
 _MIN_PAUSE_SECONDS = 0.02  # between queries of end offsets; a query takes 1 ms in this process and 1 ms in the broker
 
