@@ -25,7 +25,7 @@ _SHAPE = Shape(streams=4, writers=8, slow_every=5000)  # few gaps: a backlog is 
 class RunsPlan:
     """So many facts in all and in a batch. Of `together` each is a turn of every round, for each contestant."""
 
-    facts: int = 28_000_000
+    facts: int = 56_000_000
     batch: int = DEFAULT_BATCH
     warm_batches: int = 3
     rounds: int = 3

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.streaming.wire.records import MAX_ID
-from tidemark.streaming.wire.runs import POSITION, RDATA, VOID, PackedRun, PackedRuns, RunColumns
+from tidemark.streaming.wire.runs import POSITION, RDATA, VOID, PackedColumn, PackedRun, PackedRuns, Run, RunColumns
 
 
 def _run(ids: list[int], kinds: list[int], offsets: list[int], *, start: int = 0, stream: str = "s") -> PackedRun:
@@ -33,6 +33,8 @@ def runs(draw: st.DrawFn) -> PackedRun:
     kinds = draw(st.lists(st.sampled_from([RDATA, VOID, POSITION]), min_size=len(ids), max_size=len(ids)))
     top = draw(st.sampled_from([10, (1 << 16) - 1, 1 << 16, (1 << 32) - 1]))
     offsets = draw(st.lists(st.integers(0, top), min_size=len(ids), max_size=len(ids)))
+    if draw(st.booleans()):
+        offsets = [offsets[0]] * len(ids)
     return _run(ids, kinds, offsets, start=draw(st.integers(0, ids[0] - 1)), stream=draw(st.sampled_from("ab")))
 
 
@@ -44,6 +46,13 @@ def test_packets_have_the_runs_that_were_packed(packets: list[list[PackedRun]]) 
     assert [together.run(at) for at in range(len(together))] == [run for packet in packets for run in packet]
 
 
+@given(runs(), st.integers(1, 3))
+def test_the_highest_empty_ranges_are_those_of_the_whole_run(packed: PackedRun, count: int) -> None:
+    """Although most of the run is not looked at."""
+    run = Run.unpack(packed)
+    assert run.highest_empty(count) == run.empty().highest(count)
+
+
 def test_sums_of_many_runs_may_overflow() -> None:
     """Each run ends at the highest ID that there is."""
     many = [_run([1, MAX_ID], [RDATA, VOID], [0, 1]) for _ in range(5)]
@@ -51,10 +60,33 @@ def test_sums_of_many_runs_may_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "width"), [(1, 2), ((1 << 16) - 1, 2), (1 << 16, 4), ((1 << 32) - 1, 4), (1 << 32, 8)]
+    ("step", "width"),
+    [(1, 1), ((1 << 8) - 1, 1), (1 << 8, 2), ((1 << 16) - 1, 2), (1 << 16, 4), ((1 << 32) - 1, 4), (1 << 32, 8)],
 )
 def test_columns_are_as_narrow_as_their_numbers(step: int, width: int) -> None:
     start = MAX_ID - 3 * step
     packed = PackedRuns.of([_run([start + step, start + 2 * step], [RDATA, RDATA], [0, 9], start=start)])
-    assert (len(packed.steps), len(packed.offsets)) == (2 * width, 4)
-    assert len(PackedRuns.of([_run([1, 2], [RDATA, RDATA], [0, 1 << 16])]).offsets) == 8
+    assert (packed.steps.width, len(packed.steps.values), len(packed.offsets.values)) == (width, 2 * width, 2)
+    assert len(PackedRuns.of([_run([1, 2], [RDATA, RDATA], [0, 1 << 16])]).offsets.values) == 8
+
+
+def test_equal_numbers_of_neighbouring_edges_are_stored_once() -> None:
+    """The edges of a RUN have the same offset, and most edges are facts."""
+    count = 1000
+    run = _run([*range(5, 5 + count)], [RDATA] * (count - 1) + [VOID], [300] * 600 + [301] * 400, start=4)
+    packed = PackedRuns.of([run])
+    assert packed.steps == PackedColumn(1, b"\x01", count.to_bytes(2, "little"))
+    assert packed.kinds == PackedColumn(1, bytes([RDATA, VOID]), b"".join(n.to_bytes(2, "little") for n in (999, 1)))
+    assert (packed.offsets.width, len(packed.offsets.values), len(packed.offsets.repeats)) == (2, 4, 4)
+    assert [*packed] == [run]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, MAX_ID), st.integers(1, 300)), min_size=1, max_size=20),
+    st.sampled_from(["<u1", "<u4", "<u8"]),
+)
+def test_columns_have_the_numbers_that_were_packed(groups: list[tuple[int, int]], dtype: str) -> None:
+    numbers = np.repeat(np.array([number for number, _ in groups], "<u8").astype(dtype), [count for _, count in groups])
+    column = PackedColumn.of(numbers)
+    assert column.decode().tolist() == numbers.tolist()
+    assert len(column.values) + len(column.repeats) <= numbers.nbytes

@@ -253,6 +253,8 @@ def test_every_range_has_one_task(behind: dict[int, int]) -> None:
         ranges, key=lambda it: it.partition
     )
     assert all(found)
+    lengths = [sum(it.end - it.start for it in task) for task in found]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_few_records_are_one_task_and_many_are_spread() -> None:

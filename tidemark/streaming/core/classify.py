@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.core.chain import Chain, DeferredRange
+from tidemark.streaming.core.chain import EMPTY_RANGES_MAX, Chain, DeferredRange
 from tidemark.streaming.values.intervals import NO_INTERVALS, Ids, Intervals
 from tidemark.streaming.values.limits import NO_EVIDENCE, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
@@ -246,7 +246,7 @@ class ChainUpdater:
             self.batch.counts["deferred"] += len(run)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.batch.now)
-        self.chain.declare_empty(run.empty())
+        self.chain.declare_empty(run.highest_empty(EMPTY_RANGES_MAX))
         self.batch.counts[self.outcome] += len(run)
         yield run, self.outcome
 

@@ -145,6 +145,9 @@ def shard_keys(shards: int, tasks: int) -> list[int]:
 
     `key % shards` is the shard. Spark chooses the task by the hash of the key. With the shard number as key, the
     distribution is uneven: of 16 shards, one of four tasks had three and another six.
+
+    A task gets neighbouring shards. CRC-32 puts streams whose names differ in the last digit into shards that are far
+    apart, but that are often all even or all odd: `events-0` to `events-3` are in 3, 5, 15 and 9 of 16 shards.
     """
     keys = np.zeros(shards, np.int64)
     remaining = np.arange(shards)
@@ -152,7 +155,7 @@ def shard_keys(shards: int, tasks: int) -> list[int]:
         if not len(remaining):
             break
         candidates = remaining + attempt * shards
-        is_balanced = spark_hash(candidates).astype(np.int64) % tasks == remaining % tasks
+        is_balanced = spark_hash(candidates).astype(np.int64) % tasks == remaining * tasks // shards
         keys[remaining[is_balanced]] = candidates[is_balanced]
         remaining = remaining[~is_balanced]
     return [int(key) for key in keys]

@@ -281,11 +281,15 @@ def pack(
         writer_epochs = [writer_epochs[at] for at in order]
         edges = edges._replace(writer_epochs=np.argsort(order)[ranks][edges.writer_epochs])
         segments = _segments(edges, writer_epochs, markers)
+        batch_rows: list[BatchRows] = []
         is_row = edges.kinds == ROW
-        runs = _link_runs(edges.select(~is_row), segments[~is_row], writer_epochs)
+        if is_row.any():
+            batch_rows = [*_batch_rows(edges.take(is_row), segments[is_row], writer_epochs)]
+            edges, segments = edges.take(~is_row), segments[~is_row]
+        runs = _link_runs(edges, segments, writer_epochs)
         for number, part in runs.divide(np.array([shard[stream] for stream in runs.streams]), MAX_EDGES):
             put(number, part)
-        for rows in _batch_rows(edges.select(is_row), segments[is_row], writer_epochs):
+        for rows in batch_rows:
             packet_of(shard[rows.stream]).rows.append(rows)
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
@@ -341,8 +345,6 @@ def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Mark
 
 
 def _batch_rows(rows: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) -> Iterator[BatchRows]:
-    if not len(rows.ids):
-        return
     groups = rows.writer_epochs * (segments.max() + 1) + segments
     order = np.argsort(groups, kind="stable")
     offsets, groups = rows.offsets[order], groups[order]
@@ -358,9 +360,14 @@ def _link_runs(edges: Edges, segments: Ids, writer_epochs: list[WriterEpoch]) ->
     if not len(edges.ids):
         return RunColumns.of([])
     segment_count = int(segments.max()) + 1  # for each writer epoch and direction
-    groups = (edges.writer_epochs * 2 + (edges.ids < 0)) * segment_count + segments
-    edges = edges._replace(writer_epochs=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
-    chains, firsts = link(edges, MAX_EDGES)
+    groups = edges.writer_epochs * (2 * segment_count)
+    if segment_count > 1:
+        groups += segments
+    is_backward = edges.ids < 0
+    if is_backward.any():
+        groups += is_backward * segment_count
+        edges = edges._replace(prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
+    chains, firsts = link(edges._replace(writer_epochs=groups), MAX_EDGES)
     numbers, backward = np.divmod(chains.writer_epochs[firsts] // segment_count, 2)
     run_writer_epochs = [writer_epochs[number] for number in numbers.tolist()]
     rows = np.empty(len(firsts), RUN_DTYPE)

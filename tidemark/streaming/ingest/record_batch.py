@@ -105,11 +105,6 @@ class Edges(NamedTuple):
             column[:count] = known[:count]
         return edges
 
-    def select(self, chosen: Mask) -> "Edges":
-        if chosen.all():
-            return self  # the usual case
-        return self.take(chosen)
-
     def take(self, selection: Mask | slice | npt.NDArray[np.intp]) -> "Edges":
         columns: Any = self
         return Edges(*(column[selection] for column in columns))

@@ -55,28 +55,60 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
     newest: int
 
 
+class PackedColumn(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Encoded numbers, one for each edge of a packet.
+
+    The JVM copies packets several times, so packets are small. All integers are little-endian and unsigned, with the
+    fewest of 1, 2, 4 and 8 bytes that fit all integers of the field.
+
+    Attributes:
+        width: the number of bytes of an integer in `values`.
+        values: the numbers. If `repeats` is not empty, equal numbers of neighbouring edges are stored once.
+        repeats: for each number in `values`, how many edges have it; empty if each number is for one edge.
+    """
+
+    width: int = 1
+    values: bytes = b""
+    repeats: bytes = b""
+
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.unsignedinteger]) -> "PackedColumn":
+        """Encode at least one number."""
+        firsts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        if _MIN_REPEATS * (len(firsts) + 1) > len(numbers):
+            return cls(*_narrow(numbers))
+        firsts = np.concatenate(([0], firsts))
+        _, repeats = _narrow(np.diff(firsts, append=len(numbers)).view(np.uint64))
+        return cls(*_narrow(numbers[firsts]), repeats)
+
+    def decode(self) -> npt.NDArray[np.unsignedinteger]:
+        numbers = np.frombuffer(self.values, f"<u{self.width}")
+        if not self.repeats:
+            return numbers
+        return np.repeat(numbers, np.frombuffer(self.repeats, f"<u{len(self.repeats) // len(numbers)}"))
+
+
+_MIN_REPEATS = 4  # equal numbers are stored once, if on average at least so many neighbouring edges have the same
+
+
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The encoded runs of a packet. The edges of all runs are one after the other.
-
-    The JVM copies packets several times, so packets are small. `steps` and `offsets` have each the narrowest of uint16,
-    uint32 and uint64 (little-endian) that fits all their numbers. The width is not stored: it is the length of the
-    column divided by the number of edges.
 
     Attributes:
         streams: the stream of each run.
         writers: the writer of each run.
         numbers: the numeric fields of each run, as an array of `RUN_DTYPE`.
         steps: for each edge its ID minus the ID before it in the run, or minus `start` if the edge is the first.
-        kinds: the kind of each edge, as uint8.
+        kinds: the kind of each edge.
         offsets: for each edge its Kafka offset minus `first_offset`.
     """
 
     streams: list[str] = []
     writers: list[str] = []
     numbers: bytes = b""
-    steps: bytes = b""
-    kinds: bytes = b""
-    offsets: bytes = b""
+    steps: PackedColumn = PackedColumn()
+    kinds: PackedColumn = PackedColumn()
+    offsets: PackedColumn = PackedColumn()
 
     @classmethod
     def of(cls, runs: Iterable[PackedRun]) -> "PackedRuns":
@@ -105,15 +137,16 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return map(columns.run, range(len(self)))
 
 
-def _narrow(numbers: npt.NDArray[np.unsignedinteger]) -> bytes:
-    """Encode a column of a packet with the narrowest type that fits all numbers."""
-    highest = int(numbers.max(initial=0))
-    return numbers.astype("<u2" if highest < 1 << 16 else "<u4" if highest < 1 << 32 else "<u8").tobytes()
+def _narrow(numbers: npt.NDArray[np.unsignedinteger]) -> tuple[int, bytes]:
+    """The fewest bytes that fit each of the numbers, and the numbers with so many bytes."""
+    bits = int(numbers.max()).bit_length()
+    width = 1 if bits <= 8 else 2 if bits <= 16 else 4 if bits <= 32 else 8
+    return width, numbers.astype(f"<u{width}").tobytes()
 
 
-def _widen(columns: Iterable[tuple[bytes, int]], dtype: str) -> npt.NDArray[Any]:
-    """Decode and concatenate columns of packets, each with its number of edges."""
-    arrays = [np.frombuffer(data, f"<u{len(data) // edges}") for data, edges in columns if edges]
+def _join(columns: Iterable[PackedColumn], dtype: str) -> npt.NDArray[Any]:
+    """Decode and concatenate columns of packets."""
+    arrays = [column.decode() for column in columns]
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
@@ -141,15 +174,16 @@ class RunColumns:
     def of(cls, parts: Sequence[PackedRuns]) -> Self:
         """Decode the runs of packets, and join them in the given order."""
         rows = np.frombuffer(b"".join([part.numbers for part in parts]), RUN_DTYPE).copy()
-        edges = np.array([len(part.kinds) for part in parts], np.int64)
-        rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(part) for part in parts], np.int64))
+        runs = np.array([len(part) for part in parts if part], np.int64)
+        edges = rows["stop"][np.cumsum(runs) - 1]
+        rows["stop"] += np.repeat(np.cumsum(edges) - edges, runs)
         return cls(
             [name for part in parts for name in part.streams],
             [name for part in parts for name in part.writers],
             rows,
-            _ids(rows, _widen([(part.steps, len(part.kinds)) for part in parts], "<i8")),
-            np.frombuffer(b"".join([part.kinds for part in parts]), np.uint8),
-            _widen([(part.offsets, len(part.kinds)) for part in parts], "<u4"),
+            _ids(rows, _join([part.steps for part in parts], "<i8")),
+            _join([part.kinds for part in parts], "<u1"),
+            _join([part.offsets for part in parts], "<u4"),
         )
 
     def __len__(self) -> int:
@@ -190,9 +224,9 @@ class RunColumns:
             self.streams[first:stop],
             self.writers[first:stop],
             rows.tobytes(),
-            _narrow(steps.view(np.uint64)),
-            self.kinds[begin:end].tobytes(),
-            _narrow(self.offsets[begin:end]),
+            PackedColumn.of(steps.view(np.uint64)),
+            PackedColumn.of(self.kinds[begin:end]),
+            PackedColumn.of(self.offsets[begin:end]),
         )
 
     def divide(self, groups: Ids, max_edges: int) -> Iterator[tuple[int, PackedRuns]]:
@@ -494,3 +528,11 @@ class Run:
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
         return Intervals.from_bounds(prevs[declared], highs[declared]) if declared.any() else NO_INTERVALS
+
+    def highest_empty(self, count: int) -> Intervals:
+        """The `count` highest ranges of `empty`, which only takes the last edges of most runs."""
+        tail = self.part(max(0, len(self) - 4 * count), len(self))
+        ranges = tail.empty()
+        if len(ranges) <= count:  # the lowest range may be longer, or there may be lower ranges
+            ranges = self.empty()
+        return ranges.highest(count)
