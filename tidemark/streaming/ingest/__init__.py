@@ -12,7 +12,7 @@ The path of a record:
    (stream, writer, epoch) a number, so that edges can be rows of an array (`record_batch.Edges`).
 5. When a task has read a range, `compact` cuts the edges at the JOIN, RETIRE and OPEN records of their stream. Then
    `compact` links the edges into chains (`compact.link`), and packs the chains into packets for each shard
-   (`wire.runs.Packet`). A record of 140 bytes becomes about 7 bytes. The state function reads the packets
+   (`wire.runs.Packet`). A record of 140 bytes becomes about 5 bytes. The state function reads the packets
    (`core.batch`).
 
 Each step that handles single records has two implementations with equal results:

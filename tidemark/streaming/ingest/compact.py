@@ -1,7 +1,7 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
 A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, some thousand at a time. When a
-range has been read, its edges are linked and packed: a record of 140 bytes becomes about 7 bytes (docs/design.md 5).
+range has been read, its edges are linked and packed: a record of 140 bytes becomes about 5 bytes (docs/design.md 5).
 Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
@@ -163,7 +163,7 @@ MAX_FACTS = 2_000_000
 """A task stops reading when it has this many facts beyond one for each record. A fact takes about 250 bytes."""
 
 MAX_EDGES = 16_384
-"""The largest number of edges of a packet, about 110 KiB. The JVM copies each packet six times, and would allocate new
+"""The largest number of edges of a packet, about 80 KiB. The JVM copies each packet six times, and would allocate new
 memory for each copy of a larger packet.
 """
 
