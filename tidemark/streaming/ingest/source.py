@@ -33,8 +33,8 @@ LIGHT_RECORDS = 200_000
 0.3 s of CPU.
 """
 
-WORTHWHILE_RECORDS = 40
-"""The number of records from which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.2 s."""
+WORTHWHILE_RECORDS = 32
+"""The number of records from which a batch is worth its cost (`Pace`). At 200 records/s, they arrive in 0.16 s."""
 MAX_WAIT_SECONDS = 0.6  # from the start of one batch to the start of the next one that has records
 _IDLE_SECONDS = 2.0  # after a longer interval between two batches, `Pace` ignores the CPU time of the interval
 _LIST_SECONDS = 10.0  # between two listings of processes; a listing takes a few milliseconds
