@@ -1,4 +1,4 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -398,6 +398,36 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     connection = KafkaConnection(kafka.bootstrap_servers)
     absent = {prefix: TopicIdentity("some", 1)}
     with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:
+        eventually(lambda: noticing.failure, 30, lambda: "the failure")
+    assert isinstance(noticing.failure, TopicMissing)
+
+
+class _RestartingTopics(Topics):
+    """While `is_restarting`, every second query of the topics goes to a port on which no broker listens."""
+
+    def __init__(self, connection: KafkaConnection) -> None:
+        super().__init__(connection)
+        self._unreachable = Topics(KafkaConnection("127.0.0.1:1"), 0.1)
+        self.queries, self.is_restarting = 0, True
+
+    def identities(self, names: Iterable[str]) -> dict[str, TopicIdentity]:
+        self.queries += 1
+        if self.is_restarting and self.queries % 2 == 0:
+            return self._unreachable.identities(names)
+        return super().identities(names)
+
+
+def test_a_topic_is_missing_only_after_consecutive_checks(
+    kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that Kafka does not answer begins the count again: the brokers restart, and may not list all topics."""
+    monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.01)
+    topics = _RestartingTopics(KafkaConnection(kafka.bootstrap_servers))
+    absent = {prefix: TopicIdentity("some", 1)}
+    with LagMonitor(topics, absent, StreamCollector()).running() as noticing:
+        eventually(lambda: noticing.failure or topics.queries > 4 * kafka_lag.MAX_MISSING_CHECKS, 30)
+        assert noticing.failure is None
+        topics.is_restarting = False
         eventually(lambda: noticing.failure, 30, lambda: "the failure")
     assert isinstance(noticing.failure, TopicMissing)
 

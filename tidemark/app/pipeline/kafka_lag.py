@@ -172,6 +172,7 @@ class LagMonitor:
                     self._collector.set_reading(is_reading=True)
                 outage_began = None
             except Retry as error:
+                missing = 0
                 if outage_began is None:
                     log.warning("Waiting for Kafka", problem=str(error))
                     outage_began = time.monotonic()
