@@ -216,6 +216,17 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         ("append('orders', '{\"total\": NaN}')", errors.InvalidTextRepresentation, "NaN"),
         ("append('orders', repeat('[', 300)::text || repeat(']', 300))", errors.UndefinedFunction, "does not exist"),
         ("append('orders', (repeat('[', 300) || repeat(']', 300))::jsonb)", errors.ProgramLimitExceeded, "nested"),
+        ("append('orders', (repeat('[', 256) || repeat(']', 256))::jsonb)", errors.ProgramLimitExceeded, "nested"),
+        (
+            "append_many('orders', array[(repeat('[', 256) || repeat(']', 256))::jsonb])",
+            errors.ProgramLimitExceeded,
+            "256",
+        ),
+        (
+            "append('orders', (repeat('[', 255) || '{}' || repeat(']', 255))::jsonb, to_jsonb(repeat('x', 600)))",
+            errors.ProgramLimitExceeded,
+            "nested 256 deep",
+        ),
         ("append('orders', to_jsonb(repeat('x', 900001)))", errors.ProgramLimitExceeded, "900003 bytes"),
         ("append('orders', to_jsonb(array_fill(1e131000, array[7])))", errors.ProgramLimitExceeded, "bytes of JSON"),
         (
@@ -246,6 +257,34 @@ def test_what_could_not_be_told_is_refused(
     with pytest.raises(error, match=says):
         sql.execute(f"select tidemark.{call}".encode())
     assert outbox(sql) == []
+
+
+def test_a_row_may_be_nested_255_deep(sql: psycopg.Connection) -> None:
+    """Arrays and objects, empty and with a value in the innermost one, and in a row that is long."""
+    rows = ["[" * 255 + value + "]" * 255 for value in ("", "1", '"' + "x" * 600 + '"')]
+    rows.append('{"a": ' * 255 + "1" + "}" * 255)
+    assert one(sql, "select tidemark.append('orders', variadic %s::jsonb[])", rows) == 1
+    assert [len(kept) for _, kept in outbox(sql)] == [4]
+
+
+@pytest.mark.parametrize(("direction", "sign"), [("forward", 1), ("backward", -1)])
+def test_a_stream_that_exists_is_not_created_again_beyond_its_last_id(
+    sql: psycopg.Connection, direction: str, sign: int
+) -> None:
+    """Its next IDs would be those of rows that `after` declares taken. What its IDs are beyond already is accepted."""
+    create = "select tidemark.create_stream('sales', %s, %s)"
+    sql.execute(create, [direction, 7 * sign])
+    for after in (0, 3 * sign, 7 * sign):
+        sql.execute(create, [direction, after])
+    for last in (7 * sign, 9 * sign):
+        with pytest.raises(errors.InvalidParameterValue) as refused:
+            sql.execute(create, [direction, last + sign])
+        assert str(refused.value).startswith(
+            f"stream 'sales' exists already, with IDs beyond {7 * sign} and the last ID {last}:"
+            f" `after` must not be beyond the last ID, and is {last + sign}\n"
+        )
+        assert [one(sql, "select tidemark.append('sales')") for _ in range(2)] == [last + sign, last + 2 * sign]
+        sql.execute(create, [direction, last + 2 * sign])
 
 
 def test_a_stream_may_have_every_name_that_a_record_may_have(sql: psycopg.Connection) -> None:

@@ -231,8 +231,9 @@ declare
     _texts text[] := _rows::text[];
     _text text;
 begin
-    -- The usual case: all rows together are too short to be too long or too deep, and none is NULL.
-    if array_ndims(_texts) = 1 and octet_length(array_to_string(_texts, '')) <= 512
+    -- The usual case: all rows together are too short to be too long or too deep (256 levels have 512 brackets), and
+    -- none is NULL.
+    if array_ndims(_texts) = 1 and octet_length(array_to_string(_texts, '')) < 512
         and array_position(_texts, null) is null then
         return _texts;
     elsif _texts is null then
@@ -245,12 +246,12 @@ begin
         if _text is null then
             raise exception using errcode = 'null_value_not_allowed', message = 'a row is NULL',
                 hint = 'For the JSON value null, give ''null''::jsonb.';
-        elsif octet_length(_text) > 512 then
+        elsif octet_length(_text) >= 512 then
             if octet_length(_text) > 900000 then
                 raise exception using errcode = 'program_limit_exceeded', message =
                     format('a row has %s bytes of JSON, and the limit is 900000', octet_length(_text)),
                     hint = 'Keep only what readers need to find the fact, or split the row into several rows.';
-            elsif jsonb_path_exists(_text::jsonb, '$.**{256}') then
+            elsif jsonb_path_exists(_text::jsonb, 'strict $.**{255} ? (@.type() == "array" || @.type() == "object")') then
                 raise exception using errcode = 'program_limit_exceeded', message =
                     'a row is nested 256 deep or deeper, which not every JSON parser accepts';
             end if;
@@ -399,6 +400,7 @@ declare
     _sign integer := case create_stream.direction when 'forward' then 1 when 'backward' then -1 end;
     _sequence text;
     _known tidemark.append_streams;
+    _last bigint;
 begin
     perform tidemark.check_stream_name(create_stream.stream);
     if _sign is null or create_stream.after is null or create_stream.after * _sign < 0 then
@@ -413,6 +415,17 @@ begin
         raise exception using errcode = 'duplicate_object',
             message = format('stream %L exists already, in the other direction', create_stream.stream);
     elsif _known.ids is not null then
+        -- pg_sequence_last_value locks the sequence until the transaction ends, so the usual case does without it.
+        if abs(create_stream.after) > abs(_known.after) then
+            _last := coalesce(pg_sequence_last_value(_known.ids), _known.after);
+            if abs(create_stream.after) > abs(_last) then
+                raise exception using errcode = 'invalid_parameter_value',
+                    message = format('stream %L exists already, with IDs beyond %s and the last ID %s: `after` must not be'
+                        ' beyond the last ID, and is %s',
+                        _known.stream, _known.after, _last, create_stream.after),
+                    hint = 'To keep the stream as it is, leave `after` out. Only a new stream can begin beyond an ID.';
+            end if;
+        end if;
         return;
     elsif abs(create_stream.after) > abs(_known.after) then
         raise exception using errcode = 'invalid_parameter_value',
@@ -438,7 +451,7 @@ begin
 end
 $$;
 comment on function tidemark.create_stream is
-    'Creates the stream if it does not exist. Its IDs begin beyond `after`, which may be the last ID of a table that has rows';
+    'Creates the stream if it does not exist. Its IDs begin beyond `after`, which may be the last ID of a table that has rows. Fails if the stream exists and `after` is beyond its last ID';
 
 -- A transaction that has taken an ID locks the sequence until it ends, even if a savepoint gave up the lock of the
 -- writer. The rows about the stream stay, so that no ID and no epoch is given out twice.
