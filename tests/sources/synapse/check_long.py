@@ -64,7 +64,7 @@ def befall(site: SynapseSite, redis: Node, lot: random.Random) -> str:
         site.server.workers[name].kill()
         site.wait(lot.uniform(0, 2))
         done = CliRunner().invoke(main, ["synapse", "retire", name, "--wait", "30"], env=site.variables)
-        assert f"{name} ends at " in done.output, done.output
+        assert f"{name} retires at ID " in done.output, done.output
         site.wait(lot.uniform(0, 5))
         site.server.workers[name].start()
         return f"retired {name}"
