@@ -146,8 +146,8 @@ def shard_keys(shards: int, tasks: int) -> list[int]:
     `key % shards` is the shard. Spark chooses the task by the hash of the key. With the shard number as key, the
     distribution is uneven: of 16 shards, one of four tasks had three and another six.
 
-    A task gets neighbouring shards. CRC-32 puts streams whose names differ in the last digit into shards that are far
-    apart, but that are often all even or all odd: `events-0` to `events-3` are in 3, 5, 15 and 9 of 16 shards.
+    A task gets consecutive shards. If streams' names differ only in the last digit, their shards are often all even or
+    all odd (a property of CRC-32): `events-0` to `events-3` have the shards 3, 5, 15 and 9 of 16.
     """
     keys = np.zeros(shards, np.int64)
     remaining = np.arange(shards)

@@ -29,8 +29,8 @@ TASKS_SETTING = "spark.sql.shuffle.partitions"
 _JVM_OPTIONS = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
-# The driver's garbage collector. Java's default, G1, takes 20 % more of the JVM's CPU for RUN records. The parallel
-# collector first uses all of the heap that it has, so the heap begins small.
+# The driver's garbage collector. Java's default, G1, takes at least 10 % more of the JVM's CPU for RUN records. The
+# parallel collector fills its whole initial heap before it collects, so the initial heap is small.
 _COLLECTOR_OPTIONS = "-XX:+UseParallelGC -XX:InitialRAMPercentage=0.5"
 _COLLECTOR_PATTERN = re.compile(r"-XX:\+Use\w*GC\b")
 _JVM_VARIABLES = ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS")  # a JVM adds their options to its own

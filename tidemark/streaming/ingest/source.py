@@ -312,8 +312,8 @@ def group_into_tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Group the ranges into tasks of about `RECORDS_PER_TASK` records. Ranges are not split: a task with a longer range
     has more records.
 
-    The longest range comes first. Each range goes to the task that has the fewest records so far. Spark starts
-    the tasks in their order: they are sorted by their number of records, the longest first.
+    The longest range comes first. Each range goes to the task that has the fewest records so far.
+    Spark starts tasks in the order of the list, so the list begins with the task that has the most records.
     """
     task_count = min(len(ranges), -(-_record_count(ranges) // RECORDS_PER_TASK))
     tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
