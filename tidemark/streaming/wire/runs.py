@@ -88,7 +88,7 @@ class PackedColumn(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return np.repeat(numbers, np.frombuffer(self.repeats, f"<u{len(self.repeats) // len(numbers)}"))
 
 
-_MIN_REPEATS = 4  # equal numbers are stored once, if on average at least so many neighbouring edges have the same
+_MIN_REPEATS = 4  # equal numbers are stored once if each is for at least this many neighbouring edges on average
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -138,7 +138,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def _narrow(numbers: npt.NDArray[np.unsignedinteger]) -> tuple[int, bytes]:
-    """The fewest bytes that fit each of the numbers, and the numbers with so many bytes."""
+    """Return the smallest width in bytes that fits all numbers, and the numbers encoded with that width."""
     bits = int(numbers.max()).bit_length()
     width = 1 if bits <= 8 else 2 if bits <= 16 else 4 if bits <= 32 else 8
     return width, numbers.astype(f"<u{width}").tobytes()
@@ -530,9 +530,10 @@ class Run:
         return Intervals.from_bounds(prevs[declared], highs[declared]) if declared.any() else NO_INTERVALS
 
     def highest_empty(self, count: int) -> Intervals:
-        """The `count` highest ranges of `empty`, which only takes the last edges of most runs."""
+        """The `count` highest ranges of `empty`. Usually computed from the last edges only, which saves time."""
         tail = self.part(max(0, len(self) - 4 * count), len(self))
         ranges = tail.empty()
-        if len(ranges) <= count:  # the lowest range may be longer, or there may be lower ranges
+        # The edges before the tail may extend its lowest range, or have further ranges.
+        if len(ranges) <= count and len(tail) < len(self):
             ranges = self.empty()
         return ranges.highest(count)
