@@ -23,7 +23,7 @@ from tidemark.app.relay import migrate
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import LOOPBACK, SidecarProcess, free_port
 from tidemark.common.environment import child_environment
-from tidemark.sources.relay.queries import COMMON_CUT, LOCK
+from tidemark.sources.relay.queries import COMMON_CUT, LOCK_KEY_BASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -118,8 +118,8 @@ def locks(service: Service) -> Iterator[None]:
         other.execute("select pg_current_xact_id()")
         other.execute("select pg_advisory_lock(hashtextextended('tidemark.history', 0))")
         for number in (1, 2):
-            other.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK + number])
-            other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK + number, COMMON_CUT])
+            other.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK_KEY_BASE + number])
+            other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK_KEY_BASE + number, COMMON_CUT])
         yield
 
 

@@ -41,7 +41,7 @@ class _Empty:
 class _Quick:
     def publish(self, _: str, number: int, *__: object) -> PublishResult:
         return PublishResult(
-            number, is_repeat=False, streams=0, dead_lettered=DeadLetterResult(), published_at=0.0, seconds={}
+            number, is_repeat=False, stream_count=0, dead_lettered=DeadLetterResult(), published_at=0.0, seconds={}
         )
 
 
@@ -250,10 +250,10 @@ def test_a_query_for_heavy_traffic_counts_the_time_without_a_large_batch() -> No
     """BatchHandler that one task reads are not large."""
     going = batches()
     for number, (records, is_large) in enumerate([(RECORDS_PER_TASK, False), (2 * RECORDS_PER_TASK + 1, True)]):
-        going._large_at -= 100
+        going._last_large_batch_at -= 100
         going(cast("DataFrame", _Read(records)), number)
         assert going.finish(60)
-        going._finishing.clear()
+        going._finish_requested.clear()
         assert (going.seconds_without_large_batch() < 100) == is_large
 
 

@@ -116,7 +116,7 @@ def test_kafka_is_asked_what_nobody_read(
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
     assert health.read_condition(store, connection, redis_url).unread_by_partition is None
-    store.remember_setup(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
+    store.remember_setup(RememberedSetup(shard_count=1, topics={prefix: ("id", 1)}))
     store.set_offsets({prefix: {0: 0}})
     store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
     found = health.read_condition(store, connection, redis_url, 30.0)

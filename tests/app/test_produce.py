@@ -31,10 +31,10 @@ def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConne
     refused: list[str] = []
     lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, RUN]
     produced = produce_lines(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
-    assert (produced.sent, produced.invalid_count) == (2, 2)
+    assert (produced.sent_count, produced.invalid_count) == (2, 2)
     assert [text.split(":")[:2] for text in refused] == [["line 3", " not_json"], ["line 4", " wrong_topic"]]
-    assert produced.last is not None
-    partition, offset = produced.last
+    assert produced.last_record is not None
+    partition, offset = produced.last_record
     assert offset == 1
     assert Topics(connection).end_offsets({f"{prefix}.facts": 4})[f"{prefix}.facts", partition] == 2
 
@@ -45,7 +45,7 @@ def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
     """Each topic takes what belongs on it."""
     refused: list[str] = []
     produced = produce_lines(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
-    assert produced == ProduceResult(sent=1, invalid_count=1, last=(0, 0))
+    assert produced == ProduceResult(sent_count=1, invalid_count=1, last_record=(0, 0))
     assert "wrong_topic" in refused[0]
 
 

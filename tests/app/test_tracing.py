@@ -19,7 +19,9 @@ from tidemark.sinks.publisher import PublishResult
 from tidemark.streaming.core.effects import ShardEffects
 
 SECONDS = {"postgres": 0.25, "redis": 0.5, "dead_letters": 0.0}
-DONE = PublishResult(7, is_repeat=False, streams=1, dead_lettered=DeadLetterResult(), published_at=0.0, seconds=SECONDS)
+DONE = PublishResult(
+    7, is_repeat=False, stream_count=1, dead_lettered=DeadLetterResult(), published_at=0.0, seconds=SECONDS
+)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.bench.table import mib, table
 from tests.sinks import given
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sources.relay.queries import COMMON_CUT, LOCK
+from tidemark.sources.relay.queries import COMMON_CUT, LOCK_KEY_BASE
 from tidemark.sources.topics import TopicPlan, Topics
 
 _SECONDS = 10.0
@@ -76,9 +76,9 @@ def _locking(dsn: str) -> Iterator[None]:
     """A login with CONNECT alone holds the locks of a writer and of common cuts, and shares that of the database."""
     with _connected(dsn) as connection:
         connection.execute("select pg_current_xact_id()")
-        connection.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK + 1])
+        connection.execute("select pg_advisory_xact_lock_shared(%s, hashtext(''))", [LOCK_KEY_BASE + 1])
         for writer in ("locked", COMMON_CUT):
-            connection.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK + 1, writer])
+            connection.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK_KEY_BASE + 1, writer])
         yield
 
 

@@ -107,7 +107,7 @@ def test_every_schema_is_a_valid_json_schema() -> None:
 
 def test_every_stream_of_events_is_described() -> None:
     """Each operation that answers with events has its channel, and each type of a move has its event."""
-    assert {operation.path for operation in events.OPERATIONS if operation.media == EVENT_STREAM} == {*EVENTS}
+    assert {operation.path for operation in events.OPERATIONS if operation.media_type == EVENT_STREAM} == {*EVENTS}
     for operation in events.OPERATIONS:
         named = {word.strip("`,.") for word in operation.summary.split() if word.startswith("`")}
         assert named == {*EVENTS[operation.path]}

@@ -171,13 +171,13 @@ class Driver:
             driver_pod=DRIVER,
         )
         extra = {
-            **Cluster("127.0.0.1", executors=2, cores=1, memory="1g", pods=pods).settings(),
+            **Cluster("127.0.0.1", executor_count=2, cores_per_executor=1, memory="1g", pods=pods).settings(),
             **read_properties(directory / "spark.conf"),
             # No executor registers, because no pod runs.
             "spark.scheduler.maxRegisteredResourcesWaitingTime": "1s",
         }
         server = view["clusters"][0]["cluster"]["server"]
-        return SparkSettings(f"k8s://{server}", "512m", [], 1, directory / "spark", extra=extra)
+        return SparkSettings(f"k8s://{server}", "512m", [], 1, directory / "spark", extra_settings=extra)
 
 
 def other_pod(name: str) -> Pod:

@@ -36,7 +36,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
         "late": [],
         "overrides": [],
         "timelines": [],
-        "dropped": [],
+        "dropped_writers": [],
         "counts": {},
         "summary": Summary(0, 0, None, [], 0, None),
         "state": f"state of {name} at {linear}".encode(),

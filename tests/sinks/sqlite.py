@@ -40,7 +40,7 @@ class SqliteSink:
 
     def publish(self, batch: Batch, committed: CommitResult) -> int:
         if committed.is_repeat or not self._compared or self._empty():
-            return self.refill().streams
+            return self.refill().stream_count
         with self._fenced() as database:
             changed = 0
             for _, stream in batch.streams():
@@ -49,7 +49,7 @@ class SqliteSink:
                     writer: at for (name, writer), at in committed.higher_positions.items() if name == stream.stream
                 }
                 if stream.stream not in self._faults:
-                    changed += self._write(database, stream.stream, stream.linear, rows, stream.dropped)
+                    changed += self._write(database, stream.stream, stream.linear, rows, stream.dropped_writers)
         return changed
 
     def faults(self) -> Mapping[str, str]:
@@ -71,7 +71,9 @@ class SqliteSink:
             wanted = self._postgres.positions(self._postgres.streams()).items()
             shown = dict(database.execute("select stream, linear from lines"))
             self._lines = {name: (it.linear, shown[name]) for name, it in wanted if name in shown}
-            behind = sum(self._write(database, name, it.linear, it.positions, it.forgotten) for name, it in wanted)
+            behind = sum(
+                self._write(database, name, it.linear, it.positions, it.forgotten_writers) for name, it in wanted
+            )
         self._compared = True
         return RefillResult(behind)
 

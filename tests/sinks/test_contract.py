@@ -373,9 +373,9 @@ def test_refilled(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
         sink.publish(*commit(*step))
     before = copy.everything()
     copy.lose_all()
-    assert sink.refill().streams == len(NAMES)
+    assert sink.refill().stream_count == len(NAMES)
     assert copy.everything() == before
-    assert sink.refill().streams == 0
+    assert sink.refill().stream_count == 0
 
 
 def test_what_was_found_is_told_as_it_was_before_it_was_mended(
@@ -472,7 +472,7 @@ def test_a_forgotten_writer_is_forgotten(copy: SinkSubject, commit: Commits, lea
     """A writer that left the state leaves the sink, and where it joins again it stands where Postgres has it."""
     sink = copy.sink(lease)
     sink.publish(*commit(stream("s", advance("w", 0, 100), linear=100)))
-    sink.publish(*commit(stream("s", dropped=["w"], linear=100, linear_prev=100)))
+    sink.publish(*commit(stream("s", dropped_writers=["w"], linear=100, linear_prev=100)))
     assert copy.positions() == {"s": (100, {})}
     sink.publish(*commit(stream("s", advance("w", 0, 60, empty=60, epoch=2), linear=100, linear_prev=100)))
     assert copy.positions() == {"s": (100, {"w": 100})}

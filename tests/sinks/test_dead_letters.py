@@ -69,7 +69,7 @@ def test_record_is_sent_on_unchanged(
 ) -> None:
     """Rule 5: key, value (none at all too) and headers are the original ones; reason and origin stand in headers."""
     produce(connection, facts, [b"good", b"\xff\x00 bad", None], partition=1)
-    assert dead_letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLetterResult(sent=2)
+    assert dead_letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLetterResult(sent_count=2)
     bad, none = read(connection, dead, 2)
     assert (bad.key(), bad.value(), none.value()) == (b"key-1", b"\xff\x00 bad", None)
     origin = [("reason", b"not_json"), ("topic", facts.encode()), ("partition", b"1"), ("offset", b"1")]
@@ -121,7 +121,7 @@ def test_far_apart_records_are_all_found(
         produce(connection, facts, [str(n).encode() for n in range(6000)], partition)
     wanted = [rejected(facts, "zombie", range(100, 200)), rejected(facts, "conflict", [5, 150, 5990])]
     wanted[0] = rejected(facts, "zombie", [n for n in range(100, 200) if n != 150])
-    assert dead_letters.send([*wanted, rejected(facts, "bad_name", [0, 5999], partition=1)]).sent == 104
+    assert dead_letters.send([*wanted, rejected(facts, "bad_name", [0, 5999], partition=1)]).sent_count == 104
     found = {
         (headers["partition"], headers["offset"]): (headers["reason"], message.value())
         for message in read(connection, dead, 104)
@@ -140,7 +140,9 @@ def test_record_that_retention_removed_leaves_its_origin(
     produce(connection, facts, [b"0", b"1", b"2", os.urandom(5000)])
     for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
         deleted.result(60)
-    assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLetterResult(sent=4, gone=3)
+    assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLetterResult(
+        sent_count=4, stripped_count=3
+    )
     found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
     assert found[b"2"].value() == b"2"
     for offset in (b"0", b"3", b"77"):
@@ -164,7 +166,9 @@ def test_offset_without_a_record_is_not_said_to_be_removed_by_retention(
         producer.begin_transaction()
         producer.produce(facts, b"{}", partition=0)
         producer.commit_transaction(60)
-    assert dead_letters.send([rejected(facts, "not_json", [0, 1, 2, 3])]) == DeadLetterResult(sent=4, gone=2)
+    assert dead_letters.send([rejected(facts, "not_json", [0, 1, 2, 3])]) == DeadLetterResult(
+        sent_count=4, stripped_count=2
+    )
     found = {
         headers["offset"]: headers.get("gone")
         for it in read(connection, dead, 4)
@@ -200,7 +204,7 @@ def test_kafka_that_was_away_is_asked_again(
         DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings())
     ) as dead_letters:
         dead_lettered = wait_out(lambda: dead_letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
-        assert dead_lettered.sent == 2
+        assert dead_lettered.sent_count == 2
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
 
 
@@ -211,7 +215,7 @@ def test_a_record_that_the_broker_does_not_show_yet_is_waited_for(
     produce(connection, facts, [b"0"])
     later = threading.Timer(1.0, produce, (connection, facts, [b"1"]))
     later.start()
-    assert dead_letters.send([rejected(facts, "not_json", [0, 1])]).gone == 0
+    assert dead_letters.send([rejected(facts, "not_json", [0, 1])]).stripped_count == 0
     later.join()
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
 

@@ -10,12 +10,17 @@ from tidemark.app.stack.processes import LOOPBACK, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import NO_TIME_LIMIT, RecordProducer
-from tidemark.sources.run_loop import FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE, LoopMetrics, OversizedRecords
+from tidemark.sources.run_loop import (
+    FIRST_LIMIT_PAUSE_SECONDS,
+    LONGEST_LIMIT_PAUSE_SECONDS,
+    LoopMetrics,
+    OversizedRecords,
+)
 
 BEGAN = 1000.0
 TICK = 0.5
 """Seconds between two rounds of the loop."""
-PAUSES = [FIRST_LIMIT_PAUSE, 5.0, 10.0, 20.0, 40.0, LONGEST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE]
+PAUSES = [FIRST_LIMIT_PAUSE_SECONDS, 5.0, 10.0, 20.0, 40.0, LONGEST_LIMIT_PAUSE_SECONDS, LONGEST_LIMIT_PAUSE_SECONDS]
 
 
 def producer(max_bytes: int) -> RecordProducer:

@@ -22,7 +22,7 @@ def held(
 
 
 def said(reports: SourceReports, *found: OpenTransaction) -> dict[str, list[str]]:
-    return {record.stream: record.transactions for record in reports.due_records(found, NOW)}
+    return {record.stream: record.transactions for record in reports.take_due_records(found, NOW)}
 
 
 def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
@@ -42,7 +42,7 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
 
 def test_it_is_told_in_the_name_and_epoch_of_the_database() -> None:
     """Only a writer that has joined may say who holds its IDs."""
-    (record,) = SourceReports(TELLERS).due_records([held(7)], NOW)
+    (record,) = SourceReports(TELLERS).take_due_records([held(7)], NOW)
     assert (record.stream, record.writer, record.epoch) == ("orders", "shop", 7)
 
 
@@ -67,28 +67,30 @@ def test_what_is_told_has_a_bound() -> None:
 def test_each_stream_sends_a_heartbeat_in_its_time_and_all_at_once() -> None:
     """Spark wakes up once for all of them. A heartbeat repeats all that is reported."""
     reports = SourceReports(TELLERS | {"items": ("shop", 7)}, 30)
-    assert [it.heartbeat for it in reports.due_records([], NOW)] == [30, 30]
-    assert [*reports.due_records([], NOW + timedelta(seconds=29))] == []
-    assert [it.stream for it in reports.due_records([held(7)], NOW + timedelta(seconds=29))] == ["orders"]
-    beats = [*reports.due_records([held(7)], NOW + timedelta(seconds=30), {"items": "the sequence has a CACHE"})]
+    assert [it.heartbeat for it in reports.take_due_records([], NOW)] == [30, 30]
+    assert [*reports.take_due_records([], NOW + timedelta(seconds=29))] == []
+    assert [it.stream for it in reports.take_due_records([held(7)], NOW + timedelta(seconds=29))] == ["orders"]
+    beats = [*reports.take_due_records([held(7)], NOW + timedelta(seconds=30), {"items": "the sequence has a CACHE"})]
     assert [(it.stream, len(it.transactions), it.blocked) for it in beats] == [
         ("orders", 1, ""),
         ("items", 0, "the sequence has a CACHE"),
     ]
-    assert [*reports.due_records([held(7)], NOW + timedelta(seconds=31), {"items": "the sequence has a CACHE"})] == []
-    assert [it.stream for it in reports.due_records([held(7)], NOW + timedelta(seconds=32))] == ["items"]
+    assert [
+        *reports.take_due_records([held(7)], NOW + timedelta(seconds=31), {"items": "the sequence has a CACHE"})
+    ] == []
+    assert [it.stream for it in reports.take_due_records([held(7)], NOW + timedelta(seconds=32))] == ["items"]
 
 
 def test_a_clock_that_is_set_back_stops_no_heartbeat() -> None:
     reports = SourceReports(TELLERS, 30)
-    assert len([*reports.due_records([], NOW)]) == 1
-    assert len([*reports.due_records([], NOW - timedelta(days=1))]) == 1
-    assert len([*reports.due_records([], NOW - timedelta(days=1) + timedelta(seconds=30))]) == 1
+    assert len([*reports.take_due_records([], NOW)]) == 1
+    assert len([*reports.take_due_records([], NOW - timedelta(days=1))]) == 1
+    assert len([*reports.take_due_records([], NOW - timedelta(days=1) + timedelta(seconds=30))]) == 1
 
 
 def test_very_many_streams_have_a_heartbeat_less_often() -> None:
     """They say so: 20 records a second at the most."""
     reports = SourceReports({f"s{number}": ("shop", 1) for number in range(2000)}, 30)
-    assert {it.heartbeat for it in reports.due_records([], NOW)} == {100}
-    assert [*reports.due_records([], NOW + timedelta(seconds=99))] == []
-    assert len([*reports.due_records([], NOW + timedelta(seconds=100))]) == 2000
+    assert {it.heartbeat for it in reports.take_due_records([], NOW)} == {100}
+    assert [*reports.take_due_records([], NOW + timedelta(seconds=99))] == []
+    assert len([*reports.take_due_records([], NOW + timedelta(seconds=100))]) == 2000

@@ -84,7 +84,7 @@ def standing(stream: StreamState) -> object:
         stream.direction,
         stream.home,
         stream.linear.position,
-        list(stream.linear.completed),
+        list(stream.linear.completed_ids),
         [
             (
                 name,
@@ -93,7 +93,7 @@ def standing(stream: StreamState) -> object:
                 it.position,
                 it.chain.uncertain_up_to,
                 list(it.late_ranges),
-                [(span.prev, span.id, span.evidence, span.edges) for span in it.chain.pending],
+                [(span.prev, span.id, span.evidence, span.edge_count) for span in it.chain.pending],
             )
             for name, it in sorted(stream.writers.items())
         ],

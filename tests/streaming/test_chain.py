@@ -44,8 +44,8 @@ def test_gap_ages_survive_every_batch() -> None:
     assert [(it.low, it.top, it.since) for it in opened.gaps] == [(0, 4, 1000)]
     later = shard.feed(rdata("a", 1, epoch=1), rdata("a", 3, 2, epoch=1))
     assert [(it.low, it.top, it.since) for it in later.gaps] == [(1, 2, 1000), (3, 4, 1000)]
-    assert later.summary.oldest is not None
-    assert later.summary.oldest.since == 1000
+    assert later.summary.oldest_blocker is not None
+    assert later.summary.oldest_blocker.since == 1000
 
 
 def test_gaps_of_a_writer_that_joins_late_count_from_their_first_sight() -> None:

@@ -105,15 +105,15 @@ def test_a_stream_without_gaps_has_a_small_state_whatever_it_has_seen() -> None:
 def test_retired_writers_are_given_apart_when_they_change() -> None:
     """Rule 8: a batch gives the table of retired writers only if it has changed."""
     shard = Shard()
-    assert shard.feed(join("a", 0), join("b", 0)).retired is None
+    assert shard.feed(join("a", 0), join("b", 0)).retired_table is None
     done = shard.feed(retire("b", 0))
-    assert done.retired
-    assert shard.states[STREAM] == done.state[:-1] + done.retired
+    assert done.retired_table
+    assert shard.states[STREAM] == done.state[:-1] + done.retired_table
     assert [*codec.decode(done.state).writers] == ["a"]
-    assert shard.feed(rdata("a", 1, epoch=1)).retired is None
+    assert shard.feed(rdata("a", 1, epoch=1)).retired_table is None
     for parts in (codec.forget_home(shard.states[STREAM]), codec.mark_uncertain(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
-    assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
+    assert shard.feed(join("b", 2, epoch=2)).retired_table == b"\xc0"
 
 
 def test_what_was_put_off_comes_back_as_it_went() -> None:
@@ -124,7 +124,7 @@ def test_what_was_put_off_comes_back_as_it_went() -> None:
         stored = shard.states[STREAM]
         once = codec.decode(stored)
         assert codec.encode(once) == stored
-        assert (summarize(once).deferred, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
+        assert (summarize(once).deferred_writers, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
         assert once.writers["a"].chain.deferred == [DeferredRange(3, 3, 4), DeferredRange(5, 5, 6)]
         recalls = [*codec.deferred_ranges(stored)]
         assert recalls == [RequeuedRange(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

@@ -185,14 +185,14 @@ def test_a_join_retire_or_end_of_a_writer_forgets_what_was_put_off() -> None:
         assert move.facts == 2
         assert move.skipped or (move.unseen, move.empty) == (7, 0)
         assert not topic.recalls
-        assert not topic.feed(join("b", 9)).summary.deferred
+        assert not topic.feed(join("b", 9)).summary.deferred_writers
 
 
 def test_what_was_put_off_before_the_join_of_its_epoch_comes_again_after_it() -> None:
     """A writer that has not joined is held, and its chain is bounded too; the JOIN answers for what lies below it."""
     topic = Topic(Bounds(pending=1))
     done = topic.feed(*(rdata("a", id, id - 1, epoch=2) for id in (3, 5, 7)))
-    assert (done.counts, done.summary.deferred) == ({"buffered": 1, "deferred": 2}, ["a/2"])
+    assert (done.counts, done.summary.deferred_writers) == ({"buffered": 1, "deferred": 2}, ["a/2"])
     topic.feed(join("a", 4, epoch=2))
     topic.settle()
     topic.feed(rdata("a", 6, epoch=2))
@@ -229,7 +229,7 @@ def test_a_stream_whose_offsets_mean_nothing_any_more_waits_for_the_join() -> No
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
         topic.shard.states[STREAM] = parts.whole
         done = topic.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4, 6)))
-        assert (topic.shard.positions, done.requeues, done.summary.deferred) == ({"a": 6}, [], [])
+        assert (topic.shard.positions, done.requeues, done.summary.deferred_writers) == ({"a": 6}, [], [])
         (move,) = topic.feed(join("a", 9, epoch=2)).advances
         assert move.unseen == 3
 
@@ -241,7 +241,7 @@ def test_a_writer_with_nothing_pending_is_still_named_for_what_was_put_off() -> 
         topic.feed(*A1, *(rdata("a", id, epoch=1) for id in (3, 5)), join("b", 0), rdata("a", 7, epoch=1))
         topic.feed(rdata("a", 1, epoch=1), rdata("a", 2, epoch=1))
         assert topic.recalls == [RequeuedRange("a", 1, 0, 2, 2)]
-        assert summarize(topic.shard.stream()).deferred == ["a/1"]
+        assert summarize(topic.shard.stream()).deferred_writers == ["a/1"]
         moved = codec.decode(codec.forget_home(topic.shard.states[STREAM]).whole)
         assert not moved.writers["a"].chain.deferred
 
@@ -266,6 +266,9 @@ def test_ranges_are_bounded_and_lose_nothing(found: list[DeferredRange]) -> None
     """Each is in one of them, with a `prev` that is no higher; they are apart and in order."""
     kept = merge_ranges(found)
     assert len(kept) <= chains.DEFERRED_RANGES_MAX
-    assert all(one.last + 1 < other.first for one, other in pairwise(kept))
+    assert all(one.last_offset + 1 < other.first_offset for one, other in pairwise(kept))
     for it in found:
-        assert any(one.first <= it.first and it.last <= one.last and one.prev <= it.prev for one in kept)
+        assert any(
+            one.first_offset <= it.first_offset and it.last_offset <= one.last_offset and one.prev <= it.prev
+            for one in kept
+        )

@@ -33,7 +33,9 @@ def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) ->
 
 def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
     """Standalone clusters count cores, pods are counted; only what is set is said of pods."""
-    wanted = Cluster("10.0.0.1", executors=3, cores=2, memory="2g", pods=Pods(image="tidemark:1", driver_pod="p-0"))
+    wanted = Cluster(
+        "10.0.0.1", executor_count=3, cores_per_executor=2, memory="2g", pods=Pods(image="tidemark:1", driver_pod="p-0")
+    )
     settings = wanted.settings()
     assert settings["spark.cores.max"] == "6"
     assert settings["spark.executor.instances"] == "3"
@@ -45,9 +47,11 @@ def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
 
 def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
     """Apart, a task waits for the executor that has its state; with a store another may take it over."""
-    apart = Cluster("10.0.0.1", executors=2, cores=1, memory="1g").settings()
+    apart = Cluster("10.0.0.1", executor_count=2, cores_per_executor=1, memory="1g").settings()
     assert (apart["spark.dynamicAllocation.enabled"], apart["spark.locality.wait"]) == ("false", "60s")
-    shared = Cluster("10.0.0.1", executors=2, cores=2, memory="1g", has_store=True, max_executors=5).settings()
+    shared = Cluster(
+        "10.0.0.1", executor_count=2, cores_per_executor=2, memory="1g", has_store=True, max_executors=5
+    ).settings()
     assert "spark.locality.wait" not in shared
     assert shared["spark.cores.max"] == "10"
     assert [shared[f"spark.dynamicAllocation.{name}"] for name in ("minExecutors", "maxExecutors")] == ["2", "5"]
@@ -67,4 +71,4 @@ def test_executors_call_us_by_the_address_that_faces_the_master(master: str) -> 
 )
 def test_the_driver_has_an_ipv6_address_in_brackets(host: str, shown: str) -> None:
     """Spark refuses the address without them, and the kernel answers without."""
-    assert Cluster(host, executors=1, cores=1, memory="1g").settings()["spark.driver.host"] == shown
+    assert Cluster(host, executor_count=1, cores_per_executor=1, memory="1g").settings()["spark.driver.host"] == shown

@@ -40,7 +40,7 @@ def decoded(records: Sequence[Record], few: int) -> tuple[list[tuple[Any, ...]],
         (writer_epochs[rank], kind, [] if kind == ROW else edge, offset, time)
         for rank, kind, *edge, offset, time in rows
     ]
-    return named, dict(decoder.rejected), decoder.markers, decoder.possible_facts
+    return named, dict(decoder.rejected_offsets), decoder.markers, decoder.possible_facts
 
 
 def scanned(records: Sequence[Record]) -> tuple[Edges, WriterEpochs, list[int]]:

@@ -24,11 +24,11 @@ def test_a_dead_writer_is_named_without_a_gap(few: int) -> None:
         assert shard.feed(position("w2", 0, 7, epoch=1)).summary.linear_lag is None
         for id in range(9, 21):
             done = shard.feed(rdata("w2", id, id - 1 if id > 9 else 7, epoch=1))
-        assert (shard.linear, done.summary.gaps) == (7, 0)
+        assert (shard.linear, done.summary.gap_count) == (7, 0)
         assert held(done.summary) == [("w1", "silent", 3000)]
         assert done.summary.linear_lag is not None
         (holder,) = done.summary.linear_lag.blockers
-        assert (done.summary.linear_lag.ids, done.summary.linear_lag.since) == (13, 3000)
+        assert (done.summary.linear_lag.id_count, done.summary.linear_lag.since) == (13, 3000)
         assert (holder.epoch, holder.position, holder.last_seen) == (1, 7, 1000)
         assert summarize(shard.stream()) == done.summary
 
@@ -42,7 +42,7 @@ def test_a_line_that_follows_is_behind_since_what_it_waits_for_now() -> None:
     assert held(shard.feed(rdata("slow", 25, 0, epoch=1)).summary) == [("slow", "silent", 4000)]
     done = shard.feed(rdata("slow", 45, 25, epoch=1))
     assert done.summary.linear_lag is not None
-    assert (shard.linear, done.summary.linear_lag.ids, done.summary.linear_lag.since) == (45, 5, 6000)
+    assert (shard.linear, done.summary.linear_lag.id_count, done.summary.linear_lag.since) == (45, 5, 6000)
     assert [it.last_seen for it in done.summary.linear_lag.blockers] == [8000]
     assert shard.feed(position("slow", 45, 50, epoch=1)).summary.linear_lag is None
 
@@ -124,7 +124,7 @@ def test_of_many_holders_the_furthest_behind_are_named_and_all_counted(few: int)
         shard.feed(*(position(f"w{number}", number, 39, epoch=1) for number in range(39)))
         behind = summarize(shard.stream()).linear_lag
         assert behind is not None
-        assert ([it.writer for it in behind.blockers], behind.count) == (
+        assert ([it.writer for it in behind.blockers], behind.blocker_count) == (
             sorted(f"w{number}" for number in range(40))[:10],
             40,
         )
@@ -161,7 +161,7 @@ def test_a_backward_stream_tells_signed_ids() -> None:
     shard = Shard()
     behind = shard.feed(join("a", 0), join("b", 0), position("b", 0, -4, epoch=1)).summary.linear_lag
     assert isinstance(behind, LinearLag)
-    assert (behind.ids, behind.blockers[0].writer, behind.blockers[0].position) == (4, "a", 0)
+    assert (behind.id_count, behind.blockers[0].writer, behind.blockers[0].position) == (4, "a", 0)
     assert shard.feed(rdata("a", -2, 0, epoch=1)).stream == STREAM
     behind = summarize(shard.stream()).linear_lag
     assert behind is not None

@@ -133,7 +133,7 @@ class World:
             told = {it for name, it in self.late if name == move.writer}
             assert move.unseen or move.facts >= len(committed - told)
         self.dropped -= {move.writer for move in stream.advances}
-        self.dropped.update(stream.dropped)
+        self.dropped.update(stream.dropped_writers)
 
 
 OPS = ["reserve"] * 6 + ["commit"] * 6 + ["roll back", "heartbeat", "crash", "crash", "retire", "read", "read"]

@@ -34,14 +34,14 @@ from tidemark.streaming.wire.records import Topic
 
 CONFIG = KafkaConfig(
     client={"bootstrap.servers": "nowhere:1", "sasl.password": "well-kept"},
-    facts="f",
-    control="c",
-    start={"f": {1: 7, 0: 3}, "c": {0: 0}},
-    first_limit=9,
+    facts_topic="f",
+    control_topic="c",
+    start_offsets={"f": {1: 7, 0: 3}, "c": {0: 0}},
+    first_max_records=9,
     max_records=200,
     cpu_share=1e9,
     driver_pid=0,
-    keys=[0, 1, 2, 3],
+    shard_keys=[0, 1, 2, 3],
     max_facts=99,
 )
 sizes = st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1)
@@ -75,11 +75,11 @@ def test_batches_grow_again_after_one_that_had_too_many_facts() -> None:
     reader._end_offsets = _Far(CONFIG.client)
     at, sizes = reader.initialOffset(), []
     for _ in range(300):
-        end = reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit))
-        assert reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit)) == end
+        end = reader.latestOffset(at, ReadMaxRows(CONFIG.first_max_records))
+        assert reader.latestOffset(at, ReadMaxRows(CONFIG.first_max_records)) == end
         sizes.append(sum(end["f"].values()) + end["c"]["0"] - sum(at["f"].values()) - at["c"]["0"])
         at = end
-    assert sizes[0] <= CONFIG.first_limit + 3
+    assert sizes[0] <= CONFIG.first_max_records + 3
     assert sizes == sorted(sizes)
     assert CONFIG.max_records <= sizes[-1] <= CONFIG.max_records + 3
     assert all(after - before <= before // 64 + 4 for before, after in itertools.pairwise(sizes))
@@ -91,8 +91,8 @@ def test_a_batch_that_is_not_full_is_no_reason_to_grow() -> None:
     reader._end_offsets = _Near(CONFIG.client)
     at = reader.initialOffset()
     for _ in range(9):
-        at = reader.latestOffset(at, ReadMaxRows(CONFIG.first_limit))
-    assert reader._max_records == CONFIG.first_limit
+        at = reader.latestOffset(at, ReadMaxRows(CONFIG.first_max_records))
+    assert reader._max_records == CONFIG.first_max_records
 
 
 class _Near(EndOffsets):

@@ -10,9 +10,13 @@ def test_an_edge_past_the_bound_of_pending_spans_is_put_off() -> None:
     shard = Shard(bounds=Bounds(pending=2))
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 6, 5, epoch=1))
     done = shard.feed(rdata("a", 9, 8, epoch=1), rdata("a", 7, 6, epoch=1), rdata("a", 2, 1, epoch=1))
-    assert (done.counts, done.requeues, done.summary.deferred) == ({"applied": 2, "deferred": 1}, [], ["a/1"])
+    assert (done.counts, done.requeues, done.summary.deferred_writers) == ({"applied": 2, "deferred": 1}, [], ["a/1"])
     done = shard.feed(rdata("a", 1, epoch=1))
-    assert (shard.positions, done.requeues, done.summary.deferred) == ({"a": 3}, [RequeuedRange("a", 1, 0, 3, 3)], [])
+    assert (shard.positions, done.requeues, done.summary.deferred_writers) == (
+        {"a": 3},
+        [RequeuedRange("a", 1, 0, 3, 3)],
+        [],
+    )
     shard.feed(rdata("a", 9, 8, epoch=1), position("a", 3, 5, epoch=1), rdata("a", 8, 7, epoch=1))
     assert shard.positions == {"a": 9}
 
@@ -30,7 +34,7 @@ def test_completed_ids_past_their_bound_are_forgotten() -> None:
     shard = Shard(bounds=Bounds(completed=1))
     shard.feed(join("a", 0), join("b", 0))
     done = shard.feed(rdata("a", 2, 0, epoch=1), rdata("a", 4, 2, epoch=1))
-    assert (done.counts["forgotten"], done.summary.completed) == (1, 1)
+    assert (done.counts["forgotten"], done.summary.completed_interval_count) == (1, 1)
     shard.feed(rdata("b", 3, 0, epoch=1))
     assert shard.linear == 3
     shard.feed(position("b", 3, 4, epoch=1))
@@ -52,7 +56,7 @@ def test_retired_writers_leave_after_their_retention() -> None:
     shard.feed(join("a", 0), join("b", 0), retire("b", 0))
     shard.now += 9_000
     done = shard.feed(rdata("a", 1, epoch=1))
-    assert done.dropped == ["b"]
+    assert done.dropped_writers == ["b"]
     assert shard.positions == {"a": 1}
 
 
@@ -62,15 +66,15 @@ def test_the_longest_retired_leave_past_their_bound() -> None:
     shard.feed(join("a", 9), join("b", 9), retire("b", 9), join("c", 9), retire("c", 9))
     assert shard.positions == {"a": 9, "b": 9, "c": 9}
     done = shard.feed(rdata("a", 10, 9, epoch=1))
-    assert done.dropped == ["b"]
+    assert done.dropped_writers == ["b"]
 
 
 def test_a_retired_writer_above_the_line_stays() -> None:
     """Where no writer is left the line goes to the highest position, so that must not be forgotten."""
     shard = Shard(bounds=Bounds(retired=0, retirement_ms=0))
     shard.feed(join("a", 0), join("b", 0), retire("b", 9))
-    assert shard.feed(row("a", 1)).dropped == []
-    assert shard.feed(retire("a", 4)).dropped == ["b"]
+    assert shard.feed(row("a", 1)).dropped_writers == []
+    assert shard.feed(retire("a", 4)).dropped_writers == ["b"]
     assert shard.linear == 9
-    assert shard.feed(row("a", 1)).dropped == ["a"]
+    assert shard.feed(row("a", 1)).dropped_writers == ["a"]
     assert shard.linear == 9

@@ -64,7 +64,7 @@ def test_an_unknown_writer_is_held_and_holds_the_line() -> None:
     shard.feed(join("a", 0), rdata("a", 1, epoch=1))
     done = shard.feed(rdata("b", 2, epoch=1), rdata("a", 3, 1, epoch=1))
     assert done.counts == {"applied": 1, "buffered": 1}
-    assert done.summary.unknown == ["b/1"]
+    assert done.summary.unknown_writers == ["b/1"]
     assert (shard.positions, shard.linear) == ({"a": 3}, 1)
     done = shard.feed(join("b", 3))
     assert (shard.positions, shard.linear) == ({"a": 3, "b": 3}, 3)

@@ -221,12 +221,12 @@ class Compared(RuleBasedStateMachine):
         assert {key: [(it.prev, it.id) for it in held.chain.pending] for key, held in stored.unjoined.items()} == {
             key: held.ranges() for key, held in model.unjoined.items()
         }
-        completed = {at for low, high in stored.linear.completed for at in range(low + 1, high + 1)}
+        completed = {at for low, high in stored.linear.completed_ids for at in range(low + 1, high + 1)}
         assert completed == {at for at in model.done if at > model.linear}
 
     def compare_encoded(self, effects: StreamEffects, stored: StreamState) -> None:
         """What Postgres has of the state by parts, each written when it changed, is the whole."""
-        self.apart = self.apart if effects.retired is None else effects.retired
+        self.apart = self.apart if effects.retired_table is None else effects.retired_table
         assert codec.encode(stored) == self.shard.states[effects.stream] == effects.state[:-1] + self.apart
 
     def compare_moves(self, effects: StreamEffects) -> None:

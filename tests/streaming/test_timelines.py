@@ -231,7 +231,7 @@ def test_facts_of_a_retired_writer_that_was_forgotten_and_went_back_are_late(dat
     shard = Shard(bounds=Bounds(retired=0))
     shard.feed(join("a", 0, timeline=DatabaseStart("db/1", "a1")), join("b", 0, timeline=DatabaseStart("db/1", "b1")))
     shard.feed(*(rdata("b", id, epoch=1) for id in range(1, 6)), retire("b", 5), position("a", 0, 5, epoch=1))
-    assert shard.feed(position("a", 5, 6, epoch=1)).dropped == ["b"]
+    assert shard.feed(position("a", 5, 6, epoch=1)).dropped_writers == ["b"]
     done = shard.feed(join("b", 3, 2, timeline=DatabaseStart(database, "b3", "b1")), rdata("b", 4, 3, epoch=2))
     assert [(it.writer, it.number, it.why) for it in done.timelines] == [("b", 2, "database")] * (database == "db/2")
     assert late(done) == [("b", 3, 4, "final")]

@@ -125,8 +125,8 @@ def test_a_writer_with_much_pending_is_opened_when_it_is_touched() -> None:
     assert opened(shard, rdata("b", 1, epoch=1)) == 0
     done = shard.feed(rdata("b", 1, epoch=1))
     everything = blockers(shard.stream())
-    assert (done.summary.pending, done.summary.gaps, len(everything)) == (100, 100, 100)
-    assert done.summary.oldest == everything[0]
+    assert (done.summary.pending_count, done.summary.gap_count, len(everything)) == (100, 100, 100)
+    assert done.summary.oldest_blocker == everything[0]
     assert opened(shard, rdata("a", 1, epoch=1)) == 1
     assert [(it.prev, it.id) for it in shard.feed(rdata("a", 1, epoch=1)).advances] == [(0, 2)]
 

@@ -263,7 +263,8 @@ effect_wait_option = click.option(
     type=Amount(min=0),
     default=60.0,
     show_default=True,
-    help="Longest wait for the effect of the change, in seconds. Afterwards the change stays sent; the exit code is 3.",
+    help="Longest time to wait until the change takes effect, in seconds. If it does not in this time, the exit code is"
+    " 3; the change is not withdrawn.",
 )
 
 

@@ -152,16 +152,16 @@ class PositionFollower:
         self._halt = halt
         self._metrics = metrics or FollowMetrics(CollectorRegistry())
         self._streams = None if streams is None else frozenset(streams)
-        self._known: dict[str, KnownStream] = {}
-        """By stream, the positions in the database of readers."""
+        self._known_streams: dict[str, KnownStream] = {}
+        """Stream -> the positions in the database of readers."""
         self._local_writers: Mapping[str, tuple[int, Mapping[str, int]]] = {}
-        """By stream with writers in this database: the ID (a magnitude) after which the stream begins, and the epoch of
-        each writer."""
-        self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
-        """By stream, the published positions at the last change: linear position, writer -> position, and the number of
+        """Stream with writers in this database -> (ID, a magnitude, after which the stream begins; writer -> epoch)."""
+        self._published_positions: dict[str, tuple[int, Mapping[str, int], int]] = {}
+        """Stream -> the published positions at the last change: linear position, writer -> position, and the number of
         the newest late completion."""
         self._is_full_read = False
-        """Whether this iteration reads all streams. Such an iteration first reads `_known` and `_local_writers`."""
+        """Whether this iteration reads all streams. Such an iteration first reads `_known_streams` and
+        `_local_writers`."""
         self._local_streams = set[str]()
         """The streams whose position this database decides."""
 
@@ -198,7 +198,7 @@ class PositionFollower:
             self._session.close()
 
     def _follow(self, wait_log: WaitLog) -> None:
-        self._published.clear()
+        self._published_positions.clear()
         with self._redis.use() as client, client.pubsub() as pubsub:
             pubsub.psubscribe(channel_pattern(database_of(client)))
             read_at = -FULL_READ_INTERVAL_SECONDS
@@ -208,7 +208,7 @@ class PositionFollower:
                 self._is_full_read = time.monotonic() - read_at >= FULL_READ_INTERVAL_SECONDS
                 if self._is_full_read:
                     read_at = time.monotonic()
-                    self._known = reader_database.known_streams(self._session)
+                    self._known_streams = reader_database.known_streams(self._session)
                     self._local_writers = reader_database.local_writers(self._session)
                     moved = {*client.smembers(STREAMS_KEY), *self._local_writers}
                 if self._streams is not None:
@@ -217,7 +217,7 @@ class PositionFollower:
                 wait_log.note_success()
                 if self._is_full_read:
                     self._metrics.last_read.set_to_current_time()
-                    self._metrics.streams.set(len(self._known))
+                    self._metrics.streams.set(len(self._known_streams))
 
     def _copy(self, client: object, streams: Collection[str]) -> None:
         names = [*streams]
@@ -234,9 +234,9 @@ class PositionFollower:
             if updates:
                 reader_database.publish(self._session, updates)
                 for stream, update in updates.items():
-                    known = self._known.get(stream, KnownStream(0, 0, "published"))
+                    known = self._known_streams.get(stream, KnownStream(0, 0, "published"))
                     newest = max([known.late, update.late_after, *(late.number for late in update.late)])
-                    self._known[stream] = KnownStream(update.linear, newest, "published")
+                    self._known_streams[stream] = KnownStream(update.linear, newest, "published")
 
     def _decide_source(self, stream: str, published: StreamKeys) -> bool:
         """Whether to copy the published positions of the stream. Also updates `_local_streams`, and hands the stream
@@ -246,7 +246,7 @@ class PositionFollower:
         position. This database decides while all writers of the stream are in it, and until an operator override
         settles IDs that are open in it. The change to published positions is permanent.
         """
-        known = self._known.get(stream)
+        known = self._known_streams.get(stream)
         if known is not None and known.source != "database":
             self._local_streams.discard(stream)
             if known.source == "handover":
@@ -283,7 +283,7 @@ class PositionFollower:
             self._session, stream, published.last_late_number, published.linear or 0, published.positions
         )
         late = published.last_late_number if known.source == "database" else known.late
-        self._known[stream] = KnownStream(published.linear or known.linear, late, source)
+        self._known_streams[stream] = KnownStream(published.linear or known.linear, late, source)
         return published.linear is not None and source == "published"
 
     def _is_overridden(self, stream: str, published: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
@@ -304,11 +304,11 @@ class PositionFollower:
         changed since the last call. Reads new late completions from Redis, or from Postgres if Redis lacks them."""
         assert published.linear is not None
         positions = (published.linear, published.positions, published.last_late_number)
-        if self._published.get(stream) == positions:
+        if self._published_positions.get(stream) == positions:
             return None
-        self._published[stream] = positions
+        self._published_positions[stream] = positions
         writers = {writer: id for writer, id in published.positions.items() if is_beyond(id, published.linear)}
-        known = self._known.get(stream)
+        known = self._known_streams.get(stream)
         if known is None:
             return StreamUpdate(published.linear, writers, late_after=published.last_late_number)
         if published.last_late_number <= known.late:

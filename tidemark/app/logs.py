@@ -119,8 +119,8 @@ class _EventWindow:
 
     level: Level
     began_at: float
-    written: int = 0
-    suppressed: int = 0
+    written_count: int = 0
+    suppressed_count: int = 0
 
 
 class RepeatedLog:
@@ -141,10 +141,10 @@ class RepeatedLog:
         texts in `fields`."""
         self.flush()
         window = self._windows.setdefault(event, _EventWindow(level, self._now()))
-        if window.written >= MAX_LINES:
-            window.suppressed += 1
+        if window.written_count >= MAX_LINES:
+            window.suppressed_count += 1
             return
-        window.written += 1
+        window.written_count += 1
         self._log.log(_LEVEL_NUMBERS[level], event, **{name: shorten(value) for name, value in fields.items()})
 
     def flush(self) -> None:
@@ -154,9 +154,11 @@ class RepeatedLog:
         for event, window in [*self._windows.items()]:
             if now - window.began_at >= WINDOW_SECONDS:
                 del self._windows[event]
-                if window.suppressed:
+                if window.suppressed_count:
                     seconds = round(now - window.began_at)
-                    self._log.log(_LEVEL_NUMBERS[window.level], event, left_out=window.suppressed, seconds=seconds)
+                    self._log.log(
+                        _LEVEL_NUMBERS[window.level], event, left_out=window.suppressed_count, seconds=seconds
+                    )
 
 
 _LEVEL_NUMBERS: dict[Level, int] = {"info": 20, "warning": 30}

@@ -32,7 +32,10 @@ _COMMAND_PATTERN: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
 
 
 def table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), width: int | None = None
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right_aligned: Collection[str] = (),
+    width: int | None = None,
 ) -> list[str]:
     """Align cells in columns. Returns a line for the headings and a line for each row.
 
@@ -41,7 +44,7 @@ def table(
     Args:
         headings: the heading of each column.
         rows: the cells of each row.
-        right: the headings of the columns that are aligned to the right.
+        right_aligned: the headings of the columns that are aligned to the right.
         width: the maximum width of a line in characters; None: the width of the terminal, or no maximum without a
             terminal.
     """
@@ -56,7 +59,7 @@ def table(
         limit -= 4
     lines = [
         "  ".join(
-            cell.rjust(size) if heading in right else cell.ljust(size)
+            cell.rjust(size) if heading in right_aligned else cell.ljust(size)
             for heading, cell, size in zip(headings, row, widths, strict=True)
         ).rstrip()
         for row in [headings, *cells]

@@ -65,7 +65,7 @@ where wanted.name <> all (%s::text[])
 """
 
 _AnyConnection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
-_QUOTED = re.compile(r'["«„](.+)["»“]')
+_QUOTED_PATTERN = re.compile(r'["«„](.+)["»“]')
 
 
 def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
@@ -74,7 +74,8 @@ def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
     A pooler sends its clients a process ID that differs from the process ID of the server.
 
     Args:
-        backend: a row whose first column is the result of `SELECT_BACKEND_PID` on `connection`; None: no row.
+        backend: a row whose first column is the result of `SELECT_BACKEND_PID` on `connection`; None if the query
+            returned no row.
 
     Returns:
         Whether there is a pooler.
@@ -97,7 +98,7 @@ def explain_row_security(error: psycopg.Error, role: str) -> tuple[str, str] | N
     """
     if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
-    name = _QUOTED.search(error.diag.message_primary or "")
+    name = _QUOTED_PATTERN.search(error.diag.message_primary or "")
     return describe_hidden_rows(role, name[1] if name else "?", is_owner=error.diag.message_hint is not None)
 
 
@@ -260,7 +261,7 @@ Connection = psycopg.Connection[TupleRow]
 Row = TypeVar("Row")
 Statement: TypeAlias = LiteralString | bytes | sql.SQL | sql.Composed
 
-BRIDGE_LOCK = 1414087748
+BRIDGE_LOCK_SPACE = 1414087748
 """First half of the keys of the advisory locks of `tidemark synapse`. The second half is the hash of the stream's name.
 `tidemark status` reads these locks.
 """
@@ -269,7 +270,7 @@ Dsn: TypeAlias = str | Callable[[], str]
 """An address, or a function that returns an address. Each new connection calls the function: passwords may change."""
 
 # If the host of the server fails, a batch must not wait for two hours, which is the default of TCP.
-_DEFAULTS = {
+_CONNECTION_DEFAULTS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
     "keepalives_interval": "5",
@@ -279,9 +280,9 @@ _DEFAULTS = {
 }
 
 # SQLSTATE classes and codes of temporary errors: lost connections, resources, rollbacks by the server, restarts.
-_RETRIED_CLASSES = ("08", "40", "53", "58")
-_STATEMENT_TIMEOUT = "57014"  # statement time-out
-_RETRIED_CODES = {
+_RETRIED_SQLSTATE_CLASSES = ("08", "40", "53", "58")
+_STATEMENT_TIMEOUT_SQLSTATE = "57014"  # statement time-out
+_RETRIED_SQLSTATES = {
     "25006",  # read only: a replica that is about to be promoted, or a server in maintenance
     "25P03",  # idle in transaction for too long
     "25P04",  # transaction for too long
@@ -293,7 +294,7 @@ _RETRIED_CODES = {
 }
 
 # Messages of libpq about TLS. libpq has no codes for these errors.
-_TLS_PROBLEM = re.compile(
+_TLS_PROBLEM_PATTERN = re.compile(
     r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
     r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
 )
@@ -301,7 +302,7 @@ _TLS_PROBLEM = re.compile(
 # Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session. Also
 # messages of Postgres without free connections. libpq has no error code if a connection attempt fails. Only the message
 # shows that user and password are not the cause.
-_OUTAGE = re.compile(
+_OUTAGE_PATTERN = re.compile(
     r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
     r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"
     r"|no more connections allowed|unable to (get|find) (a )?session|all backend nodes are down"
@@ -319,14 +320,14 @@ class DatabaseUse:
 
     Attributes:
         setting: the name of Tidemark's setting that has the address, for messages.
-        refusals: SQLSTATE, or its class (the first two characters) -> what to do.
+        remedies: SQLSTATE, or its class (the first two characters) -> what to do.
         password: the name of the setting that may have the password, for messages; empty if there is none.
         options: (name, value) of Postgres settings for every session. They override `SESSION_SETTINGS`.
         pooler_remedy: what to do if there is a pooler in transaction mode; empty if such a pooler is allowed.
     """
 
     setting: str
-    refusals: Mapping[str, str]
+    remedies: Mapping[str, str]
     password: str = ""
     options: tuple[tuple[str, str], ...] = ()
     pooler_remedy: str = ""
@@ -340,17 +341,17 @@ def address(dsn: str, setting: str = "dsn") -> str:
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
     """Add `application` and other defaults for parameters that `dsn` omits. `setting` names `dsn` in a `BadSetting`."""
-    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
+    return make_conninfo(**{**_CONNECTION_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 
 def explain_error(
-    error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
+    error: psycopg.Error, where: str, remedies: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
     """Convert an error of psycopg to `Unavailable` (temporary) or `Refused`; return `error` unchanged if it is neither.
 
     Args:
         where: the address, for the message.
-        refusals: SQLSTATE, or its class (the first two characters) -> what a person has to do.
+        remedies: SQLSTATE, or its class (the first two characters) -> what a person has to do.
         role: the session's user; empty if not known.
     """
     code = error.sqlstate
@@ -359,11 +360,11 @@ def explain_error(
     if code is None:
         lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
         return Unavailable("Postgres", where, first_line(error)) if lost else error
-    if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
+    if code[:2] in _RETRIED_SQLSTATE_CLASSES or code in _RETRIED_SQLSTATES:
         return Unavailable("Postgres", where, first_line(error))
-    if code == _STATEMENT_TIMEOUT:
+    if code == _STATEMENT_TIMEOUT_SQLSTATE:
         return Slow("Postgres", where, first_line(error))
-    do = refusals.get(code) or refusals.get(code[:2])
+    do = remedies.get(code) or remedies.get(code[:2])
     return Refused("Postgres", where, first_line(error), do) if do else error
 
 
@@ -373,7 +374,7 @@ def first_line(error: psycopg.Error) -> str:
 
 def is_outage(error: psycopg.Error) -> bool:
     """Whether a connection attempt timed out, or failed because no connection is free or a pooler's server is down."""
-    return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE.search(str(error)) is not None
+    return isinstance(error, psycopg.errors.ConnectionTimeout) or _OUTAGE_PATTERN.search(str(error)) is not None
 
 
 def is_reachable(dsn: str) -> bool:
@@ -459,7 +460,7 @@ def describe_lock_timeout(error: psycopg.Error, other_session: Connection) -> st
 def fetch_all(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> list[Row]:
-    """Run a query, and return its rows as results of `row`: a class or function that takes the columns by keyword."""
+    """Run a query, and call `row` for each row, with the columns as keyword arguments. Returns the results of `row`."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchall()
 
@@ -467,7 +468,8 @@ def fetch_all(
 def fetch_one(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> Row | None:
-    """Run a query, and return the first row as a result of `row` (see `fetch_all`); None if there are no rows."""
+    """Run a query, and call `row` for the first row, as `fetch_all` does. Returns the result; None if there are no
+    rows."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchone()
 
@@ -518,7 +520,7 @@ class PostgresSession:
                     problem = describe_lock_timeout(error, connection)
                 raise Unavailable("Postgres", self.where, problem) from error
             except psycopg.Error as error:
-                raise explain_error(error, self.where, self._database.refusals, self._role) from error
+                raise explain_error(error, self.where, self._database.remedies, self._role) from error
 
     def fetch_all(self, row: Callable[..., Row], statement: Statement, parameters: Params | None = None) -> list[Row]:
         """`fetch_all` on the connection of this session."""
@@ -579,7 +581,7 @@ class PostgresSession:
         except psycopg.OperationalError as error:
             if self._has_connected or error.sqlstate is not None:
                 raise
-            if _TLS_PROBLEM.search(str(error)):
+            if _TLS_PROBLEM_PATTERN.search(str(error)):
                 do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
                 raise Refused("Postgres", self.where, first_line(error), do) from error
             if is_outage(error) or not is_reachable(full_dsn):

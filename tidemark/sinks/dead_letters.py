@@ -44,7 +44,7 @@ class OutgoingRecord(NamedTuple):
 class UnacknowledgedRecords:
     """Produces records and waits for their acknowledgements.
 
-    `gone`: the number of records that were replaced or dropped.
+    `gone_count`: the number of records that were replaced or dropped.
 
     Args:
         producer: produces the records.
@@ -55,7 +55,7 @@ class UnacknowledgedRecords:
     def __init__(
         self, producer: Producer, topic: str, replacement_of: Callable[[OutgoingRecord], OutgoingRecord | None]
     ) -> None:
-        self.gone = 0
+        self.gone_count = 0
         self._producer = producer
         self._topic = topic
         self._replacement_of = replacement_of
@@ -90,8 +90,8 @@ class UnacknowledgedRecords:
                 return
 
     def put_replacement(self, record: OutgoingRecord | None) -> None:
-        """Produce the replacement `record` of a record, unless it is None, and count the replaced record as gone."""
-        self.gone += 1
+        """Count one record as gone, and produce `record` in its place. None: there is no replacement."""
+        self.gone_count += 1
         if record is not None:
             self.put(record)
 
@@ -191,10 +191,11 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterResult:
-    """`sent`: the number of dead letters. `gone`: how many of these lack the key, value and headers of the record."""
+    """`sent_count`: the number of dead letters. `stripped_count`: how many of these lack the key, value and headers of
+    the record."""
 
-    sent: int = 0
-    gone: int = 0
+    sent_count: int = 0
+    stripped_count: int = 0
 
 
 class DeadLetters:
@@ -255,7 +256,7 @@ class DeadLetters:
         )
         sent = 0
         for (topic, partition), wanted in by_partition.items():
-            before = unacknowledged.gone
+            before = unacknowledged.gone_count
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 reason, id = wanted[offset]
                 origin = _tidemark_headers(reason, topic, partition, offset)
@@ -266,7 +267,7 @@ class DeadLetters:
                         origin = [*origin, ("detail", detail[:MAX_DETAIL_LENGTH].encode(errors="replace"))]
                     unacknowledged.put(OutgoingRecord(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
-            if gone := unacknowledged.gone - before:
+            if gone := unacknowledged.gone_count - before:
                 log.warning(
                     "Rejected records are no longer in Kafka, so their dead letters have no copy of the record",
                     topic=topic,
@@ -275,7 +276,7 @@ class DeadLetters:
                 )
         if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        return DeadLetterResult(sent, unacknowledged.gone)
+        return DeadLetterResult(sent, unacknowledged.gone_count)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | str]]:
         """Yield each wanted offset, and its record or why Kafka has no such record. `wanted` is ascending."""
@@ -348,7 +349,7 @@ class DeadLetter:
         reason: why the record was rejected, as in `Reason`.
         origin: (topic, partition, offset) of the rejected record. A number is -1 if it is unknown.
         detail: what is wrong with the record, as text for a person; empty if unknown.
-        gone: why key, value and headers are missing; empty if the dead letter has the whole record.
+        why_stripped: why key, value and headers are missing; empty if the dead letter has the whole record.
         key: the key of the rejected record; None if there is none.
         value: the value of the rejected record; None if there is none.
         headers: pairs (name, value): the headers of the rejected record.
@@ -360,7 +361,7 @@ class DeadLetter:
     reason: str
     origin: tuple[str, int, int]
     detail: str
-    gone: str
+    why_stripped: str
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
@@ -389,9 +390,9 @@ class DeadLetterReader:
     def __exit__(self, *error: object) -> None:
         self._kafka.close()
 
-    def newest(self, partitions: Collection[int], most: int) -> list[DeadLetter]:
-        """Read the dead letters at the last `most` offsets of each partition, and return them newest first."""
-        dead_letters = [letter for partition in partitions for letter in self._last(partition, most)]
+    def newest(self, partitions: Collection[int], limit: int) -> list[DeadLetter]:
+        """Read the dead letters at the last `limit` offsets of each partition, and return them newest first."""
+        dead_letters = [letter for partition in partitions for letter in self._last(partition, limit)]
         return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
     def read_at(self, partition: int, offset: int) -> DeadLetter | None:
@@ -406,13 +407,13 @@ class DeadLetterReader:
             raise self._kafka.errors.explain(error.args[0]) from error
         return None if message is None or message.offset() != offset else _parse_dead_letter(message)
 
-    def _last(self, partition: int, most: int) -> Iterator[DeadLetter]:
+    def _last(self, partition: int, limit: int) -> Iterator[DeadLetter]:
         try:
             reader = self._kafka.reader()
             first, end = reader.offsets(self._topic, partition)
             if first == end:
                 return
-            with closing(reader.read(self._topic, partition, max(first, end - most))) as records:
+            with closing(reader.read(self._topic, partition, max(first, end - limit))) as records:
                 for record in records:
                     if record is None or record.offset() >= end:
                         return
@@ -436,7 +437,7 @@ def _parse_dead_letter(message: Message) -> DeadLetter:
         reason=ours.get("reason", ""),
         origin=(ours.get("topic", ""), _parse_number(ours.get("partition")), _parse_number(ours.get("offset"))),
         detail=_header(headers[at:], "detail"),
-        gone=_header(headers[at:], "gone"),
+        why_stripped=_header(headers[at:], "gone"),
         key=message.key(),
         value=message.value(),
         headers=tuple((name, value or b"") for name, value in headers[:at]),
@@ -573,17 +574,17 @@ class Requeuer(LeasedThread):
                     break
         if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        self._on_produced(sent - unacknowledged.gone)
-        if gone or unacknowledged.gone:
+        self._on_produced(sent - unacknowledged.gone_count)
+        if gone or unacknowledged.gone_count:
             log.warning(
                 "Deferred records may be lost; the IDs of lost records stay open until the writer's next JOIN",
                 stream=requeue.stream,
                 writer=requeue.writer,
                 partition=requeue.partition,
                 gone=gone,
-                too_large=unacknowledged.gone,
+                too_large=unacknowledged.gone_count,
             )
-        return replace(requeue, next=following, gone=requeue.gone + gone + unacknowledged.gone), problem
+        return replace(requeue, next=following, gone=requeue.gone + gone + unacknowledged.gone_count), problem
 
 
 def is_edge(value: bytes | None, key: bytes | None, stream: str, writer: str, epoch: int) -> bool:

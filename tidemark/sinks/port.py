@@ -24,15 +24,15 @@ class Batch:
         number: the number of the batch in its query.
         token: the fencing token of the lease.
         effects: the effects of each shard.
-        after: (query, number) of the batch that Postgres must have applied last. None: Postgres must have applied no
-            batch. `...` (Ellipsis): no check, for batches without a query.
+        previous_batch: (query, number) of the batch that Postgres must have applied last. None: Postgres must have
+            applied no batch. `...` (Ellipsis): no check, for batches without a query.
     """
 
     query: str
     number: int
     token: int
     effects: Sequence[ShardEffects]
-    after: tuple[str, int] | EllipsisType | None = ...
+    previous_batch: tuple[str, int] | EllipsisType | None = ...
 
     def streams(self) -> Iterator[tuple[ShardEffects, StreamEffects]]:
         """Yield the effects of each stream, with the effects of its shard."""
@@ -78,12 +78,12 @@ class RefillResult:
     """The outcome of a refill.
 
     Attributes:
-        streams: the number of streams that lacked data in the sink.
-        entries: the number of history entries that were copied.
+        stream_count: the number of streams that lacked data in the sink.
+        entry_count: the number of history entries that were copied.
     """
 
-    streams: int
-    entries: int = 0
+    stream_count: int
+    entry_count: int = 0
 
 
 class Fence(Protocol):

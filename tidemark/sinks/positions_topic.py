@@ -150,7 +150,7 @@ class PositionsTopic:
         self._faults: dict[str, str] = {}
         self._next_offsets: dict[int, int] = {}  # partition -> the next offset to read
         self._newest_token = 0  # the highest token in the topic
-        self._has_compared = False
+        self._is_compared_with_postgres = False
         self._max_bytes = DEFAULT_MAX_BYTES
         self._producer: Producer | None = None
 
@@ -167,9 +167,9 @@ class PositionsTopic:
             return self._retry_if_fenced(lambda producer: self._publish(producer, batch, committed))
 
     def _publish(self, producer: Producer, batch: Batch, committed: CommitResult) -> int:
-        if not self._has_compared:
+        if not self._is_compared_with_postgres:
             # The topic may lack batches that earlier processes committed.
-            return self._refill(producer).streams
+            return self._refill(producer).stream_count
         values: dict[str, bytes] = {}
         others: list[str] = []
         for _, effects in batch.streams():
@@ -179,7 +179,7 @@ class PositionsTopic:
             elif stream not in self._faults:
                 rows = {row.writer: row.position for row in effects.writers}
                 rows |= {writer: at for (name, writer), at in committed.higher_positions.items() if name == stream}
-                values[stream] = self._merge(stream, effects.linear, rows, effects.dropped)
+                values[stream] = self._merge(stream, effects.linear, rows, effects.dropped_writers)
         return self._write(producer, values | self._stored_values(others))
 
     def faults(self) -> Mapping[str, str]:
@@ -223,7 +223,7 @@ class PositionsTopic:
         for start in range(0, len(streams), STREAMS_PER_CHUNK):
             values = self._stored_values(streams[start : start + STREAMS_PER_CHUNK], linear)
             changed += self._write(producer, values)
-        self._compared_positions, self._has_compared = linear, True
+        self._compared_positions, self._is_compared_with_postgres = linear, True
         if changed:
             log.info("Refilled the topic of positions from Postgres", topic=self._topic, streams=changed)
         return RefillResult(changed)
@@ -241,7 +241,7 @@ class PositionsTopic:
                 continue
             if linear is not None and stream in self._values:
                 linear[stream] = row.linear, _DECODER.decode(self._values[stream]).linear
-            values[stream] = self._merge(stream, row.linear, row.positions, row.forgotten)
+            values[stream] = self._merge(stream, row.linear, row.positions, row.forgotten_writers)
         return values
 
     def _merge(self, stream: str, linear: int, positions: Mapping[str, int], dropped: Iterable[str]) -> bytes:

@@ -41,7 +41,7 @@ class PublishResult:
     Attributes:
         batch: the number of the batch.
         is_repeat: whether Postgres had already applied the batch.
-        streams: the number of streams that changed for readers: the largest number of all sinks.
+        stream_count: the number of streams that changed for readers: the largest number of all sinks.
         dead_lettered: the numbers of records that were sent to the dead letters.
         published_at: when the last sink had the whole batch, in seconds since 1970.
         seconds: step -> its duration in seconds, including outages. The steps are `postgres`, the name of each sink,
@@ -50,7 +50,7 @@ class PublishResult:
 
     batch: int
     is_repeat: bool
-    streams: int
+    stream_count: int
     dead_lettered: DeadLetterResult
     published_at: float
     seconds: Mapping[str, float]
@@ -91,7 +91,7 @@ class Publisher:
         query: str,
         number: int,
         effects: Sequence[ShardEffects],
-        after: tuple[str, int] | EllipsisType | None = ...,
+        previous_batch: tuple[str, int] | EllipsisType | None = ...,
     ) -> PublishResult:
         """Publish batch `number` of `query` to Postgres, the sinks and the dead letters.
 
@@ -102,16 +102,16 @@ class Publisher:
             query: the name of the query, one for each start of the pipeline.
             number: the number of the batch in its query.
             effects: the effects of the batch for each shard.
-            after: the batch that Postgres must have applied last; see `port.Batch`.
+            previous_batch: the batch that Postgres must have applied last; see `port.Batch`.
 
         Raises:
             Stopping: the event `stopping` was set during a wait.
             LeaseLost: another process has the lease.
             ContentRefused: Postgres refuses the content of the batch.
-            ChainBroken: Postgres has not applied the batch `after` last, or lacks an earlier advance.
+            ChainBroken: Postgres has not applied the batch `previous_batch` last, or lacks an earlier advance.
             Stop: a person must act, for example if a server refuses the login or the topic of dead letters is missing.
         """
-        batch = Batch(query, number, self._lease.token, effects, after)
+        batch = Batch(query, number, self._lease.token, effects, previous_batch)
         seconds: dict[str, float] = {}
         committed, seconds["postgres"] = self._with_retries(lambda: self._commit_content(batch))
         streams = 0

@@ -22,7 +22,7 @@ MIGRATE_COMMAND = "tidemark follow migrate"
 
 _DATABASE_USE = DatabaseUse(
     "dsn",
-    refusals={
+    remedies={
         "3F": f"run `{MIGRATE_COMMAND}`",
         "42P01": f"run `{MIGRATE_COMMAND}`",
         "42883": f"run `{MIGRATE_COMMAND}`",

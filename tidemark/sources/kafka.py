@@ -33,7 +33,7 @@ class KafkaConnection:
     Attributes:
         bootstrap: the addresses of brokers, such as `one:9092,two:9092`.
         protocol: PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.
-        mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER; None without SASL.
+        mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER; None if SASL is not used.
         username: the SASL user.
         password: the SASL password.
         ca_file: the PEM file of root certificates; None for the certificates of the system.

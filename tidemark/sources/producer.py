@@ -103,8 +103,8 @@ class RecordProducer:
         Args:
             stream: the key of the records.
             values: the values of the records.
-            on_acknowledged: called once for each record that Kafka has acknowledged. This method and later methods of
-                the producer call the function, in the thread of their caller.
+            on_acknowledged: called once for each record that Kafka has acknowledged, during this call or a later call
+                of any method of this producer, and in the thread of that call.
         """
         key, on_delivery = stream.encode(), partial(self._on_delivery, on_acknowledged=on_acknowledged)
         for value in values:

@@ -24,7 +24,7 @@ from tidemark.streaming.wire import records
 
 log = get_logger(__name__)
 
-FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE = 5.0, 60.0
+FIRST_LIMIT_PAUSE_SECONDS, LONGEST_LIMIT_PAUSE_SECONDS = 5.0, 60.0
 """Shortest and longest pause between two queries of the topic's `max.message.bytes`, in seconds."""
 
 
@@ -35,28 +35,28 @@ class OversizedRecords:
         gauge: shows the number of these records for each stream.
 
     Attributes:
-        causes: stream -> text that names the stream's newest oversized record and the remedy.
+        cause_by_stream: stream -> text that names the stream's newest oversized record and the remedy.
     """
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
-        self._bytes: dict[tuple[str, int | None], int] = {}
-        self.causes: dict[str, str] = {}
-        self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
+        self._size_by_fact: dict[tuple[str, int | None], int] = {}
+        self.cause_by_stream: dict[str, str] = {}
+        self._backoff = Backoff(FIRST_LIMIT_PAUSE_SECONDS, LONGEST_LIMIT_PAUSE_SECONDS)
         self._next_query = 0.0
 
     def __contains__(self, stream: str) -> bool:
         """Whether the stream has an oversized record."""
-        return any(name == stream for name, _ in self._bytes)
+        return any(name == stream for name, _ in self._size_by_fact)
 
     def clear(self) -> None:
         """Remove all records, so that the caller can check each record again."""
-        for stream, _ in self._bytes:
+        for stream, _ in self._size_by_fact:
             self._gauge.labels(stream).set(0)
-        self._bytes, self.causes = {}, {}
+        self._size_by_fact, self.cause_by_stream = {}, {}
 
     def add(self, stream: str, writer: str, id: int | None, size: int, producer: RecordProducer, now: float) -> None:
-        """Note a record that was not sent, and log it.
+        """Add a record that was not sent, and log it.
 
         Args:
             stream: the stream of the record.
@@ -66,15 +66,15 @@ class OversizedRecords:
             producer: the producer whose limit the record exceeds.
             now: seconds of a monotonic clock.
         """
-        if not self._bytes:
-            self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
-            self._next_query = now + FIRST_LIMIT_PAUSE
-        self._bytes[stream, id] = size
-        self._gauge.labels(stream).set(sum(1 for name, _ in self._bytes if name == stream))
+        if not self._size_by_fact:
+            self._backoff = Backoff(FIRST_LIMIT_PAUSE_SECONDS, LONGEST_LIMIT_PAUSE_SECONDS)
+            self._next_query = now + FIRST_LIMIT_PAUSE_SECONDS
+        self._size_by_fact[stream, id] = size
+        self._gauge.labels(stream).set(sum(1 for name, _ in self._size_by_fact if name == stream))
         needed = size + producer.max_bytes - producer.max_value_bytes(stream)
         remedy = f"raise max.message.bytes of the topic to at least {needed}"
         fact = "a fact" if id is None else f"fact {id}"
-        self.causes[stream] = (
+        self.cause_by_stream[stream] = (
             f"{fact} is too large for the Kafka topic, whose max.message.bytes is {producer.max_bytes}: {remedy}"
         )
         log.error(
@@ -97,30 +97,30 @@ class OversizedRecords:
             The producer. None if there are no oversized records, if all of them are still too large, if Kafka is
             unavailable, or if the pause has not ended.
         """
-        if not self._bytes or now < self._next_query:
+        if not self._size_by_fact or now < self._next_query:
             return None
         self._next_query = now + self._backoff.next()
         try:
             producer = make()
         except Unavailable:
             return None
-        fits = any(size <= producer.max_value_bytes(stream) for (stream, _), size in self._bytes.items())
+        fits = any(size <= producer.max_value_bytes(stream) for (stream, _), size in self._size_by_fact.items())
         return producer if fits else None
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
 """Shortest and longest pause before the loop starts again after a failure, in seconds."""
-_RESET_BACKOFF_AFTER = 60.0
+_RESET_BACKOFF_AFTER_SECONDS = 60.0
 """If the work lasted this many seconds before a failure, the back-off begins again with the first pause."""
-_STANDBY_PAUSE = 1.0
+_STANDBY_PAUSE_SECONDS = 1.0
 """Seconds between two attempts of a standby process to get the locks."""
 LOCK_TIMEOUT = "10s"
 """Postgres' `lock_timeout` of each statement. After a time-out, the error names the sessions that have the lock."""
-DELIVERY_TIMEOUT = 30.0
+DELIVERY_TIMEOUT_SECONDS = 30.0
 """The longest wait for Kafka's acknowledgement of every record, in seconds. Afterwards the loop starts again."""
-SILENCE_LOGGED_AFTER = 5.0
+SILENCE_LOGGED_AFTER_SECONDS = 5.0
 """A warning is logged if records are sent and Kafka acknowledges none for this many seconds."""
-FAILURE_REPORTED_AFTER = 5.0
+FAILURE_REPORTED_AFTER_SECONDS = 5.0
 """A failure is reported in OPEN records only after this many seconds, because most outages are shorter."""
 _LOCK_SESSIONS = """
 select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
@@ -206,12 +206,12 @@ class AcknowledgementMonitor:
     """
 
     def __init__(self) -> None:
-        self._delivered = -1
+        self._delivered_count = -1
         self._since = 0.0
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Log once if Kafka has acknowledged none of the producer's records for `SILENCE_LOGGED_AFTER` seconds.
+        """Log once if Kafka has acknowledged none of the producer's records for `SILENCE_LOGGED_AFTER_SECONDS`.
 
         Also logs when Kafka acknowledges records again.
 
@@ -220,11 +220,11 @@ class AcknowledgementMonitor:
             unacknowledged: the number of the producer's records that Kafka has not acknowledged.
         """
         now = time.monotonic()
-        if not unacknowledged or producer.delivered_count != self._delivered:
+        if not unacknowledged or producer.delivered_count != self._delivered_count:
             if self._is_logged:
                 log.info("Kafka acknowledges records again", seconds=round(now - self._since, 1))
-            self._delivered, self._since, self._is_logged = producer.delivered_count, now, False
-        elif now - self._since >= SILENCE_LOGGED_AFTER and not self._is_logged:
+            self._delivered_count, self._since, self._is_logged = producer.delivered_count, now, False
+        elif now - self._since >= SILENCE_LOGGED_AFTER_SECONDS and not self._is_logged:
             self._is_logged = True
             log.warning("Waiting for Kafka", kafka=producer.where, records=unacknowledged, problem=producer.problem)
 
@@ -331,7 +331,7 @@ class RunLoop(ABC):
             Stop: a person must act.
             Exception: an unexpected error.
         """
-        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while not self._halt.is_set():
             began = time.monotonic()
             try:
@@ -353,7 +353,7 @@ class RunLoop(ABC):
                 self._report_failure()
                 self._close()
                 self._has_producer = False
-                if time.monotonic() - began > _RESET_BACKOFF_AFTER:
+                if time.monotonic() - began > _RESET_BACKOFF_AFTER_SECONDS:
                     backoff.reset()
                 self._halt.wait(backoff.next())
             finally:
@@ -383,7 +383,7 @@ class RunLoop(ABC):
                 self._loop_metrics.standby.set(0)
                 return True
             self._loop_metrics.standby.set(1)
-            self._halt.wait(_STANDBY_PAUSE)
+            self._halt.wait(_STANDBY_PAUSE_SECONDS)
         return False
 
     def _connect_producer(self) -> None:
@@ -398,10 +398,10 @@ class RunLoop(ABC):
     def _flush(self) -> None:
         """Wait for Kafka's acknowledgement of every record.
 
-        Raises `Unavailable` if a record is not acknowledged after `DELIVERY_TIMEOUT` seconds, or when `halt` is set.
-        Raises `Unavailable` or `Refused` if a record failed.
+        Raises `Unavailable` if a record is not acknowledged after `DELIVERY_TIMEOUT_SECONDS`, or when `halt` is
+        set. Raises `Unavailable` or `Refused` if a record failed.
         """
-        deadline = time.monotonic() + DELIVERY_TIMEOUT
+        deadline = time.monotonic() + DELIVERY_TIMEOUT_SECONDS
         while (queued_records := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
             self._kafka_wait.check(self._producer, queued_records)
         self._producer.deliver(0)
@@ -437,7 +437,7 @@ class RunLoop(ABC):
         """
         now = datetime.now(UTC)
         self._loop_metrics.show_open_transactions(transactions, now)
-        for report in self._reports.due_records(transactions, now, {**self._oversized.causes, **blocked}):
+        for report in self._reports.take_due_records(transactions, now, {**self._oversized.cause_by_stream, **blocked}):
             self._producer.send(report.stream, records.encode(report))
 
     def _find_running_restore(self, error: TidemarkError) -> PrerequisitePending | None:
@@ -455,15 +455,15 @@ class RunLoop(ABC):
         return None
 
     def _report_failure(self) -> None:
-        """If the failure has lasted `FAILURE_REPORTED_AFTER` seconds, send OPEN records with the reason.
+        """If the failure has lasted `FAILURE_REPORTED_AFTER_SECONDS`, send OPEN records with the reason.
 
         Errors of Kafka are ignored.
         """
-        if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
+        if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER_SECONDS:
             return  # without reporters no record was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)
         with suppress(Retry, Refused):
-            for report in self._reports.due_records([], datetime.now(UTC), causes):
+            for report in self._reports.take_due_records([], datetime.now(UTC), causes):
                 self._producer.send(report.stream, records.encode(report))
             self._producer.flush(0.5)
 

@@ -158,24 +158,24 @@ def _topic_offsets(
 
 
 def _partition_offset(
-    topic: str, number: int, partition: Partition, wanted: int | None, accept: Set[Acceptance]
+    topic: str, number: int, partition: Partition, wanted_offset: int | None, accept: Set[Acceptance]
 ) -> int:
-    if wanted is None:
+    if wanted_offset is None:
         return partition.earliest
-    if partition.can_start_at(wanted):
-        return wanted
+    if partition.can_start_at(wanted_offset):
+        return wanted_offset
     if "loss" not in accept:
-        if wanted > partition.end:
-            raise RecordsBeyondEnd(topic, number, wanted, partition.end)
-        raise RecordsGone(topic, number, wanted, partition.earliest)
+        if wanted_offset > partition.end:
+            raise RecordsBeyondEnd(topic, number, wanted_offset, partition.end)
+        raise RecordsGone(topic, number, wanted_offset, partition.earliest)
     log.warning(
         "the next offset is outside the partition, because records were lost: reading starts at the oldest record",
         topic=topic,
         partition=number,
-        wanted=wanted,
+        wanted=wanted_offset,
         earliest=partition.earliest,
         end=partition.end,
-        lost=max(partition.earliest - wanted, 0),
+        lost=max(partition.earliest - wanted_offset, 0),
     )
     return partition.earliest
 

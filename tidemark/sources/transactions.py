@@ -197,7 +197,7 @@ class SourceReports:
         shortest = math.ceil(len(self.reporters) / MAX_HEARTBEATS_PER_SECOND)
         return min(max(self._heartbeat, shortest), MAX_HEARTBEAT_SECONDS) if self._heartbeat else 0
 
-    def due_records(
+    def take_due_records(
         self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
     ) -> Iterator[Open]:
         """Make the OPEN records to send now, and note them as sent.

@@ -39,14 +39,15 @@ _RESERVE = "select tidemark.reserve(%s, writer => %s)"
 _COMPLETE = "select tidemark.complete(%s, %s::bigint, variadic %s::jsonb[])"
 
 _MIGRATE = "run `tidemark relay migrate` there"
-_REFUSALS = {
+_REMEDIES = {
     "3F000": _MIGRATE,
     "42883": _MIGRATE,
     "42501": "grant the user the role tidemark_append",
     "42704": "create the stream as the owner of the schema: select tidemark.create_stream(...)",
 }
-_ROW_ERRORS = {"22P02", "22P05", "54000", "54001"}
-_NOT_RESERVED = "55000"
+# SQLSTATEs:
+_BAD_ROW_STATES = {"22P02", "22P05", "54000", "54001"}
+_NOT_RESERVED_STATE = "55000"
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')
 
@@ -377,10 +378,10 @@ def _convert_error(
 
 def _convert_code(code: str, problem: str, hint: str | None, where: str, call: _WriterStatement) -> Exception | None:
     """The same as `_convert_error`, from an SQLSTATE code, the server's message and hint, and the server's address."""
-    if code in _ROW_ERRORS:
+    if code in _BAD_ROW_STATES:
         return BadRow(call.stream, problem)
-    if code == _NOT_RESERVED and call.id is not None:
+    if code == _NOT_RESERVED_STATE and call.id is not None:
         return NotReserved(call.stream, call.id)
-    if code in _REFUSALS:
-        return Refused("Postgres", where, problem, (code == "42704" and hint) or _REFUSALS[code])
+    if code in _REMEDIES:
+        return Refused("Postgres", where, problem, (code == "42704" and hint) or _REMEDIES[code])
     return None

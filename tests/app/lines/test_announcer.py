@@ -16,16 +16,16 @@ def moved(prev: int, id: int) -> Announcement:
 def test_what_joins_is_said_as_it_is() -> None:
     """Who was told up to `prev` is told the rows."""
     announced = AnnouncedPositions({W: 3})
-    assert announced.commands_for(moved(3, 5)) == [RdataCommand("s", "w", 5, "{}")]
-    assert announced.commands_for(moved(5, 6)) == [RdataCommand("s", "w", 6, "{}")]
+    assert announced.announce(moved(3, 5)) == [RdataCommand("s", "w", 5, "{}")]
+    assert announced.announce(moved(5, 6)) == [RdataCommand("s", "w", 6, "{}")]
 
 
 def test_successor_that_stands_before_the_dead_one_says_nothing_twice() -> None:
     """It repeats where writers were told to stand, skips what was said, and makes clients fetch across the seam."""
     announced = AnnouncedPositions({W: 5})
     assert announced.reannounce([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
-    assert announced.commands_for(moved(3, 4)) == ()
-    assert announced.commands_for(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
+    assert announced.announce(moved(3, 4)) == ()
+    assert announced.announce(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
 
 
 def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None:
@@ -44,7 +44,7 @@ def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: i
     client, has = dead, set(range(1, dead + 1))
     said: list[PositionCommand | RdataCommand] = [*announced.reannounce([PositionCommand("s", "w", stands, stands)])]
     for step in steps:
-        said.extend(announced.commands_for(moved(stands, stands + step)))
+        said.extend(announced.announce(moved(stands, stands + step)))
         stands += step
     for command in said:
         assert command.id is not None

@@ -280,7 +280,7 @@ def test_writers_that_left_are_forgotten(
     pipeline.publish(stream("s", advance("old", 0, 5), advance("w", 0, 7), linear=7))
     with speaking(servers, worker):
         eventually(lambda: set(worker.redis.hgetall(told)) == {"s old", "s w"})
-        pipeline.publish(stream("s", dropped=["old"], linear=7))
+        pipeline.publish(stream("s", dropped_writers=["old"], linear=7))
         eventually(lambda: worker.redis.publish(TERMS.channel, "REPLICATE") and worker.redis.hkeys(told) == ["s w"])
         pipeline.publish(stream("s", advance("old", 5, 8), linear=7))
         worker.hears_last("POSITION s old 8 8")

@@ -50,7 +50,7 @@ def test_each_kind_of_fault_is_told_once(prev: int, id: int, kind: str, sign: in
     reading = ReadProgram()
     reading.on(entry(1, 0, 3 * sign), linear=sign)
     [fault] = reading.on(entry(2, prev * sign, id * sign), linear=sign)
-    assert (fault.kind, fault.writer, fault.reached, fault.entry) == (kind, "w", 3 * sign, "2-0")
+    assert (fault.kind, fault.writer, fault.position_before, fault.entry_name) == (kind, "w", 3 * sign, "2-0")
     farthest = max(id, 3) * sign
     assert reading.on(entry(3, farthest, farthest + sign), linear=sign) == []
 

@@ -386,7 +386,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PageAsked]:
     page_after = Postgres.page_after
 
     def noted(self: Postgres, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> StoredPage:
-        found.append(PageAsked(stream, standing("w"), bounds.most))
+        found.append(PageAsked(stream, standing("w"), bounds.limit))
         return page_after(self, stream, standing, late, bounds)
 
     monkeypatch.setattr(Postgres, "page_after", noted)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GENERATED = sorted([OPENAPI_PATH, *(it.path for it in OPERATIONS)])
 BEARER_SENT = {"Authorization": "Bearer sesame"}
-STREAMING = [it.path for it in OPERATIONS if it.media == EVENT_STREAM]
+STREAMING = [it.path for it in OPERATIONS if it.media_type == EVENT_STREAM]
 CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATED if "{stream}" in path]
 
 

@@ -108,10 +108,10 @@ def test_page_of_many_writers_asks_postgres_for_no_more(
 
     monkeypatch.setattr(Postgres, "page_after", noted)
     assert len(client.json("/v1/streams/s/advances?limit=1")["moves"]) == 1
-    assert [it.most for it in asked] == [1]
+    assert [it.limit for it in asked] == [1]
     found = pages(client, "m0", 7)
     assert len({(it["writer"], it["prev"]) for it in found}) == len(found) == 200
-    assert {it.most for it in asked[1:]} == {7}
+    assert {it.limit for it in asked[1:]} == {7}
 
 
 def test_slow_history_is_no_outage(
@@ -119,7 +119,7 @@ def test_slow_history_is_no_outage(
 ) -> None:
     """A page that Postgres is not done with in time is told so, as 504; everybody else is answered by it meanwhile."""
     grow(pipeline, 3)
-    monkeypatch.setattr("tidemark.sinks.reader.history.STATEMENT_SECONDS", 0.2)
+    monkeypatch.setattr("tidemark.sinks.reader.history.STATEMENT_TIMEOUT_SECONDS", 0.2)
     with psycopg.connect(dsn) as maintenance:
         maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
         problem = client.json("/v1/streams/s/advances", 504)

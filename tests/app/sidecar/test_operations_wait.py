@@ -40,7 +40,7 @@ def test_token_beyond_anything_allocated_is_waited_for_to_the_timeout(
     pipeline: Pipeline, client: SidecarClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay or the pipeline may have lag. 412 says how far the stream is, and what has not arrived."""
-    monkeypatch.setattr("tidemark.app.sidecar.operations.GRACE", 0.1)
+    monkeypatch.setattr("tidemark.app.sidecar.operations.GRACE_SECONDS", 0.1)
     pipeline.publish(moved("s", 3, w=At(0, 3)))
     found = client.json(WAIT, 412, params={"token": "m10", "timeout": 0.5})
     assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:not-yet", "m3")

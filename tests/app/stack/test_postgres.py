@@ -44,7 +44,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
         replica = PostgresReplica(origin)
         replica.copy(as_standby=True)
         replica.start()
-        replica.wait_until_streaming(synchronous=not lags)
+        replica.wait_until_streaming(is_synchronous=not lags)
         if lags:
             replica.disconnect()
         ask(origin, f"insert into kept values ({n})")
@@ -92,7 +92,7 @@ def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
     replica = PostgresReplica(origin)
     replica.copy(as_standby=True)
     replica.start()
-    replica.wait_until_streaming(synchronous=True)
+    replica.wait_until_streaming(is_synchronous=True)
     replica.freeze_origin()
     replica.discard()
     ask(origin, "insert into kept values (1)")

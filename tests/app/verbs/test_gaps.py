@@ -147,7 +147,7 @@ def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
     assert verb[1:5] == ["retire", "--epoch", "4", "--id=-7"]
     assert verb[-3:] == ["--", "events", "-new"]
     act = Retire(stream=STREAM, writer="-new", epoch=4, id=-7, by="ann", why="gone")
-    assert try_override(shard.states[STREAM], act, 100.0).effects.summary.unknown == []
+    assert try_override(shard.states[STREAM], act, 100.0).effects.summary.unknown_writers == []
 
 
 def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> None:

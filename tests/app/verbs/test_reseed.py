@@ -32,7 +32,7 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     done = reseed(dsn, "--dry-run")
     said = "streams that the next start loads from Postgres: 2\nshards: 8 instead of 16\n"
     assert (done.exit_code, done.stdout) == (0, said)
-    assert (store.states(), store.remembered_setup().shards) == (before, 16)
+    assert (store.states(), store.remembered_setup().shard_count) == (before, 16)
 
     assert sql.execute("select count(*) from tidemark.overrides").fetchall() == [(0,)]
 
@@ -44,7 +44,7 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["overrides", "show", "1"])
     assert shown.stdout.splitlines()[0] == "RESEED of all streams"
     assert store.states() == before
-    assert store.remembered_setup().shards == 8
+    assert store.remembered_setup().shard_count == 8
 
     told = json.loads(reseed(dsn, "--json").stdout)
     assert (told["before"], told["shards"]) == (8, 8)
@@ -60,5 +60,5 @@ def test_a_pipeline_that_runs_is_named_and_left_alone(
     done = reseed(dsn)
     assert done.exit_code == 1
     assert "test has the lease: stop the pipeline" in done.output
-    assert store.remembered_setup().shards == 16
+    assert store.remembered_setup().shard_count == 16
     pipeline.publish(moved("s", 8, w=At(7, 8)))

@@ -143,11 +143,11 @@ def test_a_relay_without_a_heartbeat_and_what_one_holds_back_are_said() -> None:
         shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop", heartbeat=300, blocked=blocked))
         (states[name],) = shard.states.values()
     reading = ReadStatus(0.0, frozenset())
-    text = status.to_table(status.stream_statuses(states, reading=reading), 61.0)
+    text = status.to_table(status.stream_statuses(states, read_status=reading), 61.0)
     assert [line for line in text.splitlines() if ": " in line] == [
         "items: the relay shop has sent nothing new for 60 s: fact 7 is too large for the Kafka topic"
     ]
-    found = status.stream_statuses(states, reading=reading)
+    found = status.stream_statuses(states, read_status=reading)
     assert "orders: no heartbeat from the relay shop for 18 min: is it running?" in status.to_table(found, 1081.0)
     _, orders = json.loads(status.to_json(found, 1081.0, WELL))["streams"]
     assert orders["sources"] == [

@@ -26,9 +26,9 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
             master="local[*]",
             memory="1g",
             jars=sorted(Path(task.jars).glob("*.jar")),
-            tasks=os.cpu_count() or 1,
+            task_count=os.cpu_count() or 1,
             local_dir=directory / "spark",
-            extra={
+            extra_settings={
                 "spark.executorEnv.PYTHONPATH": str(ROOT),  # where its workers find the state function
                 "spark.sql.streaming.numRecentProgressUpdates": "10000",
                 "spark.driver.extraJavaOptions": "",  # ours suit a JVM that does little; here it does all the work

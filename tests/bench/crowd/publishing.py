@@ -119,7 +119,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
             late=[],
             overrides=[],
             timelines=[],
-            dropped=[],
+            dropped_writers=[],
             counts={"applied": load.writers},
             summary=Summary(0, 0, None, [], 0, None),
             state=encoded,

@@ -314,7 +314,7 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
         held = stream("s", advance("w", 0, 9), late=late, overrides=forced, gaps=gaps)
         store.apply(batch(1, held, stream("t", advance("gone", 0, 5)), token=lease.token))
         closed = stream("s", closed=[ClosedGap("w", 30, "joined")])
-        store.apply(batch(2, closed, stream("t", dropped=["gone"]), token=lease.token, query="old"))
+        store.apply(batch(2, closed, stream("t", dropped_writers=["gone"]), token=lease.token, query="old"))
         store.apply(batch(3, token=lease.token))
         sql.execute("update tidemark.applied_batches set applied_at = %s", (TODAY,))
 
@@ -331,7 +331,10 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
         assert store.last_batch() == ("query", 3)
         store.apply_retention(TODAY + 6 * DAY)
         assert counts() == after | {"skips": 0, "late_completions": 1}
-        assert store.positions(["s"])["s"].late == rows(sql, "select max(number) from tidemark.late_completions")[0][0]
+        assert (
+            store.positions(["s"])["s"].last_late_number
+            == rows(sql, "select max(number) from tidemark.late_completions")[0][0]
+        )
 
         later = NOW + 6 * DAY // timedelta(milliseconds=1)
         store.apply(batch(4, stream("t", advance("gone", 5, 6)), token=lease.token, now=later))

@@ -69,7 +69,7 @@ def test_retired_writers_are_written_when_they_change(store: Postgres, sql: psyc
     """Rule 8: their table lies apart and stays where a batch has none; read, it stands where the state ends."""
     store.apply(batch(1, stream("s", state=b"one\xc0"), stream("t", state=b"whole"), token=token))
     assert store.states() == {"s": b"one\xc0", "t": b"whole"}
-    store.apply(batch(2, stream("s", state=b"two\xc0", retired=b"many"), token=token))
+    store.apply(batch(2, stream("s", state=b"two\xc0", retired_table=b"many"), token=token))
     store.apply(batch(3, stream("s", state=b"three\xc0"), token=token))
     assert store.states() == {"s": b"threemany", "t": b"whole"}
     store.replace_states({"s": EncodedState(b"", b"four\xc0", b"few")})
@@ -125,12 +125,12 @@ def test_no_order_of_writes_moves_anything_back(
 def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 3: a writer that had left the state joins again from 0; its advance goes on where Postgres knows it."""
     store.apply(batch(1, stream("s", advance("w", 0, 100)), token=token))
-    store.apply(batch(2, stream("s", dropped=["w"]), token=token))
-    assert store.positions(["s"])["s"].forgotten == {"w"}
+    store.apply(batch(2, stream("s", dropped_writers=["w"]), token=token))
+    assert store.positions(["s"])["s"].forgotten_writers == {"w"}
     applied = store.apply(batch(3, stream("s", advance("w", 0, 130, unseen=120, facts=10, epoch=2)), token=token))
     assert applied.corrected_advances == {("s", "w"): WriterAdvance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
     assert history(sql, "prev, id, facts, empty, unseen, skipped") == [(0, 100, 100, 0, 0, 0), (100, 130, 10, 0, 20, 0)]
-    assert store.positions(["s"])["s"].forgotten == frozenset()
+    assert store.positions(["s"])["s"].forgotten_writers == frozenset()
 
 
 def test_counts_as_wide_as_ids_go_are_cut_too(store: Postgres, sql: psycopg.Connection, token: int) -> None:
@@ -150,9 +150,9 @@ def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
     store.apply(batch(1, stream("s", writers=rows_of, linear=7), token=token))
     then = datetime.fromtimestamp(NOW / 1000, UTC)
     store.apply_retention(then + timedelta(days=6))
-    assert store.positions(["s"])["s"].forgotten == frozenset()
+    assert store.positions(["s"])["s"].forgotten_writers == frozenset()
     store.apply_retention(then + timedelta(days=8))
-    assert store.positions(["s"])["s"].forgotten == {"gone"}
+    assert store.positions(["s"])["s"].forgotten_writers == {"gone"}
     store.apply(batch(2, stream("s", advance("gone", 5, 8, epoch=2), linear=7, linear_prev=7), token=token))
     assert store.positions(["s"])["s"].positions == {"gone": 8, "ahead": 9, "active": 7}
 
@@ -160,7 +160,7 @@ def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
 def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rules 2 and 3: a forgotten writer that joins below its position makes no advance, and its position stands."""
     store.apply(batch(1, stream("s", advance("w", 0, -100)), token=token))
-    store.apply(batch(2, stream("s", dropped=["w"]), token=token))
+    store.apply(batch(2, stream("s", dropped_writers=["w"]), token=token))
     applied = store.apply(batch(3, stream("s", advance("w", 0, -60, empty=60, epoch=2)), token=token))
     assert applied.corrected_advances == {("s", "w"): None}
     assert applied.higher_positions == {("s", "w"): -100}
@@ -198,7 +198,7 @@ def follow(store: Postgres, token: int, number: int, after: tuple[str, int] | No
     """Apply a batch in which one writer moves by one; returns whether it was known."""
     effects = stream("s", advance("w", number - 1, number), linear=number)
     made = batch(number, effects, token=token, query=query)
-    return store.apply(replace(made, after=after)).is_repeat
+    return store.apply(replace(made, previous_batch=after)).is_repeat
 
 
 @pytest.mark.parametrize(("lost", "left"), [(3, "batch q/2"), (2, "batch q/1"), (1, "no batch")])
@@ -287,7 +287,7 @@ def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg
     kept = store.late_since([("s", 0)], 10)["s"]
     assert [(it.number, it.late) for it in kept] == list(zip(numbers, late, strict=True))
     assert rows(sql, "select kind, prev, id, by, why from tidemark.skips") == [("SKIP", 3, 9, "ann", "stuck for days")]
-    assert store.positions(["s"])["s"].late == numbers[-1]
+    assert store.positions(["s"])["s"].last_late_number == numbers[-1]
 
 
 def test_offsets_only_rise(store: Postgres, token: int) -> None:

@@ -18,7 +18,7 @@ def positions(redis_url: str) -> Iterator[Positions]:
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers look ten times a second where nothing rings, so that no test waits for them to end."""
     for module in ("follow", "wait"):
-        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LONGEST_WAIT", 0.1)
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LONGEST_WAIT_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_writer_that_came_and_went_unseen_is_told(
     """Postgres knows a writer that no list names any more; without Postgres the reader is told whom it may miss."""
     place = Place(0, {"w": 0})
     pipeline.publish(stream("s", advance("w", 0, 2), advance("gone", 0, 3), linear=3))
-    pipeline.publish(stream("s", dropped=["gone"], linear=3, linear_prev=3))
+    pipeline.publish(stream("s", dropped_writers=["gone"], linear=3, linear_prev=3))
     keys.xtrim(key("s", "advances"), maxlen=0, approximate=False)
     pipeline.move("w", 2, 4)
     assert sorted(ranges(taken(informed.follow("s", since=place), 3), "gone")) == [(0, 3)]
@@ -148,7 +148,7 @@ def test_writers_join_retire_and_come_back(pipeline: Pipeline, positions: Positi
     """A writer that was dropped goes on where it was, also for the follower."""
     follow = positions.follow("s", since="m0")
     pipeline.publish(stream("s", advance("w", 0, 2), advance("v", 0, 3), linear=3))
-    pipeline.publish(stream("s", dropped=["v"], linear=3, linear_prev=3))
+    pipeline.publish(stream("s", dropped_writers=["v"], linear=3, linear_prev=3))
     pipeline.publish(stream("s", advance("v", 0, 8, empty=8, epoch=2), linear=8))
     events = taken(follow, 4)
     assert ranges(events, "v") == [(0, 3), (3, 8)]

@@ -156,7 +156,7 @@ def test_lost_lists_are_read_again(service: ReadingService, pipeline: Pipeline, 
     service.write(1, 4)
     service.write(2, instance="gone")
     pipeline.publish(stream("s", advance("w", 0, 1), advance("gone", 0, 2), linear=2))
-    pipeline.publish(stream("s", dropped=["gone"], linear=2, linear_prev=2))
+    pipeline.publish(stream("s", dropped_writers=["gone"], linear=2, linear_prev=2))
     pipeline.move("w", 1, 4)
     keys.xtrim(key("s", "advances"), maxlen=0, approximate=False)
     service.until(lambda: len(service.ids()) == 3, mode=mode)

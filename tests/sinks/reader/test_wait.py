@@ -147,7 +147,7 @@ def test_wait_without_limit_logs_that_the_token_is_beyond_every_known_id(
     pipeline: Pipeline, positions: Positions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A false token would be waited for silently otherwise."""
-    monkeypatch.setattr("tidemark.sinks.reader.wait.GRACE", 0.2)
+    monkeypatch.setattr("tidemark.sinks.reader.wait.GRACE_SECONDS", 0.2)
     pipeline.move("w", 0, 3)
     with later(0.8, lambda: pipeline.move("w", 3, 5)):
         positions.wait("s", 5)

@@ -73,7 +73,7 @@ def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: 
         pipeline.publish(step)
     for step in steps[-lost:]:
         pipeline.commit(step)
-    assert pipeline.restarted(shown).refill().entries == lost
+    assert pipeline.restarted(shown).refill().entry_count == lost
     assert [it["id"] for it in entries(keys)] == ["1", "2", "4", "8", "16", "32", "64"]
     assert [it["batch"] for it in entries(keys)] == list("1234567")
     assert keys.get(key("s", "token")) == "m64"
@@ -156,14 +156,14 @@ def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
     names = ("s", "back", "far")
     before = {name: dump(keys, name) for name in names}
     keys.flushall()
-    assert pipeline.mirror.refill().streams == 3
+    assert pipeline.mirror.refill().stream_count == 3
     after = {name: dump(keys, name) for name in names}
     assert after["back"] == before["back"]
     assert after["far"] == before["far"]
     assert after["s"][:3] == before["s"][:3]  # type: ignore[index]
     assert sorted(map(str, entries(keys))) == sorted(map(str, before["s"][3]))  # type: ignore[index]
     assert keys.smembers(STREAMS_KEY) == set(names)
-    assert pipeline.mirror.refill().streams == 0
+    assert pipeline.mirror.refill().stream_count == 0
 
 
 def test_flush_between_batches_is_noticed_by_the_next(pipeline: Pipeline, keys: Any) -> None:
@@ -280,11 +280,11 @@ def test_list_with_too_much_missing_begins_anew(
 def test_rejoined_writer_is_shown_where_postgres_has_it(pipeline: Pipeline, keys: Any) -> None:
     """Rules 2 and 3: a writer that was dropped and joins again is shown cut to what was open, in Redis as well."""
     pipeline.publish(stream("s", advance("w", 0, 100), linear=100))
-    pipeline.publish(stream("s", dropped=["w"], linear=100))
+    pipeline.publish(stream("s", dropped_writers=["w"], linear=100))
     assert keys.hgetall(key("s", "positions")) == {}
     pipeline.publish(stream("s", advance("w", 0, 60, empty=60, epoch=2), linear=100))
     assert keys.hgetall(key("s", "positions")) == {"w": "100"}
-    pipeline.publish(stream("s", dropped=["w"], linear=100))
+    pipeline.publish(stream("s", dropped_writers=["w"], linear=100))
     pipeline.publish(stream("s", advance("w", 0, 130, unseen=130, epoch=3), linear=130))
     assert [(it["prev"], it["id"], it["unseen"]) for it in entries(keys)] == [("100", "130", "30")]
 

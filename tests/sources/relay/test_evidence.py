@@ -157,7 +157,7 @@ def test_each_id_is_decided_once_and_rightly(
 def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
     """Whose lock is held exclusively, or nobody knows yet how. Others announce what is beyond, and so does the writer
     where the lock is held as for an append, and when that transaction has ended."""
-    evidence, retiring = StreamEvidence(0, has_several_writers=True), LockOwner(7, 1, exclusive=True)
+    evidence, retiring = StreamEvidence(0, has_several_writers=True), LockOwner(7, 1, is_exclusive=True)
     evidence.observe(3, frozenset({7}))
     evidence.note_rows(evidence.unread_ranges(), [2, 3])
     beyond = Intervals.of([(2, 3)])

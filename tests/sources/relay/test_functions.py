@@ -183,12 +183,12 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
             " and database = (select oid from pg_database where datname = current_database())"
             " and classid::bigint = %s + %s and objid = hashtext('')::oid"
         )
-        assert one(sql, held, queries.LOCK, number) == 0
+        assert one(sql, held, queries.LOCK_KEY_BASE, number) == 0
         with sql.transaction():
             sql.execute("select tidemark.append('orders', '1')")
         with sql.transaction(force_rollback=True):
             sql.execute("select tidemark.append('orders', '1')")
-        assert one(sql, held, queries.LOCK, number) == 1
+        assert one(sql, held, queries.LOCK_KEY_BASE, number) == 1
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,6 @@ def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connectio
         with other.pipeline():
             for _ in range(200):
                 pipe.execute("select count(nextval('tidemark.append_ids_1')) from generate_series(1, 32)")
-                head = sequences.read_snapshots(sql)[stream].sequence.last or 0
+                head = sequences.read_snapshots(sql)[stream].sequence.last_id or 0
                 # NULL before the first of them has been given out
                 assert head <= (one(sql, "select pg_sequence_last_value('tidemark.append_ids_1')") or 0)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
 from tidemark.sources.relay import queries
 
-STREAM = queries.LOCK + 1
+STREAM = queries.LOCK_KEY_BASE + 1
 
 
 @pytest.fixture

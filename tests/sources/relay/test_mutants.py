@@ -129,7 +129,7 @@ class Remembering(Decider):
 def shared_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockOwner]]:
     """No lock looks as if its holder retires a writer."""
     return {
-        number: frozenset(each._replace(exclusive=False) for each in lock_owners)
+        number: frozenset(each._replace(is_exclusive=False) for each in lock_owners)
         for number, lock_owners in real_holders(connection, running).items()
     }
 
@@ -140,7 +140,7 @@ def sessions_only(connection: Connection, running: Collection[int]) -> dict[int,
     prepared = set(row[0] or []) if row else set()
     found = real_holders(connection, running)
     return {
-        number: frozenset(each for each in lock_owners if each.transaction & 0xFFFF_FFFF not in prepared)
+        number: frozenset(each for each in lock_owners if each.transaction_number & 0xFFFF_FFFF not in prepared)
         for number, lock_owners in found.items()
     }
 

@@ -44,8 +44,8 @@ def test_too_large(
 ) -> None:
     """A fact above the topic's limit is named once and holds its stream; facts of others, and those above it, are sent
     once. It goes out by itself once the topic takes it."""
-    monkeypatch.setattr(run_loop, "FIRST_LIMIT_PAUSE", 0.5)
-    monkeypatch.setattr(run_loop, "LONGEST_LIMIT_PAUSE", 1.0)
+    monkeypatch.setattr(run_loop, "FIRST_LIMIT_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(run_loop, "LONGEST_LIMIT_PAUSE_SECONDS", 1.0)
     limited(admin, topic, 200_000)
     sql.execute("select tidemark.create_stream('small')")
     with capture_logs() as logs:

@@ -223,7 +223,7 @@ def test_while_kafka_is_away_memory_is_bounded(
             assert row is not None
             facts |= {row[0]}
         eventually(lambda: first.relay._free_bytes() <= 0)
-        assert sum(each.size for each in first.relay._in_flight) < 2_000_000 + 900_000
+        assert sum(each.size_bytes for each in first.relay._in_flight) < 2_000_000 + 900_000
         first.stop()
     run()
     eventually(lambda: settled(sql), 60)
@@ -424,7 +424,7 @@ def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> Non
 def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, run: Run) -> None:
     """Any login may hold the relay's lock, so the log tells which session does."""
     sql.execute("set application_name = 'attacker'")
-    sql.execute("select pg_advisory_lock(%s, 0)", [queries.LOCK])
+    sql.execute("select pg_advisory_lock(%s, 0)", [queries.LOCK_KEY_BASE])
     with capture_logs() as logged:
         run()
         holder = eventually(lambda: next((it["blockers"] for it in logged if "Another process" in it["event"]), None))

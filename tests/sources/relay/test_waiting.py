@@ -49,7 +49,7 @@ def test_a_relay_that_waits_for_kafka_says_so(
     sql: psycopg.Connection, run: Run, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line when Kafka has acknowledged nothing for a while, and one when it does again; none in between."""
-    monkeypatch.setattr(run_loop, "SILENCE_LOGGED_AFTER", 0.5)
+    monkeypatch.setattr(run_loop, "SILENCE_LOGGED_AFTER_SECONDS", 0.5)
     run()
     append(sql)
     eventually(lambda: settled(sql))
@@ -68,7 +68,7 @@ def test_a_relay_that_waits_for_kafka_says_so(
 
 def test_a_relay_that_starts_while_the_database_is_away_waits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: it has sent nothing yet, and has nobody in whose name it could report that."""
-    monkeypatch.setattr(run_loop, "FAILURE_REPORTED_AFTER", 0.0)
+    monkeypatch.setattr(run_loop, "FAILURE_REPORTED_AFTER_SECONDS", 0.0)
     with capture_logs() as logs:
         waiting = run(dsn=f"postgresql://postgres@{LOOPBACK}:{free_port()}/orders")
         eventually(
@@ -98,7 +98,7 @@ def test_pauses_grow_though_each_attempt_gets_a_little_further(
         eventually(lambda: settled(sql))
         eventually(lambda: any(it["event"] == "Facts are sent again" for it in logs))
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
-    assert all(pause >= run_loop.FIRST_PAUSE * 2**at for at, pause in enumerate(pauses))
+    assert all(pause >= run_loop.FIRST_PAUSE_SECONDS * 2**at for at, pause in enumerate(pauses))
     events = [it["event"] for it in logs]
     assert events.count("Cannot send facts; they stay in the database; trying again") == 1
     assert events.count("Facts are sent again") == 1

@@ -192,7 +192,7 @@ class SteppedRelay:
         sent, self._sent = self._sent, lambda _: None
         self.round()
         for decided in self.unacknowledged:
-            if not decided.announced:
+            if not decided.announced_ranges:
                 sent([*encode_decision(decided, self._most_facts)])
                 self.begin().note_acknowledged(decided)
         self.settle()

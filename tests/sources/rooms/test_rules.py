@@ -83,7 +83,9 @@ def test_members_receive_the_events_of_their_stays(
     assert lasting == {*rooms.rooms[ROOM].joined.items()}
     ended = [(member, stay) for member, stays_of_member in rooms.stays.items() for stay in stays_of_member]
     ended_stays = {
-        (member, stay.began, stay.ended, rooms.live[stay.left_by - 1]) for member, stay in ended if stay.left_by
+        (member, stay.begin_turn, stay.end_turn, rooms.live[stay.leave_id - 1])
+        for member, stay in ended
+        if stay.leave_id
     }
     assert ended_stays == {stay for stay in stays if stay[2] is not None}
 

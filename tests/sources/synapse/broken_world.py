@@ -230,7 +230,7 @@ class Bridge:
     def _begin(self) -> None:
         """A new connection."""
         head, reach = self.head(), max(self.sent_upto.values())
-        table = self._table(self.published.since, reach)
+        table = self._table(self.published.since_id, reach)
         if (
             self.writers.database != self.database
             or head < max(self.seen, reach)
@@ -288,7 +288,7 @@ class Bridge:
         self.reached[advance.writer] = max(self.reached[advance.writer], advance.id)
 
     def _audit(self) -> None:
-        table = self._table(self.published.since, max(self.sent_upto.values()))
+        table = self._table(self.published.since_id, max(self.sent_upto.values()))
         if self.published.find_replaced(table):
             self._begin()
             return

@@ -237,7 +237,7 @@ def test_missing_row_that_may_have_been_deleted_for_its_age_proves_nothing() -> 
         (sent_upto,) = decider.apply_facts(
             (1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])]
         )
-        assert ([fact.id for fact in sent_upto.facts], sent_upto.unseen) == ([3, 4], unseen)
+        assert ([fact.id for fact in sent_upto.facts], sent_upto.is_unseen) == ([3, 4], unseen)
 
 
 def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:

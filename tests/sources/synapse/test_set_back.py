@@ -14,8 +14,8 @@ from tidemark.sources.synapse import bridge as bridge_module
 def checks_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round checks the streams, and a new connection follows at once."""
     monkeypatch.setattr(bridge_module, "_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(run_loop, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(run_loop, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(run_loop, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(run_loop, "LONGEST_PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["push_rules", "caches"])

@@ -104,7 +104,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         standby = PostgresReplica(server)
         standby.copy(as_standby=True)
         standby.start()
-        standby.wait_until_streaming(synchronous=False)
+        standby.wait_until_streaming(is_synchronous=False)
         standby.disconnect()
         lost = bridged.write(8)
         bridged.follow()

@@ -135,13 +135,13 @@ def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
     known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
     known = state.add_writer(sql, known, "event3", 12)
     assert begun(sql) == known
-    assert known.backlog == {"event3": 7}
+    assert known.backlog_starts == {"event3": 7}
     known = state.send_backlog(
         sql, known, PUBLISHED, "event3", [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])]
     )
     assert begun(sql) == known
     core = sent_upto(sql)
-    assert (core.late_ids, core.line, core.rejected, known.backlog) == ({9, 11}, 12, {}, {})
+    assert (core.late_ids, core.line, core.rejected, known.backlog_starts) == ({9, 11}, 12, {}, {})
 
 
 def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
@@ -155,14 +155,14 @@ def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) ->
     )
     known = state.retire(sql, known, "event1")
     assert begun(sql) == known
-    assert (known.sent_upto, known.retired) == ({"event2": 9}, {"event1": 12})
+    assert (known.sent_upto, known.retired_at_ids) == ({"event2": 9}, {"event1": 12})
     assert (state.read_retired_id(sql, "event1", "events"), state.request_retirement(sql, "event1", None)) == (12, [])
     known = advance_stream(sql, known, [advance("event2", 9, 15, 15)], "0/300")
     core = sent_upto(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
     known = state.add_writer(sql, known, "event1", 15)
     assert begun(sql) == known
-    assert (known.backlog, known.retired) == ({"event1": 12}, {})
+    assert (known.backlog_starts, known.retired_at_ids) == ({"event1": 12}, {})
     known = state.send_backlog(sql, known, PUBLISHED, "event1", [StreamFact(14, "event1", ["1"])])
     advance_stream(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
     core = sent_upto(sql)
@@ -257,10 +257,10 @@ def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch:
     facts = [fact(id, "event1") for id in range(8, 100)]
     known = state.advance_stream(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
     evidence.trim(sql, "events", published)
-    assert (len(published), published.since) == (10, 89)
+    assert (len(published), published.since_id) == (10, 89)
     assert sql.execute("select min(id), count(*) from tidemark.synapse_facts").fetchone() == (8, 10 + 82)
     anew, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
-    assert (anew.sent_upto["event1"], published.since) == (57, 57)
+    assert (anew.sent_upto["event1"], published.since_id) == (57, 57)
 
 
 def test_a_sequence_that_was_seen_higher_went_back(sql: psycopg.Connection) -> None:

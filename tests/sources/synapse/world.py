@@ -201,7 +201,7 @@ class WriterPositions:
         for fact in advance.facts:
             assert fact.id not in self.facts
             self.facts[fact.id] = fact.writer
-        if advance.unseen:
+        if advance.is_unseen:
             assert self._forgets
             self.unseen |= {(advance.writer, id) for id in range(advance.prev + 1, advance.id + 1)}
 

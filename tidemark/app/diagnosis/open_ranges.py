@@ -72,12 +72,16 @@ def choose_remedy(
     if verdict == "open transaction":
         if statement := _terminate_statement(transactions):
             return Remedy("End the transaction with this statement in its own database:", statement)
-        return Remedy("Run this in its database to see the transaction and how to end it:", blockers)
+        return Remedy(
+            f"A transaction is open in the database of {writer}. To see the transaction and how to end it, run this"
+            " command against that database:",
+            blockers,
+        )
     if verdict == "alive":
         if is_relayed or is_bridged:
             return Remedy(
-                f"{writer} is alive: a transaction is open, or was rolled back a moment ago. Run this in its database"
-                " to see open transactions:",
+                f"{writer} is alive: a transaction is open, or was rolled back a moment ago. To see open transactions,"
+                " run this command against its database:",
                 blockers,
             )
         return Remedy(f"{writer} is alive and has not completed these IDs: see its log.", "")
@@ -175,7 +179,7 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
         )
         for blocker in lag.blockers
     ]
-    return LinearLagAnswer(lag.ids, None if lag.since is None else moment(lag.since), blockers, lag.count)
+    return LinearLagAnswer(lag.id_count, None if lag.since is None else moment(lag.since), blockers, lag.blocker_count)
 
 
 def last_seen(milliseconds: int) -> datetime | None:
@@ -224,7 +228,7 @@ class OpenRange:
 
 
 def find_open_ranges(
-    stored: Mapping[str, bytes],
+    encoded_states: Mapping[str, bytes],
     now: float,
     policies: Policies = NO_POLICIES,
     operator_epochs: Collection[tuple[str, str, int]] = (),
@@ -237,19 +241,19 @@ def find_open_ranges(
     transaction of usual length may be the cause.
 
     Args:
-        stored: the encoded states, by stream.
+        encoded_states: the encoded states, by stream.
         now: seconds since 1970.
         policies: the policies of the streams.
         operator_epochs: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them
             is fenced.
         bridged_streams: the streams that `tidemark synapse` sends.
-        read_status: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
+        read_status: the partitions that the pipeline reads with lag. If None, missed heartbeats are not detected.
 
     Raises:
         StateTooNew: a newer Tidemark has encoded a state.
     """
     open_ranges: list[OpenRange] = []
-    for name, data in sorted(stored.items()):
+    for name, data in sorted(encoded_states.items()):
         stream = codec.decode(data)
         ranges = [*_stream_ranges(name, stream, now, silent_after_seconds(policies, name), read_status)]
         ranges += _source_ranges(name, stream, now, read_status, {open_range.writer for open_range in ranges})
@@ -273,20 +277,25 @@ def find_open_ranges(
 
 
 def read_open_ranges(
-    postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]
+    postgres: Postgres, encoded_states: Mapping[str, bytes], now: float, defaults: Mapping[str, int]
 ) -> list[OpenRange]:
     """Call `find_open_ranges` with the policies, the epochs that operators began, the bridges and the lagging
     partitions in Postgres.
 
     Args:
         postgres: Tidemark's database.
-        stored: the encoded states, by stream.
+        encoded_states: the encoded states, by stream.
         now: seconds since 1970.
         defaults: the settings of streams without a policy.
     """
     policies, conditions = Policies(postgres.policies.read(), defaults), postgres.conditions
     return find_open_ranges(
-        stored, now, policies, conditions.epochs_begun_by_operators(), conditions.bridges(), conditions.reading_status()
+        encoded_states,
+        now,
+        policies,
+        conditions.epochs_begun_by_operators(),
+        conditions.bridges(),
+        conditions.reading_status(),
     )
 
 
@@ -349,7 +358,7 @@ def missed_heartbeat_seconds(
         now: seconds since 1970.
         read_status: the partitions that the pipeline reads with lag; None if not known (`reading_status`).
     """
-    if read_status is None or home_partition in read_status.lagging:
+    if read_status is None or home_partition in read_status.lagging_partitions:
         return None
     return source.overdue_seconds(now, read_status.since)
 
@@ -370,18 +379,21 @@ def source_problem(
 
 
 def source_problems(
-    stored: Mapping[str, bytes], now: float, read_status: ReadStatus | None, bridged_streams: Collection[str] = ()
+    encoded_states: Mapping[str, bytes],
+    now: float,
+    read_status: ReadStatus | None,
+    bridged_streams: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield a message for each source that has missed its heartbeat or is blocked, by stream. Decodes only the states
     of streams with OPEN records.
 
     Args:
-        stored: the encoded states, by stream.
+        encoded_states: the encoded states, by stream.
         now: seconds since 1970.
         read_status: the partitions that the pipeline reads with lag; None if not known.
         bridged_streams: the streams that `tidemark synapse` sends.
     """
-    for name, data in sorted(stored.items()):
+    for name, data in sorted(encoded_states.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
             for source in sources(stream):
@@ -448,17 +460,17 @@ def _as_fenced(open_range: OpenRange) -> OpenRange:
 
 
 def _gap_ranges(
-    name: str, stream: StreamState, writer: str, known: WriterState, verdict: Verdict
+    name: str, stream: StreamState, writer: str, writer_state: WriterState, verdict: Verdict
 ) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
-    seen = last_seen(known.last_seen)
-    waiting = known.chain.pending_edges
-    facts = sum(span.evidence.facts for span in known.chain.pending)
-    for (low, top, since), span in zip(known.chain.gaps(), known.chain.pending, strict=True):
+    seen = last_seen(writer_state.last_seen)
+    waiting = writer_state.chain.pending_edges
+    facts = sum(span.evidence.facts for span in writer_state.chain.pending)
+    for (low, top, since), span in zip(writer_state.chain.gaps(), writer_state.chain.pending, strict=True):
         yield OpenRange(
             name,
             writer,
-            known.epoch,
+            writer_state.epoch,
             signed(low),
             signed(top),
             moment(since),
@@ -468,7 +480,7 @@ def _gap_ranges(
             transactions,
             verdict,
         )
-        waiting, facts = waiting - span.edges, facts - span.evidence.facts
+        waiting, facts = waiting - span.edge_count, facts - span.evidence.facts
 
 
 def _unjoined_range(name: str, stream: StreamState, writer: str, epoch: int, unjoined: UnjoinedWriter) -> OpenRange:
@@ -495,7 +507,7 @@ def writer_verdict(
         seen_ms: when the writer's newest record was read (milliseconds since 1970); 0 if unknown.
         now: seconds since 1970.
         silent_seconds: after how many seconds without a record a writer counts as silent.
-        read_status: the partitions that the pipeline reads with lag; None: no heartbeat counts as missed.
+        read_status: the partitions that the pipeline reads with lag. If None, missed heartbeats are not detected.
     """
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
@@ -512,17 +524,17 @@ def writer_verdict(
 
 
 def verdict_from_records(
-    seen: datetime | None, transactions: Sequence[str], now: float, silent_seconds: float
+    last_seen_at: datetime | None, transactions: Sequence[str], now: float, silent_seconds: float
 ) -> Verdict:
     """The state of a writer that joined: `open transaction`, `alive` or `silent`. Does not depend on heartbeats of a
     relay.
 
     Args:
-        seen: when the writer's newest record was read; None if unknown.
+        last_seen_at: when the writer's newest record was read; None if unknown.
         transactions: the reported transactions with open IDs of the writer.
         now: seconds since 1970.
         silent_seconds: after how many seconds without a record a writer counts as silent.
     """
     if transactions:
         return "open transaction"
-    return "alive" if seen is not None and now - seen.timestamp() < silent_seconds else "silent"
+    return "alive" if last_seen_at is not None and now - last_seen_at.timestamp() < silent_seconds else "silent"

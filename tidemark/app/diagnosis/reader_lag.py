@@ -30,8 +30,8 @@ class ReaderStatus:
 
     Attributes:
         reader: the name of the reader, with its partition if there are partitions, such as `mailer[3/8]`.
-        partition: the number of the reader's partition, from 0; None without partitions.
-        partitions: the number of partitions; None without partitions.
+        partition: the number of the reader's partition, from 0; None if there are no partitions.
+        partitions: the number of partitions; None if there are no partitions.
         stream: the name of the stream.
         mode: `linear` or `vector`.
         state: the state of the reader.

@@ -44,18 +44,18 @@ class Replayed:
     Attributes:
         stream: the name of the stream.
         bounds: the limits with which the pipeline ran.
-        encoded: the encoded state; None before the first record.
+        encoded_state: the encoded state; None before the first record.
         linear: the linear position, signed.
-        positions: by writer, the position, signed.
-        counts: by writer, the sum of its evidence.
+        positions: writer -> the position, signed.
+        evidence_by_writer: writer -> the sum of its evidence.
     """
 
     stream: str
     bounds: Bounds
-    encoded: bytes | None = None
+    encoded_state: bytes | None = None
     linear: int = 0
     positions: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, Evidence] = field(default_factory=dict)
+    evidence_by_writer: Mapping[str, Evidence] = field(default_factory=dict)
 
     def apply(self, messages: Sequence[RecordedMessage], topic_roles: Mapping[str, Topic], now: int) -> "Replayed":
         """Return the state after a batch of more records. Does not change this object.
@@ -67,21 +67,25 @@ class Replayed:
         """
         if not messages:
             return self
-        states = {} if self.encoded is None else {self.stream: self.encoded}
+        states = {} if self.encoded_state is None else {self.stream: self.encoded_state}
         batch = apply_batch(0, States(states), make_packets(messages, topic_roles), now, self.bounds)
         for effects in batch.streams:
             if effects.stream == self.stream:
-                positions, counts = dict(self.positions), dict(self.counts)
+                positions, counts = dict(self.positions), dict(self.evidence_by_writer)
                 for move in effects.advances:
                     positions[move.writer] = move.id
                     counts[move.writer] = counts.get(move.writer, NO_EVIDENCE) + move.evidence
                 return replace(
-                    self, encoded=states[self.stream], linear=effects.linear, positions=positions, counts=counts
+                    self,
+                    encoded_state=states[self.stream],
+                    linear=effects.linear,
+                    positions=positions,
+                    evidence_by_writer=counts,
                 )
         return self
 
     def without_counts(self) -> "Replayed":
-        return replace(self, counts={})
+        return replace(self, evidence_by_writer={})
 
     def has_reached(self, batch: StoredBatch) -> bool:
         """Whether the linear position, and the writers that the batch moved, have reached their positions after the
@@ -163,21 +167,22 @@ class ReplayStart:
         uncompared_batches: the number of batches that are not compared.
         last_skipped_batch: the last of these batches.
         replayed: the state of the stream after `last_skipped_batch`.
-        highest: the highest position in `replayed`.
-        joining: by writer whose first recorded record is a later JOIN, its position in `replayed`.
+        highest_position: the highest position in `replayed`.
+        joining_positions: writer -> its position in `replayed`. Has the writers whose first recorded record is a JOIN
+            after `last_skipped_batch`.
     """
 
     uncompared_batches: int
     last_skipped_batch: StoredBatch
     replayed: Replayed
-    highest: int
-    joining: Mapping[str, int]
+    highest_position: int
+    joining_positions: Mapping[str, int]
 
     def is_linear_comparable(self, now: Replayed) -> bool:
         """Whether the linear position of the replay can be compared. True if the linear position of `now` has reached
-        `highest`, and each writer of `joining` has moved."""
-        return not is_beyond(self.highest, now.linear) and all(
-            now.positions.get(writer, position) != position for writer, position in self.joining.items()
+        `highest_position`, and each writer in `joining_positions` has moved."""
+        return not is_beyond(self.highest_position, now.linear) and all(
+            now.positions.get(writer, position) != position for writer, position in self.joining_positions.items()
         )
 
 
@@ -234,7 +239,7 @@ def _start_after(
         first = first_records.get(writer.writer)
         if isinstance(first, Join) and first.epoch > epoch:
             joining[writer.writer] = writer.position
-        elif first is None and writer.writer in history.retired:
+        elif first is None and writer.writer in history.retired_writers:
             retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
     joined.sort(
         key=lambda join: (abs(join.id), join.writer)

@@ -141,10 +141,10 @@ class ChannelLeader:
         self._announcements.extend(announcements)
         self._wake.set()
 
-    async def _wait_for_work(self, renewing: asyncio.Task[None]) -> None:
+    async def _wait_for_work(self, renewal_task: asyncio.Task[None]) -> None:
         waking = asyncio.ensure_future(self._wake.wait())
         pause = ANSWER_INTERVAL_SECONDS if self._are_positions_requested else None
-        await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waking, renewal_task}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         waking.cancel()
 
     async def _renew(self) -> None:
@@ -177,7 +177,7 @@ class ChannelLeader:
         """
         batch: list[Sequence[PositionCommand | RdataCommand]] = []
         while self._announcements and sum(map(len, batch)) < LINES_PER_CALL:
-            batch.append(announced.commands_for(self._announcements.popleft()))
+            batch.append(announced.announce(self._announcements.popleft()))
         return batch
 
     async def _forget_removed_writers(self, announced: AnnouncedPositions) -> None:

@@ -86,9 +86,11 @@ def _style_names(stream: str, writer: str) -> str:
 
 
 class WrongServer(Stop):
-    def __init__(self, address: str, expected: str, reported: str) -> None:
-        super().__init__(f"the server at {address} has the name {reported}, not {expected}: check the address")
-        self.reported = reported
+    def __init__(self, address: str, expected_name: str, reported_name: str) -> None:
+        super().__init__(
+            f"the server at {address} has the name {reported_name}, not {expected_name}: check the address"
+        )
+        self.reported = reported_name
 
 
 class CertificateRefused(Stop):
@@ -101,7 +103,7 @@ class LinesClient:
 
     Args:
         address: host and port.
-        server: the expected server name; None: any.
+        server: the expected server name; None to accept any name.
         tls_context: returns the TLS context of a connection; None: no TLS.
     """
 

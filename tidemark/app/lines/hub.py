@@ -46,9 +46,9 @@ class Hub:
     def __init__(self, read_side: ReadSide, create_tail: Callable[[], Tail], max_row_bytes: int) -> None:
         self._read_side = read_side
         self._create_tail = create_tail
-        self._announced: dict[Writer, int] = {}
-        self._rows = RowBuffer(max_row_bytes, self._announced)
-        self._announcer = Announcer(self._rows, self._announced, ROW_TIMEOUT_SECONDS)
+        self._announced_positions: dict[Writer, int] = {}
+        self._rows = RowBuffer(max_row_bytes, self._announced_positions)
+        self._announcer = Announcer(self._rows, self._announced_positions, ROW_TIMEOUT_SECONDS)
         self._subscribers: list[Subscriber] = []
         self._running_tasks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # includes cancelled tasks that have not ended yet
@@ -89,7 +89,10 @@ class Hub:
         """A POSITION with the announced position of every writer, for the answer to REPLICATE. Sorted by stream and
         writer.
         """
-        return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
+        return [
+            PositionCommand(stream, writer, id, id)
+            for (stream, writer), id in sorted(self._announced_positions.items())
+        ]
 
     async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
         """Find the writers in `announced` (writer -> announced position) whose positions subscribers no longer need.
@@ -107,7 +110,7 @@ class Hub:
     async def _forget_removed_writers(self) -> None:
         while True:
             await asyncio.sleep(FORGET_INTERVAL_SECONDS)
-            self._announcer.forget(await self.removed_writers(self._announced))
+            self._announcer.forget(await self.removed_writers(self._announced_positions))
 
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
@@ -218,8 +221,8 @@ class Hub:
             while True:
                 try:
                     progress = await self._read_side.postgres_reader.topic_progress(tail.topic)
-                    is_complete = await loop.run_in_executor(thread, tail.begin, progress.offsets)
-                    self._rows.begin_read(is_complete, progress.allocated)
+                    has_first_record = await loop.run_in_executor(thread, tail.begin, progress.offsets)
+                    self._rows.begin_read(has_first_record, progress.allocated)
                     if problem is not None:
                         log.info("Rows can be read again")
                     problem = None

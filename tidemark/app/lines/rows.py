@@ -66,25 +66,27 @@ class UnannouncedRows:
 
     Attributes:
         size_bytes: the approximate size.
-        reach: the farthest ID that any record of the writer named, or `highest_named` if that is farther.
+        farthest_named_id: the farthest ID that any record of the writer named, or `highest_named_id` if that is
+            farther.
 
     Args:
         position: the announced position.
-        highest_named: the highest ID that earlier, unread records may have named. A fact up to this ID may lack rows:
-            the record with its ID may be a repetition, and its first rows may be in unread records.
-        is_complete: whether the first record of the writer will be added too. If not, the first fact may lack rows.
+        highest_named_id: the highest ID that earlier, unread records may have named. A fact up to this ID may lack
+            rows: the record with its ID may be a repetition, and its first rows may be in unread records.
+        has_first_record: whether the first record of the writer will be added too. If not, the first fact may lack
+            rows.
     """
 
-    def __init__(self, position: int, highest_named: int, *, is_complete: bool) -> None:
+    def __init__(self, position: int, highest_named_id: int, *, has_first_record: bool) -> None:
         self.size_bytes = EDGE_OVERHEAD_BYTES
-        self.reach = highest_named
+        self.farthest_named_id = highest_named_id
         self._position = position
-        self._highest_named = highest_named
-        self._is_complete = is_complete
+        self._highest_named_id = highest_named_id
+        self._has_first_record = has_first_record
         self._epoch: int | None = None  # the epoch of the last JOIN that was read
-        self._edges: dict[int, _Edge] = {}  # by their `prev`
+        self._edges: dict[int, _Edge] = {}  # `prev` of an edge -> the edge
         self._ends: list[tuple[int, int]] = []  # a heap of edges: the magnitude of `id`, and `prev`
-        # By epoch: the rows of a fact whose ID was not read yet; None if earlier rows of the fact may be unread.
+        # Epoch -> the rows of a fact whose ID was not read yet; None if earlier rows of the fact may be unread.
         self._incomplete_facts: dict[int, list[str] | None] = {}
 
     def add(self, record: records.Record) -> None:
@@ -99,7 +101,7 @@ class UnannouncedRows:
                     batch.append(records.format_row(record.row))
                     self.size_bytes += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._incomplete_fact(record.epoch) if is_beyond(id, self._highest_named) else None
+                batch = self._incomplete_fact(record.epoch) if is_beyond(id, self._highest_named_id) else None
                 rows = None if batch is None else (*batch, records.format_row(record.row))
                 self._begin_fact(record.epoch)
                 self._add_edge(records.effective_prev(record), _Edge(id, record.epoch, rows))
@@ -141,7 +143,7 @@ class UnannouncedRows:
     def _incomplete_fact(self, epoch: int) -> list[str] | None:
         """The rows so far of the next fact of this epoch, as a list to which rows are added. None if rows of the fact
         may be in unread earlier records."""
-        return self._incomplete_facts.setdefault(epoch, [] if self._is_complete else None)
+        return self._incomplete_facts.setdefault(epoch, [] if self._has_first_record else None)
 
     def _begin_fact(self, epoch: int) -> None:
         batch = self._incomplete_facts.get(epoch)
@@ -150,7 +152,7 @@ class UnannouncedRows:
         self._incomplete_facts[epoch] = []
 
     def _add_edge(self, prev: int, edge: _Edge) -> None:
-        self.reach = farther(edge.id, self.reach)
+        self.farthest_named_id = farther(edge.id, self.farthest_named_id)
         if not is_beyond(edge.id, self._position):
             return
         known = self._edges.get(prev)
@@ -202,36 +204,36 @@ class RowBuffer:
 
     Args:
         limit_bytes: the approximate largest size.
-        announced: the last announced position of each writer; the `Announcer` changes it.
+        announced_positions: the last announced position of each writer; the `Announcer` changes it.
     """
 
-    def __init__(self, limit_bytes: int, announced: Mapping[Writer, int]) -> None:
+    def __init__(self, limit_bytes: int, announced_positions: Mapping[Writer, int]) -> None:
         self.size_bytes = 0
         self.dropped_count = 0
         """How many times the rows of a writer were dropped. The caller resets the count."""
         self._limit_bytes = limit_bytes
-        self._announced = announced
+        self._announced_positions = announced_positions
         self._writers: dict[Writer, UnannouncedRows] = {}
         self._home_partitions: dict[str, int] = {}
-        self._is_complete: Mapping[int, bool] = {}
-        self._highest_named: dict[str, int] = {}
+        self._has_first_record: Mapping[int, bool] = {}
+        self._highest_named_ids: dict[str, int] = {}
 
-    def begin_read(self, is_complete: Mapping[int, bool], highest_named: Mapping[str, int]) -> None:
+    def begin_read(self, has_first_record: Mapping[int, bool], highest_named_ids: Mapping[str, int]) -> None:
         """Begin a new read of the topic.
 
         Args:
-            is_complete: by partition, whether the read begins at the first record of the partition.
-            highest_named: by stream, the highest ID that earlier records, which are not read, may have named.
+            has_first_record: partition -> whether the read begins at the first record of the partition.
+            highest_named_ids: stream -> the highest ID that earlier records, which are not read, may have named.
         """
         self.clear()
-        self._is_complete = is_complete
-        self._highest_named = dict(highest_named)
+        self._has_first_record = has_first_record
+        self._highest_named_ids = dict(highest_named_ids)
 
     def clear(self) -> None:
         """Remove all rows. Until the next `begin_read`, all rows count as lost."""
         self._writers.clear()
         self._home_partitions.clear()
-        self._is_complete = {}
+        self._has_first_record = {}
         self.size_bytes = 0
 
     def add(self, partition: int, record: records.Record) -> Writer | None:
@@ -245,9 +247,11 @@ class RowBuffer:
         writer = record.stream, record.writer
         buffered = self._writers.get(writer)
         if buffered is None:
-            is_complete = self._is_complete[partition]
+            has_first_record = self._has_first_record[partition]
             buffered = self._add_writer(
-                writer, 0 if is_complete else self._highest_named.get(record.stream, 0), is_complete=is_complete
+                writer,
+                0 if has_first_record else self._highest_named_ids.get(record.stream, 0),
+                has_first_record=has_first_record,
             )
         before = buffered.size_bytes
         buffered.add(record)
@@ -263,7 +267,7 @@ class RowBuffer:
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
-        if evidence.unseen or evidence.skipped or advance.evidence_prev != advance.prev or not self._is_complete:
+        if evidence.unseen or evidence.skipped or advance.evidence_prev != advance.prev or not self._has_first_record:
             return MissingRows.LOST
         buffered = self._writers.get((stream, advance.writer))
         return MissingRows.NOT_YET if buffered is None else buffered.find_facts(advance)
@@ -273,12 +277,12 @@ class RowBuffer:
         for writer in writers:
             if buffered := self._writers.get(writer):
                 before = buffered.size_bytes
-                buffered.remove_up_to(self._announced[writer])
+                buffered.remove_up_to(self._announced_positions[writer])
                 self.size_bytes += buffered.size_bytes - before
 
-    def _add_writer(self, writer: Writer, highest_named: int, *, is_complete: bool) -> UnannouncedRows:
+    def _add_writer(self, writer: Writer, highest_named_id: int, *, has_first_record: bool) -> UnannouncedRows:
         buffered = self._writers[writer] = UnannouncedRows(
-            self._announced.get(writer, 0), highest_named, is_complete=is_complete
+            self._announced_positions.get(writer, 0), highest_named_id, has_first_record=has_first_record
         )
         self.size_bytes += buffered.size_bytes
         return buffered
@@ -290,12 +294,14 @@ class RowBuffer:
                 return
             before = self._writers.pop(writer)
             self.size_bytes -= before.size_bytes
-            self._add_writer(writer, before.reach, is_complete=False)
+            self._add_writer(writer, before.farthest_named_id, has_first_record=False)
             self.dropped_count += 1
         # There are too many writers: even without rows they need more than half of the limit.
         for (stream, _), buffered in self._writers.items():
-            self._highest_named[stream] = farther(buffered.reach, self._highest_named.get(stream, 0))
-        self._is_complete = dict.fromkeys(self._is_complete, False)
+            self._highest_named_ids[stream] = farther(
+                buffered.farthest_named_id, self._highest_named_ids.get(stream, 0)
+            )
+        self._has_first_record = dict.fromkeys(self._has_first_record, False)
         self._writers.clear()
         self.size_bytes = 0
 
@@ -335,16 +341,16 @@ class Announcer:
 
     Args:
         rows: the rows that were read from Kafka.
-        announced: the last announced position of each writer. This object changes the mapping.
+        announced_positions: the last announced position of each writer. This object changes the mapping.
         timeout_seconds: how long an advance is delayed if its rows were not read yet.
 
     The argument `now` of methods is the time of a monotonic clock, in seconds. A method that returns an iterator does
     its work, and moves announced positions, while the caller reads the iterator.
     """
 
-    def __init__(self, rows: RowBuffer, announced: dict[Writer, int], timeout_seconds: float) -> None:
+    def __init__(self, rows: RowBuffer, announced_positions: dict[Writer, int], timeout_seconds: float) -> None:
         self._rows = rows
-        self._announced = announced
+        self._announced_positions = announced_positions
         self._timeout_seconds = timeout_seconds
         self._delayed: dict[Writer, deque[_DelayedAdvance]] = {}
 
@@ -353,7 +359,7 @@ class Announcer:
         Delayed advances of these writers are announced in the same way.
         """
         for writer, position in sorted(positions.items()):
-            announced = self._announced.get((stream, writer))
+            announced = self._announced_positions.get((stream, writer))
             if announced is None or is_beyond(position, announced):
                 delayed = self._delayed.pop((stream, writer), None)
                 id = farther(delayed[-1].advance.id, position) if delayed else position
@@ -390,7 +396,7 @@ class Announcer:
         writer that comes back counts as new."""
         for writer in writers:
             if writer not in self._delayed:
-                self._announced.pop(writer, None)
+                self._announced_positions.pop(writer, None)
 
     def _next_announcement(
         self, writer: Writer, delayed: _DelayedAdvance, now: float
@@ -399,7 +405,7 @@ class Announcer:
         announced before.
         """
         advance, (stream, name) = delayed.advance, writer
-        announced = self._announced.get(writer, advance.prev)
+        announced = self._announced_positions.get(writer, advance.prev)
         if not is_beyond(advance.id, announced):
             return None
         if announced != advance.prev:  # an advance is missing, or this advance is partly announced
@@ -413,8 +419,8 @@ class Announcer:
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
     ) -> Announcement:
         """Make an announcement, and move the announced position. `facts`: None if clients must fetch the rows."""
-        known = (stream, writer) in self._announced
-        self._announced[stream, writer] = id
+        known = (stream, writer) in self._announced_positions
+        self._announced_positions[stream, writer] = id
         self._rows.remove_up_to([(stream, writer)])
         if facts is None:
             return Announcement(stream, writer, prev, id, "fetch", [PositionCommand(stream, writer, id, id)])
@@ -464,7 +470,7 @@ class AnnouncedPositions:
             restated.append(PositionCommand(*writer, id, id))
         return restated
 
-    def commands_for(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
+    def announce(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
         """Move the last announced position of the writer to the ID of the announcement.
 
         Returns:

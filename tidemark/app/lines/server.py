@@ -102,7 +102,7 @@ class ServerSession:
         yield SendCommand(self._create_ping())
 
     def mark_sent(self, now: float) -> None:
-        """Note that a line was sent to the client."""
+        """Record that a line was sent to the client."""
         self._sent_at = now
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:

@@ -27,7 +27,7 @@ from tidemark.streaming.ingest.ranges import TopicOffsets
 from tidemark.streaming.ingest.source import KafkaConfig, PacketReader, PacketSource
 from tidemark.streaming.values.limits import Bounds
 
-_BATCHES = 2
+_BATCH_COUNT = 2
 _SHARD_KEYS = [0, 1, 2, 3]
 
 
@@ -49,13 +49,13 @@ class _StubSource(PacketSource):
 
 
 def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
-    """Run the pipeline's query for `_BATCHES` batches, and stop the query. Raises the error of a failed query."""
+    """Run the pipeline's query for `_BATCH_COUNT` batches, and stop the query. Raises the error of a failed query."""
     set_tasks(spark, one_task=one_task)
     is_done = threading.Event()
 
     def publish(batch: DataFrame, number: int) -> None:
         query.collect(batch)
-        if number + 1 >= _BATCHES:
+        if number + 1 >= _BATCH_COUNT:
             is_done.set()
 
     spark.dataSource.register(_StubSource)

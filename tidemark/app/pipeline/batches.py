@@ -171,17 +171,17 @@ class BatchHandler:
         self._trace = trace
         self._find_refused = find_refused
         self._one_task = one_task
-        self._large_at = time.monotonic()
-        self._finishing = threading.Event()
-        self._handling = threading.Lock()
-        self._publishing: threading.Thread | None = None
+        self._last_large_batch_at = time.monotonic()
+        self._finish_requested = threading.Event()
+        self._batch_lock = threading.Lock()
+        self._publish_thread: threading.Thread | None = None
         self.failure: TidemarkError | None = None
         self.published_count = 0
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        with self._handling:
+        with self._batch_lock:
             try:
-                if self._finishing.is_set():
+                if self._finish_requested.is_set():
                     raise Stopping("the query must end before the next batch")
                 self._handle(batch, number)
             except TidemarkError as error:
@@ -197,20 +197,20 @@ class BatchHandler:
         Returns:
             False if a batch still runs after `seconds`, otherwise True.
         """
-        self._finishing.set()
+        self._finish_requested.set()
         deadline = None if seconds is None else time.monotonic() + seconds
-        if not self._handling.acquire(timeout=-1 if seconds is None else seconds):
+        if not self._batch_lock.acquire(timeout=-1 if seconds is None else seconds):
             return False
-        self._handling.release()
-        if self._publishing is None:
+        self._batch_lock.release()
+        if self._publish_thread is None:
             return True
-        self._publishing.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not self._publishing.is_alive()
+        self._publish_thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not self._publish_thread.is_alive()
 
     def seconds_without_large_batch(self) -> float:
         """Seconds since the last batch that read more than `RECORDS_PER_TASK` offsets, or since the start of the query
         if there was no such batch."""
-        return time.monotonic() - self._large_at
+        return time.monotonic() - self._last_large_batch_at
 
     def _handle(self, batch: DataFrame, number: int) -> None:
         """Wait for Spark's result and for the previous batch. Then start a thread that publishes the batch.
@@ -229,7 +229,7 @@ class BatchHandler:
             collected = _ComputedBatch(number, began_at, effects, trace)
             offset_count = self._collector.count_new_offsets(effects)
             if offset_count > RECORDS_PER_TASK:
-                self._large_at = time.monotonic()
+                self._last_large_batch_at = time.monotonic()
             if any(shard.is_cut_short for shard in effects):
                 # This query ends before it computes another batch. The next query reads the rest of the range.
                 self._publish(collected)
@@ -239,13 +239,13 @@ class BatchHandler:
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
         # A daemon thread, so that the process can exit while the thread waits for a server.
-        self._publishing = threading.Thread(target=self._publish_on_thread, args=work, name="publish", daemon=True)
-        self._publishing.start()
+        self._publish_thread = threading.Thread(target=self._publish_on_thread, args=work, name="publish", daemon=True)
+        self._publish_thread.start()
 
     def _await_published(self) -> None:
         """Wait until the previous batch is published. Raises `failure` if publishing has failed."""
-        if self._publishing is not None:
-            self._publishing.join()
+        if self._publish_thread is not None:
+            self._publish_thread.join()
         if self.failure is not None:
             raise self.failure
 
@@ -263,7 +263,7 @@ class BatchHandler:
     def _publish(self, batch: _ComputedBatch) -> None:
         """Publish the batch, and update the metrics. If Postgres refuses the batch, raises the result of
         `find_refused`."""
-        query, before = self._seed.query, self._seed.before(batch.number)
+        query, before = self._seed.query, self._seed.batch_before(batch.number)
         try:
             published = self._publisher.publish(query, batch.number, batch.effects, before)
         except ContentRefused as error:
@@ -320,8 +320,8 @@ class RefusedRecordFinder:
         postgres: Tidemark's database.
         lease: the pipeline's lease.
         query: the name of the query.
-        client: librdkafka's settings, which may contain a password.
-        names: role of a topic -> name of the topic.
+        client_settings: librdkafka's settings, which may contain a password.
+        topic_names: role of a topic -> name of the topic.
         offsets: the offsets at the start of the query.
         bounds: the bounds of the query's state machine.
     """
@@ -329,8 +329,8 @@ class RefusedRecordFinder:
     postgres: Postgres
     lease: Fence
     query: str
-    client: Mapping[str, str]
-    names: Mapping[Topic, str]
+    client_settings: Mapping[str, str]
+    topic_names: Mapping[Topic, str]
     offsets: TopicOffsets
     bounds: Bounds
 
@@ -365,7 +365,7 @@ class RefusedRecordFinder:
         """Group offsets: name of the topic -> partition -> offsets."""
         offsets: dict[str, dict[int, list[int]]] = {}
         for topic, partition, offset in origins:
-            offsets.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
+            offsets.setdefault(self.topic_names[topic], {}).setdefault(partition, []).append(offset)
         return offsets
 
     def _find_refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
@@ -426,7 +426,7 @@ class RefusedRecordFinder:
             log.error(
                 "Postgres refuses the effects of a record; the record goes to the dead letters",
                 stream=stream,
-                topic=self.names[record.topic],
+                topic=self.topic_names[record.topic],
                 partition=record.partition,
                 offset=record.offset,
                 problem=problem,
@@ -437,9 +437,9 @@ class RefusedRecordFinder:
         """Read the batch's records of the stream from Kafka, in the order in which the query applies them."""
         ends, committed = Batch(self.query, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
-        with closing(RangeReader(self.client, self.names)) as reader:
+        with closing(RangeReader(self.client_settings, self.topic_names)) as reader:
             for topic in (Topic.FACTS, Topic.CONTROL):
-                name = self.names[topic]
+                name = self.topic_names[topic]
                 starts = {**self.offsets.get(name, {}), **committed.get(name, {})}
                 for partition, end in sorted(ends.get(name, {}).items()):
                     for _, records in reader.read([PlannedRange(topic, partition, starts.get(partition, 0), end)]):
@@ -471,7 +471,7 @@ class RefusedRecordFinder:
         compacted = compact(
             read,
             keys=[0],
-            names=dict(self.names),
+            names=dict(self.topic_names),
             max_facts=MAX_FACTS,
             not_storable=self._by_partition(refused_records),
         )

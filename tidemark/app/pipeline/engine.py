@@ -99,7 +99,7 @@ def make_packets(
     settings: Settings,
     kafka: KafkaConnection,
     start: QueryStart,
-    first_limit: int,
+    first_max_records: int,
     not_storable: NotStorableOffsets,
     *,
     one_task: bool,
@@ -111,7 +111,7 @@ def make_packets(
         settings: the settings of the pipeline.
         kafka: the connection to Kafka.
         start: the start of the query.
-        first_limit: the largest number of Kafka records in the first batch. Later batches may be larger.
+        first_max_records: the largest number of Kafka records in the first batch. Later batches may be larger.
         not_storable: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
@@ -119,14 +119,14 @@ def make_packets(
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.portable_settings(),
-        facts=facts,
-        control=control,
-        start=start.offsets,
-        first_limit=min(first_limit, limit),
+        facts_topic=facts,
+        control_topic=control,
+        start_offsets=start.offsets,
+        first_max_records=min(first_max_records, limit),
         max_records=limit,
         cpu_share=settings.batch_cpu_share,
         driver_pid=os.getpid(),
-        keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),
+        shard_keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),
         max_facts=MAX_FACTS,
         not_storable={
             topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in not_storable.items()
@@ -136,18 +136,18 @@ def make_packets(
     return source.packets(spark, config)
 
 
-def require_executors(spark: SparkSession, required: Set[str], present: Set[str]) -> None:
-    """Cancel all jobs and raise `QueryFailed` if an executor in `required` is not in `present`.
+def require_executors(spark: SparkSession, required_addresses: Set[str], registered_addresses: Set[str]) -> None:
+    """Cancel all jobs and raise `QueryFailed` if an executor in `required_addresses` is not in `registered_addresses`.
 
     A required executor has states of streams in memory. Without this check, Spark would run the tasks of an executor
     that has ended on executors that do not have the states.
 
     Args:
         spark: the session.
-        required: the addresses of the executors with states.
-        present: the addresses of the registered executors.
+        required_addresses: the addresses of the executors with states.
+        registered_addresses: the addresses of the registered executors.
     """
-    if lost := required - present:
+    if lost := required_addresses - registered_addresses:
         spark.sparkContext.cancelAllJobs()  # the running batch needs the lost states
         raise QueryFailed(f"a Spark executor ended, and its states were lost: {', '.join(sorted(lost))}")
 
@@ -178,10 +178,10 @@ def open_engine(settings: Settings) -> Iterator[Engine]:
         master="local[*]" if settings.spark_master == "local" else settings.spark_master,
         memory=settings.spark_driver_memory,
         jars=_jars(settings.spark_jars),
-        tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
+        task_count=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
-        options=class_archive.options(class_archive.spark_archive_path(java)),
-        extra=_extra_properties(settings, cluster),
+        jvm_options=class_archive.options(class_archive.spark_archive_path(java)),
+        extra_settings=_extra_properties(settings, cluster),
     )
     engine = Engine(spark_settings)
     try:
@@ -198,10 +198,10 @@ def _cluster(settings: Settings) -> Cluster:
     """
     return Cluster(
         driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
-        executors=settings.spark_executors,
+        executor_count=settings.spark_executors,
         max_executors=settings.spark_executors_max,
         has_store=settings.checkpoint_store is not None,
-        cores=settings.spark_executor_cores,
+        cores_per_executor=settings.spark_executor_cores,
         memory=settings.spark_executor_memory,
         driver_port=settings.spark_driver_port,
         block_manager_port=settings.spark_block_manager_port,

@@ -33,14 +33,14 @@ class PartitionLag:
     Attributes:
         records: the number of unread records.
         seconds: the age of the oldest unread record in seconds; 0 if all records are read.
-        stable: the last stable offset.
-        blocked_seconds: for how many seconds an open transaction has blocked the partition at `stable`; 0 if no
+        stable_offset: the last stable offset.
+        blocked_seconds: for how many seconds an open transaction has blocked the partition at `stable_offset`; 0 if no
             transaction does.
     """
 
     records: int
     seconds: float
-    stable: int
+    stable_offset: int
     blocked_seconds: float
 
 
@@ -48,12 +48,13 @@ class PartitionLag:
 class _PartitionHistory:
     """The stored observations of one partition."""
 
-    ends: list[tuple[int, float]] = field(default_factory=list)
+    end_offsets: list[tuple[int, float]] = field(default_factory=list)
     """End offsets beyond the read offset, each with the time of its first observation."""
-    stable: int = -1
+    stable_offset: int = -1
     """The last stable offset in the last observation."""
     blocked_since: float | None = None
-    """When the last stable offset was first observed at `stable`; None if no open transaction blocks the partition."""
+    """When the last stable offset was first observed at `stable_offset`; None if no open transaction blocks the
+    partition."""
 
 
 class LagTracker:
@@ -65,30 +66,32 @@ class LagTracker:
     def __init__(self) -> None:
         self._histories: dict[Partition, _PartitionHistory] = {}
 
-    def observe(self, partition: Partition, now: float, *, read: int, stable: int, end: int) -> PartitionLag:
+    def observe(
+        self, partition: Partition, now: float, *, read_offset: int, stable_offset: int, end_offset: int
+    ) -> PartitionLag:
         """Add an observation of a partition, and return its lag.
 
         Args:
             partition: topic and partition number.
             now: the time of the observation (seconds, monotonic).
-            read: the offset of the next record that the pipeline reads.
-            stable: the last stable offset.
-            end: the offset of the next record to be written, including open transactions.
+            read_offset: the offset of the next record that the pipeline reads.
+            stable_offset: the last stable offset.
+            end_offset: the offset of the next record to be written, including open transactions.
         """
         history = self._histories.setdefault(partition, _PartitionHistory())
-        history.ends = [(offset, at) for offset, at in history.ends if read < offset <= end]
-        if end > read and (not history.ends or history.ends[-1][0] < end):
-            history.ends.append((end, now))
-        if len(history.ends) > MAX_SAMPLES:
-            del history.ends[1:-1:2]
-        if stable >= end:
+        history.end_offsets = [(offset, at) for offset, at in history.end_offsets if read_offset < offset <= end_offset]
+        if end_offset > read_offset and (not history.end_offsets or history.end_offsets[-1][0] < end_offset):
+            history.end_offsets.append((end_offset, now))
+        if len(history.end_offsets) > MAX_SAMPLES:
+            del history.end_offsets[1:-1:2]
+        if stable_offset >= end_offset:
             history.blocked_since = None
-        elif history.blocked_since is None or history.stable != stable:
+        elif history.blocked_since is None or history.stable_offset != stable_offset:
             history.blocked_since = now
-        history.stable = stable
-        age = now - history.ends[0][1] if history.ends else 0.0
+        history.stable_offset = stable_offset
+        age = now - history.end_offsets[0][1] if history.end_offsets else 0.0
         blocked = 0.0 if history.blocked_since is None else now - history.blocked_since
-        return PartitionLag(end - read, age, stable, blocked)
+        return PartitionLag(end_offset - read_offset, age, stable_offset, blocked)
 
 
 log = get_logger(__name__)
@@ -115,7 +118,7 @@ class LagMonitor:
 
     Args:
         topics: queries Kafka.
-        remembered: topic name -> the topic at the start of the query.
+        remembered_topics: topic name -> the topic at the start of the query.
         collector: the metrics of streams.
         note: stores the lagging partitions, in place of the partitions of the last call. May raise `Retry`.
     """
@@ -123,18 +126,20 @@ class LagMonitor:
     def __init__(
         self,
         topics: Topics,
-        remembered: Mapping[str, TopicIdentity],
+        remembered_topics: Mapping[str, TopicIdentity],
         collector: StreamCollector,
         note: Callable[[Sequence[LagNote]], None] = lambda _: None,
     ) -> None:
         self._topics = topics
-        self._remembered = remembered
-        self._partitions = {name: topic.partitions for name, topic in remembered.items()}
+        self._remembered_topics = remembered_topics
+        self._partitions = {name: topic.partitions for name, topic in remembered_topics.items()}
         self._collector = collector
         self._note = note
-        self._noted: tuple[float, Sequence[LagNote]] | None = None  # time (seconds, monotonic) and argument of `note`
-        self._lag = LagTracker()
-        self._blocked: dict[Partition, int] = {}  # partitions that were logged as blocked, with the offset
+        self._last_notes: tuple[float, Sequence[LagNote]] | None = (
+            None  # time (seconds, monotonic) and argument of `note`
+        )
+        self._lag_tracker = LagTracker()
+        self._blocked_offsets: dict[Partition, int] = {}  # partitions that were logged as blocked, with the offset
         self._closing = threading.Event()
         self.failure: Stop | None = None
 
@@ -156,7 +161,7 @@ class LagMonitor:
         while not self._closing.is_set():
             thresholds.check()
             try:
-                require_unchanged(self._topics.identities(self._remembered), self._remembered)
+                require_unchanged(self._topics.identities(self._remembered_topics), self._remembered_topics)
                 # Read and stable offsets before end offsets, so that they are never beyond the end offsets.
                 read = dict(self._collector.read_offsets)
                 stable = self._topics.stable_offsets(self._partitions)
@@ -166,7 +171,7 @@ class LagMonitor:
                 self._update(read, stable, ends)
                 checks, missing = checks + 1, 0
                 if checks % CHECKS_PER_POLICY_CHECK == 0:
-                    require_policy(self._topics.describe(self._remembered).values())
+                    require_policy(self._topics.describe(self._remembered_topics).values())
                 if outage_began is not None:
                     log.info("Kafka answers again")
                     self._collector.set_reading(is_reading=True)
@@ -187,7 +192,7 @@ class LagMonitor:
             self._closing.wait(CHECK_INTERVAL_SECONDS)
 
     def _note_all_lagging(self, outage_seconds: float) -> None:
-        """Note all partitions as lagging if Kafka has not answered for `LAGGING_SECONDS` or longer.
+        """Record all partitions as lagging if Kafka has not answered for `LAGGING_SECONDS` or longer.
 
         Each partition may then have unread records, so no writer must count as silent.
         """
@@ -196,14 +201,21 @@ class LagMonitor:
             self._note_lagging([(*partition, 0, outage_seconds, None, None) for partition in partitions])
 
     def _update(
-        self, read: Mapping[Partition, int], stable: Mapping[Partition, int], ends: Mapping[Partition, int]
+        self,
+        read_offsets: Mapping[Partition, int],
+        stable_offsets: Mapping[Partition, int],
+        end_offsets: Mapping[Partition, int],
     ) -> None:
         """Update the metrics of all partitions, log blocked partitions, and note lagging partitions."""
         now, lags = time.monotonic(), dict[Partition, PartitionLag]()
-        for key, end in ends.items():
-            lags[key] = lag = self._lag.observe(key, now, read=read[key], stable=stable[key], end=end)
+        for key, end in end_offsets.items():
+            lags[key] = lag = self._lag_tracker.observe(
+                key, now, read_offset=read_offsets[key], stable_offset=stable_offsets[key], end_offset=end
+            )
             seconds, blocked = lag.seconds, lag.blocked_seconds
-            metrics.set_partition_metrics(*key, end=end, read=read[key], lag_seconds=seconds, blocked_seconds=blocked)
+            metrics.set_partition_metrics(
+                *key, end=end, read=read_offsets[key], lag_seconds=seconds, blocked_seconds=blocked
+            )
         self._log_blocked(lags)
         self._note_lagging([_make_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])
 
@@ -211,35 +223,35 @@ class LagMonitor:
         """Call `note`, unless the last call was for the same partitions and less than `NOTE_INTERVAL_SECONDS` ago.
         Calls `note` only once while no partition lags."""
         now = time.monotonic()
-        if self._noted is not None and (notes or not self._noted[1]):
-            is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]
-            if is_same and (not notes or now - self._noted[0] < NOTE_INTERVAL_SECONDS):
+        if self._last_notes is not None and (notes or not self._last_notes[1]):
+            is_same = [note[:2] for note in notes] == [note[:2] for note in self._last_notes[1]]
+            if is_same and (not notes or now - self._last_notes[0] < NOTE_INTERVAL_SECONDS):
                 return
         try:
             self._note(notes)
         except Retry as error:  # batches also wait for Postgres, and log a warning
             log.debug("Could not store the lagging partitions", problem=str(error))
         else:
-            self._noted = now, notes
+            self._last_notes = now, notes
 
     def _log_blocked(self, lags: Mapping[Partition, PartitionLag]) -> None:
         """Log once when an open transaction has blocked a partition for `LAGGING_SECONDS`, and once when no transaction
         does any more."""
         blocked = {key: lag for key, lag in lags.items() if lag.blocked_seconds >= LAGGING_SECONDS}
         for (topic, partition), lag in blocked.items():
-            if self._blocked.get((topic, partition)) != lag.stable:
+            if self._blocked_offsets.get((topic, partition)) != lag.stable_offset:
                 log.warning(
                     "An open Kafka transaction blocks a partition",
                     topic=topic,
                     partition=partition,
-                    offset=lag.stable,
+                    offset=lag.stable_offset,
                     records=lag.records,
                     seconds=round(lag.blocked_seconds),
                     help="`tidemark status` prints the commands that find and abort it",
                 )
-        for topic, partition in self._blocked.keys() - blocked.keys():
+        for topic, partition in self._blocked_offsets.keys() - blocked.keys():
             log.info("No transaction blocks the partition now", topic=topic, partition=partition)
-        self._blocked = {key: lag.stable for key, lag in blocked.items()}
+        self._blocked_offsets = {key: lag.stable_offset for key, lag in blocked.items()}
 
 
 def _is_lagging(lag: PartitionLag) -> bool:
@@ -249,4 +261,4 @@ def _is_lagging(lag: PartitionLag) -> bool:
 def _make_note(partition: Partition, lag: PartitionLag) -> LagNote:
     if lag.blocked_seconds < LAGGING_SECONDS:
         return (*partition, lag.records, lag.seconds, None, None)
-    return (*partition, lag.records, lag.seconds, lag.stable, lag.blocked_seconds)
+    return (*partition, lag.records, lag.seconds, lag.stable_offset, lag.blocked_seconds)

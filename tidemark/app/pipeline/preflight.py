@@ -58,17 +58,17 @@ class Seed:
 
     Attributes:
         query: the name of the query. Each query has a new name.
-        after: query and number of the last batch that Postgres has applied; None if Postgres has applied no batch.
+        previous_batch: query and number of the last batch that Postgres has applied; None if it has applied no batch.
         states: shard -> packed states of the shard's streams (`streaming.engine.query.pack_by_shard`).
     """
 
     query: str
-    after: tuple[str, int] | None
+    previous_batch: tuple[str, int] | None
     states: dict[int, bytes]
 
-    def before(self, batch: int) -> tuple[str, int] | None:
+    def batch_before(self, batch: int) -> tuple[str, int] | None:
         """The query and number of the batch that must be applied before `batch`; None if there is no such batch."""
-        return (self.query, batch - 1) if batch > 0 else self.after
+        return (self.query, batch - 1) if batch > 0 else self.previous_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         postgres.offsets(),
         accept,
     )
-    if remembered.shards not in {None, settings.shards} and "shards" not in accept:
-        raise ShardsChanged(remembered.shards, settings.shards)
+    if remembered.shard_count not in {None, settings.shards} and "shards" not in accept:
+        raise ShardsChanged(remembered.shard_count, settings.shards)
     if accept:
         _record_acceptance(postgres, offsets, accept)
     postgres.remember_setup(

@@ -37,7 +37,7 @@ from tidemark.streaming.core.fast_path import read_if_caught_up
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.limits import Policies
 
-QUIET = Summary(0, 0, None, [], 0, None)
+QUIET_SUMMARY = Summary(0, 0, None, [], 0, None)
 """The shared summary of all quiet streams: no pending records, gaps, linear lag or unknown writers."""
 
 
@@ -61,11 +61,11 @@ class StreamEntry:
     sources: Sequence[Source] = ()
 
     @classmethod
-    def of_state(cls, stored: bytes) -> "StreamEntry":
+    def of_state(cls, encoded_state: bytes) -> "StreamEntry":
         """The metrics of an encoded stream state."""
-        if (quiet := read_if_caught_up(stored)) is not None:
-            return cls(quiet.linear, quiet.linear, quiet.positions, QUIET, quiet.sources)
-        stream = codec.decode(stored)
+        if (quiet := read_if_caught_up(encoded_state)) is not None:
+            return cls(quiet.linear, quiet.linear, quiet.positions, QUIET_SUMMARY, quiet.sources)
+        stream = codec.decode(encoded_state)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired_at is None}
         linear, allocated = signed(stream.linear.position), signed(stream.allocated)
@@ -74,7 +74,7 @@ class StreamEntry:
     @property
     def has_ended(self) -> bool:
         """Whether all writers have retired, and no writer without a JOIN has sent a record."""
-        return not self.positions and not self.summary.unknown
+        return not self.positions and not self.summary.unknown_writers
 
 
 def _split_sources(summary: Summary) -> tuple[Summary, Sequence[Source]]:
@@ -92,36 +92,36 @@ class StreamEntries:
         stored: the encoded states of all streams.
 
     Attributes:
-        linear: the sum of the linear positions.
-        allocated: the sum of the highest allocated IDs.
-        positions: the sum of the positions of all writers that have not retired.
-        writers: the number of writers that have not retired.
+        linear_sum: the sum of the linear positions.
+        allocated_sum: the sum of the highest allocated IDs.
+        position_sum: the sum of the positions of all writers that have not retired.
+        writer_count: the number of writers that have not retired.
         active: the metrics of the streams that are not quiet, by name.
         sources: stream -> its relays and bridges that send OPEN records; without streams that have none.
         version: a number that rises when a stream begins or ends.
-        ended: the names of the streams that have ended.
+        ended_streams: the names of the streams that have ended.
     """
 
     def __init__(self, max_first: int, stored: ShardedStates) -> None:
         self.active: dict[str, StreamEntry] = {}
         self.sources: dict[str, Sequence[Source]] = {}
-        self.linear = self.allocated = self.positions = self.writers = 0
+        self.linear_sum = self.allocated_sum = self.position_sum = self.writer_count = 0
         self.version = 0
-        self.ended: set[str] = set()
+        self.ended_streams: set[str] = set()
         self._stream_count = 0
         self._stored = stored
         self._decoded: dict[str, StreamEntry] = {}
         self._max_first = max_first
-        self._preferred: Collection[str] = ()
-        self._first: list[tuple[bool, str]] | None = None
+        self._preferred_names: Collection[str] = ()
+        self._first_ranks: list[tuple[bool, str]] | None = None  # (whether not preferred, name) of `first_names`
         for name, data in stored.items():
             entry = StreamEntry.of_state(data)
             if entry.has_ended:
-                self.ended.add(name)
+                self.ended_streams.add(name)
                 continue
             self._stream_count += 1
             self._count(name, entry, 1)
-            if entry.summary is not QUIET:
+            if entry.summary is not QUIET_SUMMARY:
                 self._decoded[name] = entry
 
     def __len__(self) -> int:
@@ -136,13 +136,15 @@ class StreamEntries:
 
     def __iter__(self) -> Iterator[str]:
         yield from self._decoded
-        yield from (name for name in self._stored.names() if name not in self._decoded and name not in self.ended)
+        yield from (
+            name for name in self._stored.names() if name not in self._decoded and name not in self.ended_streams
+        )
 
     def update(self, stream: StreamEffects) -> None:
         """Apply the effects of a batch on one stream."""
         name = stream.stream
         known = self._find(name)
-        entry = known or StreamEntry(0, 0, {}, QUIET)
+        entry = known or StreamEntry(0, 0, {}, QUIET_SUMMARY)
         if known is not None:
             self._count(name, known, -1)
         entry.linear, entry.allocated = stream.linear, stream.allocated
@@ -153,7 +155,7 @@ class StreamEntries:
             else:
                 entry.positions[row.writer] = row.position
         if entry.has_ended:
-            if name not in self.ended:
+            if name not in self.ended_streams:
                 self._end(name)
             return
         self._count(name, entry, 1)
@@ -162,24 +164,24 @@ class StreamEntries:
 
     def prefer(self, names: Collection[str]) -> None:
         """Set the streams that `first_names` returns before all others."""
-        self._preferred, self._first = names, None
+        self._preferred_names, self._first_ranks = names, None
 
     def first_names(self) -> list[str]:
         """The names of at most `max_first` streams: preferred streams first, then others, each group sorted by name."""
-        if self._first is None:
-            first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
+        if self._first_ranks is None:
+            first = [(False, name) for name in sorted(self._preferred_names) if self._find(name) is not None]
             last = None
             for name in merge(self._stored.names(), nsmallest(self._max_first + len(first), self._decoded)):
                 if len(first) >= self._max_first:
                     break
-                if name != last and name not in self.ended and name not in self._preferred:
+                if name != last and name not in self.ended_streams and name not in self._preferred_names:
                     first.append((True, name))
                 last = name
-            self._first = first[: self._max_first]
-        return [name for _, name in self._first]
+            self._first_ranks = first[: self._max_first]
+        return [name for _, name in self._first_ranks]
 
     def _find(self, name: str) -> StreamEntry | None:
-        if (entry := self._decoded.get(name)) is not None or name in self.ended:
+        if (entry := self._decoded.get(name)) is not None or name in self.ended_streams:
             return entry
         if (data := self._stored.get(name)) is None:
             return None
@@ -188,37 +190,37 @@ class StreamEntries:
 
     def _begin(self, name: str, entry: StreamEntry) -> None:
         self._decoded[name] = entry
-        self.ended.discard(name)
+        self.ended_streams.discard(name)
         self._stream_count += 1
         self.version += 1
-        if self._first is not None:
-            insort(self._first, self._rank(name))
-            del self._first[self._max_first :]
+        if self._first_ranks is not None:
+            insort(self._first_ranks, self._rank(name))
+            del self._first_ranks[self._max_first :]
 
     def _end(self, name: str) -> None:
-        self.ended.add(name)
+        self.ended_streams.add(name)
         self.version += 1
         if self._decoded.pop(name, None) is not None:
             self._stream_count -= 1
-            if self._first and self._rank(name) <= self._first[-1]:
-                self._first = None  # the list lacks a stream now
+            if self._first_ranks and self._rank(name) <= self._first_ranks[-1]:
+                self._first_ranks = None  # the list lacks a stream now
 
     def _rank(self, name: str) -> tuple[bool, str]:
-        return name not in self._preferred, name
+        return name not in self._preferred_names, name
 
     def _count(self, name: str, entry: StreamEntry, sign: int) -> None:
         """Add the metrics of a stream to the sums and to `active` and `sources` (`sign` 1), or remove them (-1)."""
-        self.linear += sign * entry.linear
-        self.allocated += sign * entry.allocated
-        self.positions += sign * sum(entry.positions.values())
-        self.writers += sign * len(entry.positions)
+        self.linear_sum += sign * entry.linear
+        self.allocated_sum += sign * entry.allocated
+        self.position_sum += sign * sum(entry.positions.values())
+        self.writer_count += sign * len(entry.positions)
         self.sources.pop(name, None)
         if entry.sources and sign > 0:
             self.sources[name] = entry.sources
-        if entry.summary is QUIET:
+        if entry.summary is QUIET_SUMMARY:
             return
-        if entry.summary == QUIET:
-            entry.summary = QUIET
+        if entry.summary == QUIET_SUMMARY:
+            entry.summary = QUIET_SUMMARY
         elif sign > 0:
             self.active[name] = entry
         else:
@@ -228,7 +230,7 @@ class StreamEntries:
 log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
-NEAR_BOUND = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
+NEAR_BOUND_SHARE = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
 AGGREGATED_BY_MAX = ("age", "behind_seconds")  # all other gauges are aggregated by the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no stream has these names: a name contains no space
 NO_STATES = ShardedStates(1, {})
@@ -242,14 +244,14 @@ class _Sums(NamedTuple):
     Attributes:
         compared: the result of `Sink.compared_positions` from which the sums were computed.
         total: the sums of all streams.
-        version: `StreamEntries.version` at the time when `ended` was computed.
-        ended: the sums of the streams that have ended.
+        version: `StreamEntries.version` at the time when `ended_total` was computed.
+        ended_total: the sums of the streams that have ended.
     """
 
     compared: Mapping[str, tuple[int, int]]
     total: tuple[int, int]
     version: int
-    ended: tuple[int, int]
+    ended_total: tuple[int, int]
 
 
 class StreamCollector(Collector):
@@ -273,7 +275,8 @@ class StreamCollector(Collector):
         self.read_offsets: dict[tuple[str, int], int] = {}
         self._entries = StreamEntries(max_streams, NO_STATES)
         self._sums_by_sink: dict[int, _Sums] = {}
-        self._min_thresholds: tuple[int, Policies, dict[str, int | None]] | None = None
+        self._threshold_cache: tuple[int, Policies, dict[str, int | None]] | None = None
+        """Results of `_min_threshold_of_others`: (version of `_entries`, policies, setting -> lowest threshold)."""
         self._lock = threading.Lock()
         self._now = now
         self._began = self._reading_since = now()
@@ -332,7 +335,7 @@ class StreamCollector(Collector):
         with self._lock:
             self._reading_since = self._now()
             entries.prefer(self._policies.by_name)
-            self._entries, self._sums_by_sink, self._min_thresholds = entries, {}, None
+            self._entries, self._sums_by_sink, self._threshold_cache = entries, {}, None
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """Apply the effects of a published batch."""
@@ -354,7 +357,7 @@ class StreamCollector(Collector):
             named = {stream: entries[stream] for stream in entries.first_names()}
             others = len(entries) - len(named)
             active = {stream: entry for stream, entry in entries.active.items() if stream not in named}
-            free, other_writers, other_positions = self._max_writers, entries.writers, entries.positions
+            free, other_writers, other_positions = self._max_writers, entries.writer_count, entries.position_sum
             for stream, entry in named.items():
                 shown = sorted(entry.positions.items())[:free]
                 free -= len(shown)
@@ -391,14 +394,14 @@ class StreamCollector(Collector):
                 seconds = self._age(lag.since, now) if lag is not None else 0.0
                 if lag is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT_SECONDS):
                     continue
-                fields = {"stream": stream, "linear": entry.linear, "ids": lag.ids, "seconds": round(seconds)}
+                fields = {"stream": stream, "linear": entry.linear, "ids": lag.id_count, "seconds": round(seconds)}
                 if lag.blockers:
                     fields |= {"writer": lag.blockers[0].writer, "reason": lag.blockers[0].reason}
                 lagging[stream] = fields
         return lagging
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
-        """The bounds of which a stream uses `NEAR_BOUND` or more: "stream bound" -> fields of the log line."""
+        """The bounds of which a stream uses `NEAR_BOUND_SHARE` or more: "stream bound" -> fields of the log line."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
@@ -418,14 +421,14 @@ class StreamCollector(Collector):
             family.add_metric([OTHER_STREAMS, bound], used)
 
     def _used_shares(self, stream: str, summary: Summary) -> dict[str, float]:
-        """The used share of each bound of the stream, without shares below `NEAR_BOUND`."""
+        """The used share of each bound of the stream, without shares below `NEAR_BOUND_SHARE`."""
         bounds = self._bounds.for_stream(stream)
         used = {
-            "pending": summary.spans / bounds.pending,
-            "completed": summary.completed / bounds.completed,
-            "unknown": len(summary.unknown) / bounds.unjoined,
+            "pending": summary.max_span_count / bounds.pending,
+            "completed": summary.completed_interval_count / bounds.completed,
+            "unknown": len(summary.unknown_writers) / bounds.unjoined,
         }
-        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR_BOUND}
+        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR_BOUND_SHARE}
 
     def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: int) -> None:
         for setting in THRESHOLDS:
@@ -440,9 +443,9 @@ class StreamCollector(Collector):
         if not any(setting in given for given in self._policies.by_name.values()):
             return self._policies.value("*", setting)
         entries, policies = self._entries, self._policies
-        if self._min_thresholds is None or self._min_thresholds[:2] != (entries.version, policies):
-            self._min_thresholds = entries.version, policies, {}
-        minima = self._min_thresholds[2]
+        if self._threshold_cache is None or self._threshold_cache[:2] != (entries.version, policies):
+            self._threshold_cache = entries.version, policies, {}
+        minima = self._threshold_cache[2]
         if setting not in minima:
             named = {*entries.first_names()}
             values = (policies.value(stream, setting) for stream in entries if stream not in named)
@@ -472,10 +475,10 @@ class StreamCollector(Collector):
         if sums is None or sums.compared is not compared:
             sums = _Sums(compared, _sum_pairs(compared.values()), -1, (0, 0))
         if sums.version != entries.version:
-            ended = _sum_pairs(compared[stream] for stream in entries.ended if stream in compared)
-            sums = sums._replace(version=entries.version, ended=ended)
+            ended = _sum_pairs(compared[stream] for stream in entries.ended_streams if stream in compared)
+            sums = sums._replace(version=entries.version, ended_total=ended)
         self._sums_by_sink[number] = sums
-        return sums.total[0] - sums.ended[0], sums.total[1] - sums.ended[1]
+        return sums.total[0] - sums.ended_total[0], sums.total[1] - sums.ended_total[1]
 
     def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
         """Add a series for each blocker that has blocked for `BRIEF_WAIT_SECONDS` or longer, the oldest first.
@@ -491,7 +494,7 @@ class StreamCollector(Collector):
                     (self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers
                 ]
                 blockers += [row for row in rows if row[0] >= BRIEF_WAIT_SECONDS]
-                unnamed += entry.summary.linear_lag.count - len(entry.summary.linear_lag.blockers)
+                unnamed += entry.summary.linear_lag.blocker_count - len(entry.summary.linear_lag.blockers)
         blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))
         for age, stream, blocker in blockers[: self._max_streams]:
             labels = [stream, blocker.writer, blocker.reason]
@@ -524,23 +527,23 @@ class StreamCollector(Collector):
         `named`: the streams with their own series. `active`: the other streams that are not quiet. The values of quiet
         streams are 0, except the linear position and the highest allocated ID, which are computed from sums.
         """
-        rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
+        rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET_SUMMARY), *active.values())]
         values = {key: (max if key in AGGREGATED_BY_MAX else sum)(row[key] for row in rows) for key in rows[0]}
-        values["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
-        values["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
+        values["linear"] = self._entries.linear_sum - sum(entry.linear for entry in named.values())
+        values["allocated"] = self._entries.allocated_sum - sum(entry.allocated for entry in named.values())
         return values
 
     def _values(self, entry: StreamEntry, now: float) -> dict[str, float]:
         """The values of one stream: key of `STREAM_GAUGES` -> value."""
-        oldest, lag = entry.summary.oldest, entry.summary.linear_lag
+        oldest, lag = entry.summary.oldest_blocker, entry.summary.linear_lag
         return {
             "linear": entry.linear,
             "allocated": entry.allocated,
-            "pending": entry.summary.pending,
-            "gaps": entry.summary.gaps,
+            "pending": entry.summary.pending_count,
+            "gaps": entry.summary.gap_count,
             "age": self._age(oldest.since, now) if oldest else 0.0,
-            "unknown": len(entry.summary.unknown),
-            "behind": lag.ids if lag else 0,
+            "unknown": len(entry.summary.unknown_writers),
+            "behind": lag.id_count if lag else 0,
             "behind_seconds": self._age(lag.since, now) if lag else 0.0,
         }
 
@@ -569,7 +572,7 @@ class ThresholdLog:
     """
 
     collector: StreamCollector
-    _crossed: dict[str, dict[str, Fields]] = field(default_factory=dict)
+    _crossed_thresholds: dict[str, dict[str, Fields]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Log the changes since the last check."""
@@ -578,8 +581,8 @@ class ThresholdLog:
         self._compare("A stream is near a bound", "A stream is no longer near a bound", self.collector.near_bounds())
 
     def _compare(self, event: str, end_event: str, crossed: dict[str, Fields]) -> None:
-        before = self._crossed.get(event, {})
-        self._crossed[event] = crossed
+        before = self._crossed_thresholds.get(event, {})
+        self._crossed_thresholds[event] = crossed
         _log_lines(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
         _log_lines(
             log.info, end_event, [_identifying_fields(fields) for name, fields in before.items() if name not in crossed]

@@ -402,7 +402,7 @@ class PipelineRun:
     def _supervise(
         self,
         spark: SparkSession,
-        running: StreamingQuery,
+        query: StreamingQuery,
         lease: Lease,
         sinks: Sequence[Sink],
         threads: Sequence[BatchHandler | LagMonitor | LeasedThread],
@@ -418,7 +418,7 @@ class PipelineRun:
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
                 metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
-            is_active = running.isActive  # before the failures: if the query has ended, a failure may be the cause
+            is_active = query.isActive  # before the failures: if the query has ended, a failure may be the cause
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
@@ -430,8 +430,8 @@ class PipelineRun:
             if batches is not None and batches.seconds_without_large_batch() > LIGHT_TRAFFIC_SECONDS:
                 raise ConfigurationChanged("the amount of traffic")
             if not is_active:
-                raise QueryFailed(engine.innermost_cause(str(running.exception() or "")))
-            if not running.status["message"].startswith("Initializing"):
+                raise QueryFailed(engine.innermost_cause(str(query.exception() or "")))
+            if not query.status["message"].startswith("Initializing"):
                 present = frozenset() if self._is_local else executor_addresses(spark)
                 if self._settings.checkpoint_store is None:
                     if not self.has_published:

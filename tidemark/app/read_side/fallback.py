@@ -83,7 +83,7 @@ class RequestHandler:
         return (
             UNKNOWN_STREAM_KEYS
             if positions is None
-            else StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated)
+            else StreamKeys(positions.linear, positions.positions, positions.last_late_number, positions.allocated)
         )
 
 

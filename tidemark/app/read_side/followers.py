@@ -30,7 +30,7 @@ from tidemark.common.log import get_logger
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark, StreamChange
 from tidemark.sinks.reader import (
-    LONGEST_WAIT,
+    LONGEST_WAIT_SECONDS,
     Answer,
     AwaitEntry,
     CaughtUp,
@@ -284,7 +284,7 @@ class Followers:
         """
         due = 0.0
         while True:
-            await asyncio.sleep(LONGEST_WAIT)
+            await asyncio.sleep(LONGEST_WAIT_SECONDS)
             self._stop_idle_followers()
             self._replay_buffer.drop_old()
             followed = list(self._followers)
@@ -298,7 +298,7 @@ class Followers:
                 with suppress(Unavailable, Refused, SchemaMismatch):
                     await self._compare_with_postgres(followed)
 
-    async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
+    async def _compare_with_postgres(self, followed_streams: Sequence[str]) -> None:
         before, subscription_count = self._changes, self._subscription_count
         # If Redis still lacks changes of the last comparison, their streams are read from Postgres.
         lagging = {} if before is None or self._is_watermark_sent else self._undelivered_changes(before)
@@ -306,7 +306,7 @@ class Followers:
         if before is not None and not lagging:
             self._send_watermark(before)
         changes = await self._postgres_reader.changes(
-            None if before is None else before.mark, None if self._new_stream_listeners else followed
+            None if before is None else before.mark, None if self._new_stream_listeners else followed_streams
         )
         for stream in changes.streams:
             self._add_new_stream(stream)

@@ -32,17 +32,17 @@ class ChainFault:
     Attributes:
         writer: the name of the writer; None for the linear position.
         prev, id: the range of the advance. For the linear position, its previous and its current value.
-        reached: the position of the writer before the entry; None if it is not known. For the linear position, its
-            previous value.
-        entry: the name of the entry on the list. For the linear position, the last entry of the list.
+        position_before: the position of the writer before the entry; None if it is not known. For the linear position,
+            its previous value.
+        entry_name: the name of the entry on the list. For the linear position, the last entry of the list.
     """
 
     kind: FaultKind
     writer: str | None
     prev: int
     id: int
-    reached: int | None
-    entry: str
+    position_before: int | None
+    entry_name: str
 
 
 class ChainChecker:
@@ -50,7 +50,7 @@ class ChainChecker:
     reported once."""
 
     def __init__(self) -> None:
-        self._reached: dict[str, int] = {}
+        self._last_ids: dict[str, int] = {}
         self._linear: int | None = None
         self._last_entry: str | None = None
 
@@ -59,7 +59,7 @@ class ChainChecker:
         assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
         if after is None or after != self._last_entry or not keys.is_continuous:
-            self._reached.clear()
+            self._last_ids.clear()
             self._last_entry = None
         for entry in keys.entries:
             self._last_entry = entry.name
@@ -72,7 +72,7 @@ class ChainChecker:
 
     def _check_advance(self, entry: ListEntry) -> Iterator[ChainFault]:
         writer, prev, id = entry.fields["writer"], int(entry.fields["prev"]), int(entry.fields["id"])
-        reached = self._reached.get(writer)
+        reached = self._last_ids.get(writer)
         kind: FaultKind | None = None
         if not is_beyond(id, prev) or not any(int(entry.fields[count]) for count in EVIDENCE_COUNTS):
             kind = "empty"
@@ -85,7 +85,7 @@ class ChainChecker:
         if kind is not None:
             yield ChainFault(kind, writer, prev, id, reached, entry.name)
         if reached is None or is_beyond(id, reached):
-            self._reached[writer] = id
+            self._last_ids[writer] = id
 
 
 REGISTRY = CollectorRegistry()

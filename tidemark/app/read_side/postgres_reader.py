@@ -44,37 +44,37 @@ class Details:
     """The state of a stream besides positions.
 
     Attributes:
-        epochs: by writer, its current epoch.
-        retired: the writers that have retired.
-        pending: the number of completed edges above the position of their writer.
+        epochs: writer -> its current epoch.
+        retired_writers: the writers that have retired.
+        pending_count: the number of completed edges above the position of their writer.
         gaps: all gaps, and the writers that never joined, oldest first.
-        highest_settled: by writer, the highest settled ID, which may be above gaps.
-        pending_by_writer: by writer, its share of `pending`.
-        regressed: writers whose source was restored. Their gaps below their position block the linear position.
+        highest_settled_ids: writer -> the highest settled ID, which may be above gaps.
+        pending_by_writer: writer -> its share of `pending_count`.
+        regressed_writers: writers whose source was restored. Their gaps below their position block the linear position.
         late: the number of late completions, and the time of the newest; None if there are none.
-        transactions: by writer, the reported transactions with its open IDs.
+        transactions: writer -> the reported transactions with its open IDs.
         linear_lag: what blocks the linear position; None if there is no linear lag and no writer that never joined.
-        last_seen: by writer, the batch time of its newest record (milliseconds since 1970), if known.
-        deferred: the (writer, epoch) pairs with deferred records.
+        last_seen: writer -> the batch time of its newest record (milliseconds since 1970), if known.
+        deferred_writer_epochs: the (writer, epoch) pairs with deferred records.
         requeues: deferred records that are read again from Kafka, or that are lost.
-        bridged: whether `tidemark synapse` writes the stream.
+        is_bridged: whether `tidemark synapse` writes the stream.
         open_ranges: the ranges that block positions, with their remedies.
     """
 
     epochs: Mapping[str, int]
-    retired: frozenset[str]
-    pending: int
+    retired_writers: frozenset[str]
+    pending_count: int
     gaps: list[Blocker]
-    highest_settled: Mapping[str, int]
+    highest_settled_ids: Mapping[str, int]
     pending_by_writer: Mapping[str, int]
-    regressed: frozenset[str]
+    regressed_writers: frozenset[str]
     late: LateCount | None
     transactions: Mapping[str, list[str]]
     linear_lag: LinearLag | None
     last_seen: Mapping[str, int]
-    deferred: Sequence[tuple[str, int]]
+    deferred_writer_epochs: Sequence[tuple[str, int]]
     requeues: Sequence[RequeueStatus]
-    bridged: bool
+    is_bridged: bool
     open_ranges: Sequence[OpenRange] = ()
 
 
@@ -83,8 +83,8 @@ class TopicProgress:
     """The progress of the pipeline in a topic.
 
     Attributes:
-        offsets: by partition, the next offset to read.
-        allocated: by stream, an upper bound of the IDs in records before these offsets.
+        offsets: partition -> the next offset to read.
+        allocated: stream -> an upper bound of the IDs in records before these offsets.
     """
 
     offsets: Mapping[int, int]
@@ -257,21 +257,23 @@ def _stream_details(
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
-        retired=frozenset(writer for writer, known in stream.writers.items() if known.retired_at is not None),
-        pending=summary.pending,
+        retired_writers=frozenset(writer for writer, known in stream.writers.items() if known.retired_at is not None),
+        pending_count=summary.pending_count,
         gaps=blockers(stream),
-        highest_settled={writer: signed(known.chain.highest_settled) for writer, known in stream.writers.items()},
+        highest_settled_ids={writer: signed(known.chain.highest_settled) for writer, known in stream.writers.items()},
         pending_by_writer={writer: known.chain.pending_edges for writer, known in stream.writers.items()},
-        regressed=frozenset(
+        regressed_writers=frozenset(
             writer for writer, known in stream.writers.items() if known.chain.position < known.published_position
         ),
         late=late,
         transactions=stream.transactions,
         linear_lag=summary.linear_lag,
         last_seen={writer: known.last_seen for writer, known in stream.writers.items() if known.last_seen},
-        deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
+        deferred_writer_epochs=[
+            (name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred_writers)
+        ],
         requeues=requeues,
-        bridged=bridged,
+        is_bridged=bridged,
     )
 
 

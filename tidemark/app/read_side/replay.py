@@ -157,9 +157,9 @@ class MissedMoves:
     """The moves of all streams since a mark.
 
     Attributes:
-        events: by stream, the events that are not encoded yet.
-        streams: by stream that changed, the positions after the events.
-        encodings: by stream, the texts for clients, and the place after them. Encoding begins at the first request.
+        events: stream -> the events that are not encoded yet.
+        streams: changed stream -> its positions after the events.
+        encodings: stream -> the texts for clients, and the place after them. Encoding begins at the first request.
         move_count: the number of events.
     """
 

@@ -48,14 +48,14 @@ class DivergenceDetector:
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self._linear: dict[str, dict[str, int]] = {name: {} for name in SERVERS}
-        self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: the server that lacks data
+        self._linear_by_server: dict[str, dict[str, int]] = {name: {} for name in SERVERS}
+        self._differences: dict[str, tuple[str, PositionDifference]] = {}  # stream -> the server that lacks data
 
     def add_positions(self, server: str, positions: Mapping[str, int]) -> None:
         """Add the linear positions, by stream, that `server` (`redis` or `postgres`) has just returned."""
-        other = self._linear[SERVERS[server == "redis"]]
+        other = self._linear_by_server[SERVERS[server == "redis"]]
         for stream, position in positions.items():
-            self._linear[server][stream] = position
+            self._linear_by_server[server][stream] = position
             before = self._differences.get(stream)
             if stream in other and is_beyond(other[stream], position):
                 since = before[1].since if before and before[0] == server else self._now()
@@ -197,8 +197,8 @@ class Snapshots:
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
-        """Read the snapshots of `streams`, in this order. Positions are read after this call, or come from memory.
-        Details may be older: waits at most `DETAILS_TIMEOUT_SECONDS` for them."""
+        """Read the snapshots of `streams`, in this order. Positions are read from a store after this call has begun, or
+        come from memory. Details may be older: waits at most `DETAILS_TIMEOUT_SECONDS` for them."""
         snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
         await asyncio.gather(
@@ -207,13 +207,13 @@ class Snapshots:
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """Read the positions of one stream after this call, or return them from memory; None if they are not known."""
+        """The positions of one stream, read after this call has begun or from memory; None if they are not known."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).positions
 
     async def known_positions(self, streams: Collection[str]) -> dict[str, KnownPositions]:
-        """Read the positions of `streams`, by stream. Leaves out streams whose positions are not known."""
+        """Read positions. Returns stream -> positions, without the streams whose positions are not known."""
         snapshots = await self._position_reads.get(streams)
         return {name: known for name in sorted(streams) if (known := snapshots[name].positions) is not None}
 
@@ -279,7 +279,7 @@ class Snapshots:
         stored = await self._postgres_reader.positions(streams)
         return {
             name: KnownPositions(
-                positions.linear, positions.positions, positions.late, positions.allocated, "postgres", now
+                positions.linear, positions.positions, positions.last_late_number, positions.allocated, "postgres", now
             )
             for name, positions in stored.items()
         }

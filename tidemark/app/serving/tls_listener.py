@@ -162,12 +162,12 @@ class SlotPool(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._taken = 0
-        self._clients: dict[str, dict[T, None]] = {}  # by network, oldest first
-        self._networks: dict[T, str] = {}
+        self._taken_count = 0
+        self._clients_by_network: dict[str, dict[T, None]] = {}  # by network, oldest first
+        self._network_by_client: dict[T, str] = {}
 
     def __len__(self) -> int:
-        return self._taken
+        return self._taken_count
 
     def take(self, client: T, address: str, evict_first: Callable[[T], bool] = lambda _: False) -> T | None:
         """Give a slot to a client until `release`.
@@ -189,35 +189,35 @@ class SlotPool(Generic[T]):
             NoFreeSlot: no client is evicted for this address.
         """
         network, evicted = network_of(address), None
-        if self._taken >= self.limit:
-            evicted = self._pick_victim(self._clients.get(network, {}), evict_first)
+        if self._taken_count >= self.limit:
+            evicted = self._pick_victim(self._clients_by_network.get(network, {}), evict_first)
             self.release(evicted)
-        self._clients.setdefault(network, {})[client] = None
-        self._networks[client] = network
-        self._taken += 1
+        self._clients_by_network.setdefault(network, {})[client] = None
+        self._network_by_client[client] = network
+        self._taken_count += 1
         return evicted
 
     def release(self, client: T) -> None:
         """Free the slot of the client. Has no effect for a client without a slot."""
-        network = self._networks.pop(client, None)
+        network = self._network_by_client.pop(client, None)
         if network is None:
             return
-        clients = self._clients[network]
+        clients = self._clients_by_network[network]
         del clients[client]
-        self._taken -= 1
+        self._taken_count -= 1
         if not clients:
-            del self._clients[network]
+            del self._clients_by_network[network]
 
     def _pick_victim(self, own_clients: dict[T, None], evict_first: Callable[[T], bool]) -> T:
         """Choose the client to evict. `own_clients`: the clients of the address that needs a slot. Raises
         `NoFreeSlot`.
         """
-        largest = max(self._clients.values(), key=len, default=own_clients)
+        largest = max(self._clients_by_network.values(), key=len, default=own_clients)
         share = self.limit // FAIR_SHARE_DIVISOR
         if len(own_clients) < len(largest) // 2 or len(own_clients) < share < len(largest):
             return next(filter(evict_first, largest), next(reversed(largest)))
         # Evict a client of another address only if this address has less than its share.
-        candidates = chain(own_clients, *self._clients.values()) if len(own_clients) < share else own_clients
+        candidates = chain(own_clients, *self._clients_by_network.values()) if len(own_clients) < share else own_clients
         for candidate in filter(evict_first, candidates):
             return candidate
         raise NoFreeSlot
@@ -229,23 +229,23 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
+        self._waiting_by_network: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting_by_network)
 
     def add(self, address: str, start: "Future[None]") -> None:
         """Add a task of a client at `address`. The task must await `start`, which `start_next` completes."""
-        self._waiting.setdefault(network_of(address), deque()).append(start)
+        self._waiting_by_network.setdefault(network_of(address), deque()).append(start)
 
     def start_next(self) -> bool:
         """Remove the next task from the queue, and start it. Returns False if the task was cancelled. The queue must
         not be empty.
         """
-        network, starts = self._waiting.popitem(last=False)
+        network, starts = self._waiting_by_network.popitem(last=False)
         start = starts.popleft()
         if starts:
-            self._waiting[network] = starts
+            self._waiting_by_network[network] = starts
         if start.done():  # cancelled
             return False
         start.set_result(None)

@@ -318,7 +318,7 @@ class ConnectionsByNetwork:
         self._count -= _remove_from(self._all, connection)
 
     def mark_idle(self, connection: AdmittedConnection) -> None:
-        """Note that the connection waits for its next request."""
+        """Mark the connection as waiting for its next request."""
         self.mark_busy(connection)
         self._idle.setdefault(network_of(connection.address), {})[connection] = None
 

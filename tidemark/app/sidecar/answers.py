@@ -154,8 +154,8 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
         vector={} if known is None else dict(sorted(known.vector.items())),
         token=None if known is None else str(Token.of(known.linear, known.vector)),
         epochs=None if details is None else dict(sorted(details.epochs.items())),
-        retired=None if details is None else sorted(details.retired),
-        pending=None if details is None else details.pending,
+        retired=None if details is None else sorted(details.retired_writers),
+        pending=None if details is None else details.pending_count,
         blockers=None if details is None else [blocker_answer(gap) for gap in nearest_blockers(details)],
         linear_lag=None if details is None else lag_answer(details.linear_lag),
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.last_seen.items())},
@@ -350,7 +350,7 @@ def gaps_answer(stream: str, details: Details, limit: int, age_seconds: float) -
         linear_lag=lag_answer(details.linear_lag),
         open_transactions=dict(sorted(details.transactions.items())),
         total=len(details.gaps),
-        deferred=[DeferredRangeAnswer(writer=writer, epoch=epoch) for writer, epoch in details.deferred],
+        deferred=[DeferredRangeAnswer(writer=writer, epoch=epoch) for writer, epoch in details.deferred_writer_epochs],
         requeued=[
             RequeueAnswer(writer=requeue.writer, since=requeue.since, gone=requeue.gone, problem=requeue.problem)
             for requeue in details.requeues

@@ -194,7 +194,7 @@ def create_app(
                     _create_endpoint(operation, tokens),
                     methods=["GET"],
                     name=operation.name,
-                    middleware=[] if operation.media == EVENT_STREAM else [COMPRESSION],
+                    middleware=[] if operation.media_type == EVENT_STREAM else [COMPRESSION],
                 )
                 for operation in [*OPERATIONS, description]
             ),
@@ -246,7 +246,9 @@ def _create_endpoint(operation: Operation, tokens: BearerTokens | None) -> Calla
         status = 500
         try:
             call = _check_request(request)
-            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # an event stream does not end by itself
+            if (
+                request.method == "HEAD" and operation.media_type == EVENT_STREAM
+            ):  # an event stream does not end by itself
                 response = Response(media_type=EVENT_STREAM)
             else:
                 response = await operation.handle(call)

@@ -353,7 +353,7 @@ OPERATIONS = [
         follow_events,
         str,
         query=EventsQuery,
-        media=EVENT_STREAM,
+        media_type=EVENT_STREAM,
         problems=(BadRequest, Unauthorized, UnknownStream, Busy, RecoveringProblem),
         headers=("Last-Event-ID",),
     ),
@@ -364,7 +364,7 @@ OPERATIONS = [
         " every stream), then `pipeline`.",
         watch_streams,
         WatchedStreamAnswer | PipelineAnswer,
-        media=EVENT_STREAM,
+        media_type=EVENT_STREAM,
         problems=(Unauthorized, Busy),
     ),
 ]

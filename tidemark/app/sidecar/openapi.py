@@ -52,10 +52,10 @@ class Operation:
         handle: answers a request.
         answer: the type of a 200 answer.
         query: the type of the query parameters.
-        media: the media type of a 200 answer.
+        media_type: the media type of a 200 answer.
         problems: the errors in the public description, at most one for each status.
         headers: the optional request headers.
-        other_answers: by status, the types of other answers that are not errors.
+        other_answers: status -> the types of other answers that are not errors.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Operation:
     handle: Callable[[OperationCall], Awaitable[Response]]
     answer: Any
     query: type[msgspec.Struct] = NoQuery
-    media: str = JSON_MEDIA_TYPE
+    media_type: str = JSON_MEDIA_TYPE
     problems: Sequence[type[Problem]] = ()
     headers: Sequence[str] = ()
     other_answers: Mapping[int, Any] = field(default_factory=dict)
@@ -208,7 +208,7 @@ def _describe_operation(
 ) -> dict[str, Any]:
     answered = {
         "description": operation.summary,
-        "content": {operation.media: {"schema": schemas_by_type[repr(operation.answer)]}},
+        "content": {operation.media_type: {"schema": schemas_by_type[repr(operation.answer)]}},
     }
     responses: dict[str, Any] = {"200": answered}
     if operation.has_etag:

@@ -49,7 +49,7 @@ from tidemark.app.sidecar.watch import PipelineAnswer
 from tidemark.common.errors import BadToken, NotReached, Slow, Stop, Unavailable
 from tidemark.sinks.postgres.history import StreamHistoryChart
 from tidemark.sinks.reader import (
-    GRACE,
+    GRACE_SECONDS,
     TOKEN_PATTERN,
     AwaitEntry,
     CheckStreamName,
@@ -215,7 +215,7 @@ async def wait(call: OperationCall) -> Response:
     token = await call.service.large_request_throttle.parse(call.address, query.token, decode_token)
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
-    program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
+    program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE_SECONDS))
     with call.service.open_request_slots.take_slot("wait", call.address) as request:
         try:
             await _run_wait(call, Driver[PositionSnapshot](program), request, token)
@@ -372,7 +372,7 @@ OPERATIONS = [
         PipelineAnswer,
         problems=(Unauthorized,),
     ),
-    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN_TEXT),
+    Operation("/livez", "livez", "Whether this process runs.", livez, str, media_type=PLAIN_TEXT),
     Operation(
         "/readyz",
         "readyz",
@@ -388,7 +388,7 @@ OPERATIONS = [
         "The metrics of this process, for Prometheus.",
         scrape,
         str,
-        media=PLAIN_TEXT,
+        media_type=PLAIN_TEXT,
         problems=(Unauthorized,),
     ),
 ]
@@ -461,15 +461,15 @@ def history_answer(stream: str, chart: StreamHistoryChart) -> HistoryAnswer:
     gaps: dict[str, list[PastGapAnswer]] = {}
     for gap in chart.gaps:
         gaps.setdefault(gap.writer, []).append(PastGapAnswer(gap.low, gap.top, gap.opened, gap.closed, gap.closed_by))
-    idle = [0] * len(chart.lag)
+    idle = [0] * len(chart.lag_seconds)
     return HistoryAnswer(
         stream=stream,
         since=chart.since,
         step_seconds=chart.step.total_seconds(),
-        lag_seconds=chart.lag,
+        lag_seconds=chart.lag_seconds,
         writers=[
-            PastWriterAnswer(writer, chart.moved.get(writer, idle), gaps.get(writer, []))
-            for writer in sorted({*chart.moved, *gaps})
+            PastWriterAnswer(writer, chart.moved_ids_by_writer.get(writer, idle), gaps.get(writer, []))
+            for writer in sorted({*chart.moved_ids_by_writer, *gaps})
         ],
     )
 

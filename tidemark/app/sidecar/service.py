@@ -105,7 +105,7 @@ class StartQueue:
     MAX_START_SECONDS = 0.25  # a client that does not read must not block the starts of other clients
 
     def __init__(self) -> None:
-        self._starting = 0
+        self._starting_count = 0
         self._queue = FairQueue()
 
     async def wait_for_start(self, address: str) -> Callable[[], None]:
@@ -117,7 +117,7 @@ class StartQueue:
             has an effect.
         """
         loop = asyncio.get_running_loop()
-        if self._starting >= self.MAX_STARTING:
+        if self._starting_count >= self.MAX_STARTING:
             start: asyncio.Future[None] = loop.create_future()
             self._queue.add(address, start)
             try:
@@ -127,7 +127,7 @@ class StartQueue:
                     self._start_next()
                 raise
         else:
-            self._starting += 1
+            self._starting_count += 1
         has_started = False
 
         def on_started() -> None:
@@ -144,7 +144,7 @@ class StartQueue:
         while self._queue:
             if self._queue.start_next():
                 return
-        self._starting -= 1
+        self._starting_count -= 1
 
 
 class WakeQueue:
@@ -219,7 +219,7 @@ class ReconnectThrottle:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._short_streams: dict[str, tuple[float, float]] = {}  # by network: the count, and the time of the count
+        self._count_by_network: dict[str, tuple[float, float]] = {}  # by network: the count, and the time of the count
 
     def delay_seconds(self, address: str) -> float:
         """The delay of a new event stream of a client at `address`; 0 if there is no delay."""
@@ -234,13 +234,13 @@ class ReconnectThrottle:
         count = min(
             self._count(address) + 1, self.RECONNECTS_WITHOUT_DELAY + self.MAX_DELAY_SECONDS / self.DELAY_SECONDS
         )
-        self._short_streams.pop(address, None)
-        self._short_streams[address] = count, now
-        if len(self._short_streams) > self.MAX_ADDRESSES:
-            del self._short_streams[next(iter(self._short_streams))]
+        self._count_by_network.pop(address, None)
+        self._count_by_network[address] = count, now
+        if len(self._count_by_network) > self.MAX_ADDRESSES:
+            del self._count_by_network[next(iter(self._count_by_network))]
 
     def _count(self, address: str) -> float:
-        count, counted_at = self._short_streams.get(address, (0.0, 0.0))
+        count, counted_at = self._count_by_network.get(address, (0.0, 0.0))
         return max(0.0, count - (self._now() - counted_at) * self.FORGOTTEN_PER_SECOND)
 
 
@@ -257,7 +257,7 @@ class MetricsText:
     def __init__(self, read_side: ReadSide, max_streams: int) -> None:
         self._read_side = read_side
         self._max_streams = max_streams
-        self._not_before = 0.0
+        self._next_generation_at = 0.0
         self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._generate)
 
     async def get(self) -> bytes:
@@ -265,7 +265,7 @@ class MetricsText:
         return (await self._texts.get([""]))[""]
 
     async def _generate(self, _: Collection[str]) -> Mapping[str, bytes]:
-        await asyncio.sleep(self._not_before - time.monotonic())
+        await asyncio.sleep(self._next_generation_at - time.monotonic())
         read_side = self._read_side
         for server, reader in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
             metrics.SERVER_UP.labels(server).set(reader.circuit_breaker.problem is None)
@@ -281,7 +281,7 @@ class MetricsText:
         metrics.STREAMS_OMITTED.set(len(positions[self._max_streams :]))
         text = generate_latest(metrics.REGISTRY)
         ended = time.monotonic()
-        self._not_before = ended + self.PAUSE_FACTOR * (ended - began)
+        self._next_generation_at = ended + self.PAUSE_FACTOR * (ended - began)
         return {"": text}
 
 

@@ -245,7 +245,7 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
-        bridged=details is not None and details.bridged,
+        bridged=details is not None and details.is_bridged,
         copies=None
         if (difference := snapshot.divergence) is None
         else CopiesAnswer(difference.redis, difference.postgres, moment(int(difference.since * 1000))),
@@ -290,15 +290,16 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
     return WatchedWriterAnswer(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
-        retired=None if details is None else name in details.retired,
+        retired=None if details is None else name in details.retired_writers,
         position=position,
-        reach=farther(details.highest_settled.get(name, position), position) if details and gaps else position,
+        reach=farther(details.highest_settled_ids.get(name, position), position) if details and gaps else position,
         waiting=details.pending_by_writer.get(name, 0) if details and gaps else 0,
         gaps=gaps[:MAX_GAPS_PER_WRITER],
         hidden=max(0, len(gaps) - MAX_GAPS_PER_WRITER),
         transactions=details.transactions.get(name, []) if details else [],
         deferred=details is not None
-        and name in {requeue for requeue, _ in details.deferred} | {requeue.writer for requeue in requeues},
+        and name
+        in {requeue for requeue, _ in details.deferred_writer_epochs} | {requeue.writer for requeue in requeues},
         gone=sum(requeue.gone for requeue in requeues),
         last_seen=last_seen(details.last_seen.get(name, 0)) if details else None,
     )
@@ -307,7 +308,7 @@ def _writer_answer(name: str, position: int, details: Details | None, gaps: list
 def _gaps_start(name: str, known: KnownPositions, details: Details | None) -> int:
     """The position beyond which gaps of the writer `name` in `details` are still open: the writer's position, or the
     linear position if the writer has regressed. `details` may be older than `known`."""
-    return known.linear if details and name in details.regressed else known.vector[name]
+    return known.linear if details and name in details.regressed_writers else known.vector[name]
 
 
 def _gap_answers(blockers: Iterable[Blocker], start: int) -> list[GapAnswer]:
@@ -347,13 +348,12 @@ class Watch:
 
     def __init__(self, read_side: ReadSide) -> None:
         self._read_side = read_side
-        self._watchers = 0
+        self._watcher_count = 0
         self._has_watchers = asyncio.Event()
         self._round_ended = asyncio.Condition()
         self._round_number = 0
-        self._texts: dict[
-            str, tuple[int, bytes]
-        ] = {}  # by stream: the last round in which its text changed, and the text
+        # Stream -> the last round in which its text changed, and the text.
+        self._texts: dict[str, tuple[int, bytes]] = {}
         self._pipeline_text = b""
 
     @asynccontextmanager
@@ -378,13 +378,13 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
         """Register a new watcher for the duration of the block."""
-        self._watchers += 1
+        self._watcher_count += 1
         self._has_watchers.set()
         try:
             yield Watcher()
         finally:
-            self._watchers -= 1
-            if not self._watchers:
+            self._watcher_count -= 1
+            if not self._watcher_count:
                 self._has_watchers.clear()
 
     async def next_text(self, watcher: Watcher) -> bytes:

@@ -492,7 +492,7 @@ class Replacement:
         self._replica.copy(as_standby=self.successor is not Successor.BASE_BACKUP)
         if self.successor is not Successor.BASE_BACKUP:
             self._replica.start()
-            self._replica.wait_until_streaming(synchronous=self.successor is Successor.SYNCHRONOUS_STANDBY)
+            self._replica.wait_until_streaming(is_synchronous=self.successor is Successor.SYNCHRONOUS_STANDBY)
         if self.successor is Successor.LAGGING_STANDBY:
             self._replica.disconnect()
 
@@ -505,7 +505,7 @@ class Replacement:
             self._replica.start()
         with self.verification.paused():  # a comparison would block on a frozen server
             if self.successor is Successor.SYNCHRONOUS_STANDBY:  # the origin may have been restarted since `prepare`
-                self._replica.wait_until_streaming(synchronous=True)
+                self._replica.wait_until_streaming(is_synchronous=True)
             if self.successor is Successor.BASE_BACKUP:
                 self._replica.freeze_origin()
             else:

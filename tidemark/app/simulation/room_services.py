@@ -428,11 +428,11 @@ class _Clients:
                 if now is None or history is None:
                     continue
                 first = initial_sync(facts, room, now, limit=5)
-                events, before = [*first.events], first.before
-                while before is not None and not self._stopping.wait(self._random.random() * PAUSE_SECONDS):
-                    page, before = messages(facts, room, now, before, limit=self._random.choice([3, 10, 40]))
+                events, page_end = [*first.events], first.page_end
+                while page_end is not None and not self._stopping.wait(self._random.random() * PAUSE_SECONDS):
+                    page, page_end = messages(facts, room, now, page_end, limit=self._random.choice([3, 10, 40]))
                     events += page
-                if before is None:
+                if page_end is None:
                     answer = {
                         "events": [(event.depth, event.stream_ordering) for event in events],
                         "history": history.linear,

@@ -40,9 +40,11 @@ from tidemark.sources.rooms.rules import MAX_CHAIN_LENGTH, MEMBER, EventKind, Ro
 
 @dataclass(frozen=True, slots=True)
 class RoomCount(ReadCount):
-    """Counts of one kind of client. `written` and `read` count the requested items: events, cached values or rooms.
+    """Counts of one kind of client.
 
     Attributes:
+        written: items that the clients should have received: events, cached values or rooms.
+        read: items that the clients have received.
         stale: cached values that were served after their invalidation.
         different: states and rooms that differ from the definitions.
     """
@@ -66,8 +68,8 @@ class StoredRooms:
 
     Attributes:
         timeline: stream ID -> row of `rooms.timeline`.
-        turns: stream ID -> turn of the room when the event was persisted.
-        recipients: stream ID -> member, for events that only one member receives.
+        turn_by_id: stream ID -> turn of the room when the event was persisted.
+        recipient_by_id: stream ID -> member, for events that only one member receives.
         stays: (member, room) -> stays of the member in the room.
         invalidations: (cache, room) -> invalidations in ascending order of ID, each with the version of the room.
         joined_rooms_invalidations: member -> invalidations of the member's list of joined rooms; None -> invalidations
@@ -75,8 +77,8 @@ class StoredRooms:
     """
 
     timeline: dict[int, TimelineRow]
-    turns: Mapping[int, int]
-    recipients: Mapping[int, str]
+    turn_by_id: Mapping[int, int]
+    recipient_by_id: Mapping[int, str]
     stays: Mapping[tuple[str, str], Sequence[Stay]]
     invalidations: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
     joined_rooms_invalidations: Mapping[str | None, Sequence[TimelineRow]]
@@ -104,8 +106,8 @@ class StoredRooms:
             for id, row in self.timeline.items()
             if id > 0
             and (
-                self.recipients[id] == member and id not in self.end_ids(member)
-                if id in self.recipients
+                self.recipient_by_id[id] == member and id not in self.end_ids(member)
+                if id in self.recipient_by_id
                 else self.find_stay(member, id) is not None
             )
         }
@@ -113,12 +115,16 @@ class StoredRooms:
     def find_stay(self, member: str, id: int) -> Stay | None:
         """The member's stay that covers the event with this stream ID; None if no stay does."""
         stays = self.stays.get((member, self.timeline[id].room), ())
-        return next((stay for stay in stays if stay.covers(self.turns[id])), None)
+        return next((stay for stay in stays if stay.covers(self.turn_by_id[id])), None)
 
     def end_ids(self, member: str) -> set[int]:
         """The stream IDs of the facts that report the ends of the member's stays."""
         return {
-            stay.left_by for (name, _), stays in self.stays.items() if name == member for stay in stays if stay.left_by
+            stay.leave_id
+            for (name, _), stays in self.stays.items()
+            if name == member
+            for stay in stays
+            if stay.leave_id
         }
 
 
@@ -154,7 +160,7 @@ def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], 
         sections = [answer[kind] for kind in ("events", "sent", "left")]
         disordered += since != before or sections != [sorted(ids) for ids in sections]
         stays = (stored.find_stay(member, id) for id in answer["events"] if id in stored.timeline)
-        disordered += sum(stay is not None and stay.left_by in ended for stay in stays)
+        disordered += sum(stay is not None and stay.leave_id in ended for stay in stays)
         ended.update(answer["left"])
         received += [id for ids in sections for id in ids]
     until, ends = msgspec.convert(answers[-1][1], VectorPosition), stored.end_ids(member)
@@ -194,7 +200,7 @@ def _compare_pages(room: str, upto: VectorPosition, answer: Mapping[str, Any], s
     history that arrived later.
     """
     received = [id for _, id in answer["events"]]
-    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
+    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipient_by_id}
     expected = {id for id, row in timeline.items() if (upto.covers(row) if id > 0 else id >= answer["history"])}
     extra = {id for id in received if id < 0 and id in timeline}
     missed, duplicated = _count_missed_and_duplicated(
@@ -358,7 +364,8 @@ class RoomsVerification(Verification):
         } - self._answered_clients
 
     def _compare(self) -> int:
-        """Compare all syncs, and the new other answers, of the newest incarnation. Returns the newest incarnation."""
+        """Compare answers of the newest incarnation: all answers to syncs, and the other answers that were not compared
+        before. Returns the newest incarnation."""
         with self._facts_session.use() as connection:
             newest = load_incarnation(connection)
         with self._effects_session.use() as connection:
@@ -451,7 +458,7 @@ def _compare_initial_state(
     The lower limit is the entry in the state of the live events up to `upto`. The upper limit is the entry in the state
     of these events and all history. A state out of the limits counts as different.
     """
-    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
+    timeline = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipient_by_id}
     live = {row.event for id, row in timeline.items() if id > 0 and upto.covers(row)}
     history = {row.event for id, row in timeline.items() if id < 0}
     lower, upper = (expected_room.restricted_to(part).current_state for part in (live, live | history))

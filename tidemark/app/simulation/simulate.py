@@ -64,13 +64,13 @@ class StreamTaken(Stop):
 class OverridesAccepted(TidemarkError):
     """Fewer records were rejected with the reason `bad_text` than operator overrides with a NUL character were sent."""
 
-    def __init__(self, sent: int, rejected: int) -> None:
+    def __init__(self, sent_count: int, rejected_count: int) -> None:
         super().__init__(
-            f"{sent} operator overrides with a NUL character were sent, but Tidemark has only {rejected} dead letters"
-            " with the reason bad_text"
+            f"{sent_count} operator overrides with a NUL character were sent, but Tidemark has only {rejected_count}"
+            " dead letters with the reason bad_text"
         )
-        self.sent = sent
-        self.rejected = rejected
+        self.sent = sent_count
+        self.rejected = rejected_count
 
 
 def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:

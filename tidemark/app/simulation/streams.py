@@ -126,9 +126,9 @@ class Comparison:
         facts: the rows in the services' table.
         delivered: the rows that the reader received, in order.
         position: the place of the reader.
-        resent_above: the ID (a magnitude) beyond which facts may be sent again, because the database was restored or
+        resent_above_id: the ID (a magnitude) beyond which facts may be sent again, because the database was restored or
             the sequence was set back; None if neither has happened.
-        is_final: whether all late completions have arrived. If False, facts beyond `resent_above` do not count as
+        is_final: whether all late completions have arrived. If False, facts beyond `resent_above_id` do not count as
             missed.
         restore_count: how often the database was restored or the sequence was set back.
     """
@@ -137,7 +137,7 @@ class Comparison:
     facts: Sequence[FactRow]
     delivered: Sequence[DeliveredRow]
     position: ReaderPosition | PlacesPosition
-    resent_above: int | None
+    resent_above_id: int | None
     is_final: bool = False
     restore_count: int = 1
 
@@ -149,11 +149,11 @@ class Comparison:
             len({row.id for row in self.facts} - self._unread),
             len({row.id for row in self.facts if row.id in self._unread and self._is_missed(row)}),
             len(self._duplicated - self._received_again)
-            + (0 if self.resent_above is not None else len(self.nonexistent)),
+            + (0 if self.resent_above_id is not None else len(self.nonexistent)),
             self._count_disordered(),
             len({row.id for row in self.delivered if row.is_late}),
             len(self._received_again),
-            0 if self.resent_above is None else len(self.nonexistent),
+            0 if self.resent_above_id is None else len(self.nonexistent),
         )
 
     def up_to(self, id: int) -> "Comparison":
@@ -181,7 +181,7 @@ class Comparison:
     def _is_missed(self, row: FactRow) -> bool:
         """Whether an unread row counts as missed: the reader's position covers the row, and the row will not come with
         a late completion."""
-        may_come_late = self.resent_above is not None and row.id > self.resent_above and not self.is_final
+        may_come_late = self.resent_above_id is not None and row.id > self.resent_above_id and not self.is_final
         return self.position.covers(row) and not may_come_late
 
     @cached_property
@@ -194,11 +194,11 @@ class Comparison:
 
         A fact may come once in order, and for each restore once with a late completion.
         """
-        if self.resent_above is None:
+        if self.resent_above_id is None:
             return set()
         wrong = _received_more_than(1, (row for row in self.delivered if not row.is_late))
         wrong |= _received_more_than(self.restore_count, (row for row in self.delivered if row.is_late))
-        return {id for id in self._duplicated - wrong if id > self.resent_above}
+        return {id for id in self._duplicated - wrong if id > self.resent_above_id}
 
     def _count_disordered(self) -> int:
         highest: dict[str, int] = {}
@@ -339,7 +339,7 @@ class StreamsVerification(Verification):
             self._restored_heads[stream] = min(head, self._restored_heads.get(stream, head))
 
     def note_sequence_set_back(self, stream: str, id: int) -> None:
-        """Note that IDs beyond `id` (a magnitude) may be given out again, and their facts may be sent again."""
+        """Record that IDs beyond `id` (a magnitude) may be given out again, and their facts may be sent again."""
         self._restore_counts[stream] += 1
         self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
@@ -366,7 +366,8 @@ class StreamsVerification(Verification):
         return EffectsDiffer(counts)
 
     def require_loss_reported(self) -> None:
-        """Raise `LossUnreported` for the first stream of `lost_streams`, by name, without a report.
+        """Raise `LossUnreported` if the loss of a stream of `lost_streams` was not reported. The error names the first
+        such stream in alphabetical order.
 
         A late completion that a reader received, or a new timeline of the stream, is a report.
         """

@@ -223,14 +223,14 @@ class PostgresReplica(PostgresServer):
         self.run_preparation(command, server_environment(self._origin.libpq_environment))
         new.rename(self.data)
 
-    def wait_until_streaming(self, *, synchronous: bool) -> None:
-        """Wait until the standby streams from the origin. If `synchronous`, first changes the settings of the origin,
-        so that each commit in the origin waits for the standby. Raises `ReplicaTimeout`.
+    def wait_until_streaming(self, *, is_synchronous: bool) -> None:
+        """Wait until the standby streams from the origin. If `is_synchronous`, first changes the settings of the
+        origin, so that each commit in the origin waits for the standby. Raises `ReplicaTimeout`.
         """
-        if synchronous:
+        if is_synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")
             self._query_origin("select pg_reload_conf()")
-        sync_state = "sync" if synchronous else "async"
+        sync_state = "sync" if is_synchronous else "async"
         self._wait_until(
             lambda: self._query_origin(
                 "select 1 from pg_stat_replication where state = 'streaming' and sync_state = %s", sync_state

@@ -100,14 +100,14 @@ class ReplayTrial:
 
 
 def try_replay(
-    dead_letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
+    dead_letter: DeadLetter, facts_topic: str, encoded_state: bytes | None, now: float, bounds: Bounds = DEFAULT_BOUNDS
 ) -> ReplayTrial:
     """Apply the record of a dead letter to a copy of its stream's state.
 
     Args:
         dead_letter: the dead letter.
         facts_topic: only records of this topic can be sent again.
-        stored: the stream's encoded state; None if the stream does not exist.
+        encoded_state: the stream's encoded state; None if the stream does not exist.
         now: seconds since 1970.
         bounds: the bounds of the streams' states.
 
@@ -115,8 +115,10 @@ def try_replay(
         BadRecord: the record is missing, must not be sent again, or would be rejected again.
     """
     if dead_letter.value is None:
-        gone = f"the dead letter has no copy of the record: {dead_letter.gone}"
-        raise BadRecord("gone", gone if dead_letter.gone else "the record has no value, so it would be rejected again")
+        gone = f"the dead letter has no copy of the record: {dead_letter.why_stripped}"
+        raise BadRecord(
+            "gone", gone if dead_letter.why_stripped else "the record has no value, so it would be rejected again"
+        )
     if dead_letter.origin[0] != facts_topic:
         raise BadRecord(
             "wrong_topic",
@@ -136,8 +138,8 @@ def try_replay(
             "the record is one row of a fact with several rows (its `id` is `batch`), and one row cannot be sent again"
             " alone",
         )
-    states = {} if stored is None else {record.stream: stored}
-    home = 0 if stored is None else (codec.decode(stored).home or 0)
+    states = {} if encoded_state is None else {record.stream: encoded_state}
+    home = 0 if encoded_state is None else (codec.decode(encoded_state).home or 0)
     now_ms = int(now * 1000)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, now_ms)]), [], [], [])
     effects = apply_batch(0, States(states), [packet], now_ms, bounds)
@@ -229,7 +231,7 @@ def _row(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], int], n
         dead_letter.stream,
         f"{topic}[{partition}] {offset}",
         override,
-        dead_letter.gone or dead_letter.detail,
+        dead_letter.why_stripped or dead_letter.detail,
     )
 
 
@@ -242,7 +244,7 @@ def json_fields(dead_letter: DeadLetter, replays: Mapping[tuple[str, int, int], 
         "time": dead_letter.time / 1000,
         "reason": dead_letter.reason,
         "detail": dead_letter.detail or None,
-        "gone": dead_letter.gone or None,
+        "gone": dead_letter.why_stripped or None,
         "stream": dead_letter.stream,
         "record": dict(zip(("topic", "partition", "offset"), dead_letter.origin, strict=True)),
         "replay_override": replays.get(dead_letter.origin),

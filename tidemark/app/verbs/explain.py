@@ -106,10 +106,10 @@ class Explanation:
     offsets: list[OffsetRange]
 
 
-def explain_at(history: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
-    """Explain why a stream was blocked at the time `when`; None if the stored history begins later. `encoded`: the
-    current state of the stream."""
-    current = codec.decode(encoded)
+def explain_at(history: StreamInspection, stream: str, encoded_state: bytes, when: datetime) -> Explanation | None:
+    """Explain why a stream was blocked at the time `when`; None if the stored history begins later. `encoded_state`:
+    the current state of the stream."""
+    current = codec.decode(encoded_state)
     stay = _stay_at(history, stream, current, when)
     return None if stay is None else _explain_stay(history, stream, current, stay, when)
 
@@ -135,11 +135,11 @@ def _retirements(current: StreamState, stay: LinearStay) -> dict[str, datetime]:
 
 
 def explain_between(
-    history: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
+    history: StreamInspection, stream: str, encoded_state: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
     """Explain the stays between two times in which the stream was blocked for `BRIEF_WAIT_SECONDS` or longer, oldest
-    first; only the first `MAX_STAYS`. `encoded`: the current state of the stream."""
-    current = codec.decode(encoded)
+    first; only the first `MAX_STAYS`. `encoded_state`: the current state of the stream."""
+    current = codec.decode(encoded_state)
     explanations: dict[int, Explanation] = {}
     for time in [since, *history.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT_SECONDS))]:
         stay = _stay_at(history, stream, current, time)
@@ -443,9 +443,13 @@ def explain(
         echo(gaps.to_text(open_now, now.timestamp()))
 
 
-def _read_open_ranges(settings: "Settings", stream: str, encoded: bytes, now: datetime) -> list[open_ranges.OpenRange]:
+def _read_open_ranges(
+    settings: "Settings", stream: str, encoded_state: bytes, now: datetime
+) -> list[open_ranges.OpenRange]:
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
-        return open_ranges.read_open_ranges(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+        return open_ranges.read_open_ranges(
+            postgres, {stream: encoded_state}, now.timestamp(), settings.policy_defaults
+        )
 
 
 def _history_error(stream: str, history_start: datetime | None) -> CommandFailed:

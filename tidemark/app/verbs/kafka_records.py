@@ -38,19 +38,19 @@ class ProduceResult:
     """The result of `produce_lines`.
 
     Attributes:
-        sent: number of records that Kafka acknowledged.
+        sent_count: number of records that Kafka acknowledged.
         invalid_count: number of invalid lines, which were not sent.
-        last: partition and offset of the record that was acknowledged last; None if no record was sent.
+        last_record: partition and offset of the record that was acknowledged last; None if no record was sent.
     """
 
-    sent: int
+    sent_count: int
     invalid_count: int
-    last: tuple[int, int] | None
+    last_record: tuple[int, int] | None
 
     def summary(self, topic: str) -> str:
-        text = f"{count(self.sent, 'record')} sent to {topic}"
-        if self.last is not None:
-            text += f", the last to partition {self.last[0]} at offset {self.last[1]}"
+        text = f"{count(self.sent_count, 'record')} sent to {topic}"
+        if self.last_record is not None:
+            text += f", the last to partition {self.last_record[0]} at offset {self.last_record[1]}"
         return text
 
 
@@ -188,8 +188,14 @@ def produce(file: BinaryIO, *, control: bool, as_json: bool) -> None:
     role = Topic.CONTROL if control else Topic.FACTS
     produced = produce_lines(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
     if as_json:
-        last = None if produced.last is None else dict(zip(("partition", "offset"), produced.last, strict=True))
-        click.echo(json_text({"topic": topic, "sent": produced.sent, "refused": produced.invalid_count, "last": last}))
+        last = (
+            None
+            if produced.last_record is None
+            else dict(zip(("partition", "offset"), produced.last_record, strict=True))
+        )
+        click.echo(
+            json_text({"topic": topic, "sent": produced.sent_count, "refused": produced.invalid_count, "last": last})
+        )
     else:
         click.echo(produced.summary(topic))
     if produced.invalid_count:

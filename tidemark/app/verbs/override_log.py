@@ -28,7 +28,9 @@ def overrides() -> None:
 
 @overrides.command("list")
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number to show.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of overrides to show."
+)
 @_as_json
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, newest first. Includes overrides that other programs sent

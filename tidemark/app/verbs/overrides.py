@@ -220,12 +220,12 @@ def effect_lines(effects: StreamEffects) -> Iterator[str]:
 
 
 def try_override(
-    stored: bytes, record: records.OverridableRecord, now: float, policies: Policies = NO_POLICIES
+    encoded_state: bytes, record: records.OverridableRecord, now: float, policies: Policies = NO_POLICIES
 ) -> Trial:
     """Apply an override to a copy of its stream's state.
 
     Args:
-        stored: the stream's encoded state.
+        encoded_state: the stream's encoded state.
         record: the override.
         now: the current time, in seconds since 1970.
         policies: the policies of the streams: bounds, and the time after which a writer is silent.
@@ -238,10 +238,10 @@ def try_override(
     packet = runs.Packet(
         "control", 0, Topic.CONTROL, 1, PackedRuns(), [], [runs.Marker.of(record, 0, milliseconds)], []
     )
-    states = {record.stream: stored}
+    states = {record.stream: encoded_state}
     effects = apply_batch(0, States(states), [packet], milliseconds, policies.bounds())
     for bad in effects.rejected:
-        reason, before = Reason(bad.reason), codec.decode(stored)
+        reason, before = Reason(bad.reason), codec.decode(encoded_state)
         hint = None
         if reason is Reason.CONFLICT:
             hint = _retire_conflict(record, before, now, silent_after_seconds(policies, record.stream))
@@ -251,14 +251,14 @@ def try_override(
     record = msgspec.structs.replace(record, epoch=override.epoch)
     ranges = [
         blocker
-        for blocker in open_ranges.find_open_ranges({record.stream: stored}, now, policies)
+        for blocker in open_ranges.find_open_ranges({record.stream: encoded_state}, now, policies)
         if (
             blocker.verdict == "unknown"
             if record.writer == ANY_WRITER
             else (blocker.writer == record.writer and blocker.epoch <= record.epoch)
         )
     ]
-    before, after = codec.decode(stored), codec.decode(states[record.stream])
+    before, after = codec.decode(encoded_state), codec.decode(states[record.stream])
     trial = Trial(record, before, after, stream_effects, ranges, now, silent_after_seconds(policies, record.stream))
     if isinstance(record, records.Skip) and not trial.settled_ranges():
         raise BadRecord("not_a_gap", "no ID of the writer is open in that range: `tidemark gaps` shows the open IDs")
@@ -307,21 +307,21 @@ def bridge_objections(record: records.OverridableRecord, bridged: Collection[str
         )
 
 
-def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def fence_fields(encoded_state: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` with the epoch and the ID of the JOIN that ends the writer's current epoch.
 
     The default epoch is the current epoch plus 1. The default ID is the highest ID that the writer has completed, or
     its position if that is higher.
 
     Args:
-        stored: the stream's encoded state.
+        encoded_state: the stream's encoded state.
         writer: the name of the writer.
         fields: the options of the command; None for an option that was not given.
 
     Raises:
         BadRecord: the writer never joined or has retired, or the given epoch is not higher than the current one.
     """
-    now = codec.decode(stored)
+    now = codec.decode(encoded_state)
     known = now.writers.get(writer)
     if known is None or known.retired_at is not None:
         why = f"writer {writer} never joined or has retired: `tidemark status {fields['stream']}` lists the writers"
@@ -333,29 +333,31 @@ def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[
     return {**fields, "epoch": epoch, "id": highest if fields["id"] is None else fields["id"]}
 
 
-def make_override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
+def make_override_record(kind: str, encoded_state: bytes, fields: Mapping[str, Any]) -> records.OverridableRecord:
     """Make the record of an override. Raises `BadRecord` if a FENCE does not fit the stored state.
 
     Args:
         kind: `SKIP`, `RETIRE`, `JOIN` or `FENCE`.
-        stored: the stream's encoded state.
+        encoded_state: the stream's encoded state.
         fields: the options of the command; None for an option that was not given.
     """
     if kind == "FENCE":
-        kind, fields = "JOIN", fence_fields(stored, fields["writer"], fields)
+        kind, fields = "JOIN", fence_fields(encoded_state, fields["writer"], fields)
     return RECORD_TYPES[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
-def positions_line(stored: bytes, writer: str) -> str:
+def positions_line(encoded_state: bytes, writer: str) -> str:
     """The position of the writer, if the stream has the writer, and the linear position, in one line."""
-    stream = codec.decode(stored)
+    stream = codec.decode(encoded_state)
     signed, known = stream.direction.signed, stream.writers.get(writer)
     where = f"linear position {signed(stream.linear.position)}"
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
 
 
-def _last_record_text(seen: datetime | None, now: float) -> str:
-    return "no record was ever read" if seen is None else f"last record {duration(now - seen.timestamp())} ago"
+def _last_record_text(last_seen: datetime | None, now: float) -> str:
+    return (
+        "no record was ever read" if last_seen is None else f"last record {duration(now - last_seen.timestamp())} ago"
+    )
 
 
 Outcome = Literal["applied", "refused", "settled before", "not seen"]
@@ -412,9 +414,9 @@ def send_logged_override(
             f"{problem}; override {entry.number} is logged, but Kafka may not have its record: check with"
             " `tidemark tail`"
         ) from problem
-    assert produced.last is not None, refusals
-    override_log.note_sent(entry, topic, *produced.last)
-    return SentOverride(entry, topic, *produced.last)
+    assert produced.last_record is not None, refusals
+    override_log.note_sent(entry, topic, *produced.last_record)
+    return SentOverride(entry, topic, *produced.last_record)
 
 
 def wait_for_outcome(
@@ -482,7 +484,9 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
         "--epoch", type=click.IntRange(0), help="Epoch of the writer. Default: the current; for fence, the next."
     ),
     click.option(
-        "--beyond", is_flag=True, help="Allow IDs beyond all IDs that records named. Positions never move back."
+        "--beyond",
+        is_flag=True,
+        help="Allow an ID beyond the highest ID that any record has named. A position that moved never moves back.",
     ),
     click.option(
         "--force", is_flag=True, help="Send even if the writer is alive or not in STREAM, or if a bridge sends STREAM."

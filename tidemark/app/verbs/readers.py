@@ -90,12 +90,12 @@ class Readers:
         return listed[0]
 
     def apply(self, stored: StoredPlace, action: "Action") -> int:
-        """Note a change in the audit table, apply the change, and note the outcome.
+        """Add a change to the audit table, apply the change, and store the outcome in the audit table.
 
-        Returns the number of the entry in the audit table. If the change fails, the outcome `refused` is noted, and the
-        error is raised.
+        Returns the number of the entry in the audit table. If the change fails, stores the outcome `refused`, and
+        raises the error.
         """
-        span = (stored.linear, action.goal) if action.goal else (0, 0)
+        span = (stored.linear, action.goal_id) if action.goal_id else (0, 0)
         kind = f"READER {action.kind}"
         override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
         entry = self.override_log.log(stored.stream, override)
@@ -117,7 +117,7 @@ class Action:
         by: the author.
         why: the reason.
         run: applies the change.
-        goal: the linear position to which the place moves, signed; 0 if the place does not move or moves to the
+        goal_id: the linear position to which the place moves, signed; 0 if the place does not move or moves to the
             beginning.
     """
 
@@ -125,7 +125,7 @@ class Action:
     by: str
     why: str
     run: Callable[[], object]
-    goal: int = 0
+    goal_id: int = 0
 
 
 @click.group("readers", cls=CommandGroup)
@@ -256,11 +256,12 @@ def readers_parked() -> None:
 @readers_parked.command("list")
 @click.argument("reader", required=False)
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number to show.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of facts to show.")
 @_dsn
 @_as_json
 def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn: str | None, *, as_json: bool) -> None:
-    """List the newest parked facts of all readers, of READER, or of READER of STREAM, newest first."""
+    """List parked facts, newest first. With READER, only the facts that this reader parked; with STREAM too, only its
+    facts of this stream."""
     with ReaderPlaces(_readers_dsn(dsn)) as store:
         facts = store.parked(reader, stream, limit)
     if as_json:

@@ -65,7 +65,7 @@ class ComparedPart:
         after: the last batch that was not compared at the beginning; None if all of the beginning was compared.
         offset: the first recorded offset of the stream's partition; 0 if no record is missing.
         line_from: linear positions are compared beyond this ID, signed. None: if `after` is None, all linear
-            positions are compared, otherwise none.
+            positions are compared; if `after` is not None, no linear position is compared.
         upto: the last compared batch, if the records end before the history; otherwise None.
         behind: the number of batches after `upto`. They were not compared.
     """
@@ -105,14 +105,14 @@ class _Comparison:
     """The result for one stream.
 
     Attributes:
-        batches: the number of batches without a difference.
-        last: the last batch without a difference; None if there is none.
+        batch_count: the number of batches without a difference.
+        last_batch: the last batch without a difference; None if there is none.
         divergence: the first difference; None if there is none up to the last batch, or up to the end of the records.
         has_linear: whether the linear position was compared at the end.
     """
 
-    batches: int
-    last: StoredBatch | None
+    batch_count: int
+    last_batch: StoredBatch | None
     divergence: Divergence | None = None
     has_linear: bool = True
 
@@ -146,7 +146,7 @@ def compare_history(
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
-    only: str | None = None,
+    only_stream: str | None = None,
 ) -> ReplayReport:
     """Replay the records that batches have read, and compare each stream with its history. Shows the progress.
 
@@ -155,7 +155,8 @@ def compare_history(
         messages: the recorded records, sorted by topic, partition and offset.
         roles: topic name -> role of the topic.
         bounds: the bounds with which the pipeline ran.
-        only: the stream of `messages`, if `messages` has only one; None: `messages` has the records of all streams.
+        only_stream: the stream of `messages`, if `messages` has only one; None: `messages` has the records of all
+            streams.
     """
     next_offsets = history.next_offsets()
     read = [
@@ -168,7 +169,7 @@ def compare_history(
     for message in read:
         first_offsets.setdefault((message.topic, message.partition), message.offset)
     result, streams = ReplayReport(records=len(read)), group_messages_by_stream(read)
-    result.absent = [name for name in history.streams() if name not in streams and only in (None, name)]
+    result.absent = [name for name in history.streams() if name not in streams and only_stream in (None, name)]
     with progress("applying", sum(map(len, streams.values())), "record") as advance:
         for stream, of_stream in sorted(streams.items()):
             progress_bar = _StreamProgressBar(advance, len(of_stream))
@@ -235,7 +236,7 @@ def _add_comparison(
             return
         comparison = compare_stream(history, stream, messages, roles, bounds, complete_until_ms, start, progress_bar)
         if comparison.divergence is not None and comparison.divergence.record is None:
-            last = batch_name(comparison.last or start.last_skipped_batch)
+            last = batch_name(comparison.last_batch or start.last_skipped_batch)
             result.unknown[stream] = f"{missing}, and the records do not continue from {last}"
             return
     assert comparison is not None
@@ -244,15 +245,15 @@ def _add_comparison(
         result.batches += batches
         result.parted.append(comparison.divergence)
         return
-    result.batches += comparison.batches
+    result.batches += comparison.batch_count
     result.equal.append(stream)
-    remaining_batches = batches - comparison.batches
+    remaining_batches = batches - comparison.batch_count
     if start is not None or remaining_batches:
         result.parts[stream] = ComparedPart(
             start.last_skipped_batch if start else None,
             first_offset,
-            start.highest if start is not None and comparison.has_linear else None,
-            comparison.last if remaining_batches else None,
+            start.highest_position if start is not None and comparison.has_linear else None,
+            comparison.last_batch if remaining_batches else None,
             remaining_batches,
         )
 
@@ -378,7 +379,7 @@ def _find_divergence(
     """
     for move in batch.advances:
         replayed = state.positions.get(move.writer, 0)
-        counts = stored[move.writer], state.counts.get(move.writer, NO_EVIDENCE)
+        counts = stored[move.writer], state.evidence_by_writer.get(move.writer, NO_EVIDENCE)
         if replayed != move.id or counts[0] != counts[1]:
             evidence = counts if replayed == move.id else None
             return Divergence(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)

@@ -103,7 +103,7 @@ def _exclusive_lease(settings: Settings, postgres: Postgres, why: str) -> Iterat
 
 def _preview(settings: Settings, postgres: Postgres) -> Reseed:
     """Read the result that a reseed would have now, without the number of an entry in the audit table."""
-    return Reseed(len(postgres.states()), postgres.remembered_setup().shards, settings.shards)
+    return Reseed(len(postgres.states()), postgres.remembered_setup().shard_count, settings.shards)
 
 
 @click.command("reseed", cls=Utf8Command)

@@ -71,8 +71,9 @@ class StreamStatus:
         faults: the sinks that cannot publish the stream.
         requeues: deferred records that are being requeued, or that are lost.
         bridge: the status of the bridge that sends the stream; None if `tidemark synapse` does not send the stream.
-        home: the Kafka partition of the stream; None if unknown.
-        reading: the partitions that the pipeline reads with lag; None if not known (`ConditionReader.reading_status`).
+        home_partition: the Kafka partition of the stream; None if unknown.
+        read_status: the partitions that the pipeline reads with lag; None if not known
+            (`ConditionReader.reading_status`).
     """
 
     stream: str
@@ -82,19 +83,20 @@ class StreamStatus:
     faults: list[SinkFault]
     requeues: list[RequeueStatus]
     bridge: BridgeStatus | None
-    home: int | None = None
-    reading: ReadStatus | None = None
+    home_partition: int | None = None
+    read_status: ReadStatus | None = None
 
 
 def stream_statuses(
-    stored: Mapping[str, bytes],
-    only: str | None = None,
+    encoded_states: Mapping[str, bytes],
+    only_stream: str | None = None,
     faults: Sequence[SinkFault] = (),
     requeues: Sequence[RequeueStatus] = (),
     bridges: Mapping[str, BridgeStatus] = {},
-    reading: ReadStatus | None = None,
+    read_status: ReadStatus | None = None,
 ) -> list[StreamStatus]:
-    """Compute the status of all streams, or of the stream `only`, sorted by name. `stored`: stream -> encoded state."""
+    """Compute the status of all streams, or of the stream `only_stream`, sorted by name. `encoded_states`: stream ->
+    encoded state."""
     return [
         _stream_status(
             name,
@@ -102,10 +104,10 @@ def stream_statuses(
             [fault for fault in faults if fault.stream == name],
             [requeue for requeue in requeues if requeue.stream == name],
             bridges.get(name),
-            reading,
+            read_status,
         )
-        for name, data in sorted(stored.items())
-        if only is None or name == only
+        for name, data in sorted(encoded_states.items())
+        if only_stream is None or name == only_stream
     ]
 
 
@@ -115,7 +117,7 @@ def _stream_status(
     faults: list[SinkFault],
     requeues: list[RequeueStatus],
     bridge: BridgeStatus | None,
-    reading: ReadStatus | None,
+    read_status: ReadStatus | None,
 ) -> StreamStatus:
     stream = codec.decode(data)
     signed = stream.direction.signed
@@ -132,15 +134,17 @@ def _stream_status(
         for writer, known in sorted(stream.writers.items())
     ]
     linear, summary = signed(stream.linear.position), summarize(stream)
-    return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, reading)
+    return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, read_status)
 
 
 def read_stream_statuses(
-    postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None
+    postgres: Postgres, encoded_states: Mapping[str, bytes], only_stream: str | None = None
 ) -> list[StreamStatus]:
     """Call `stream_statuses` with faults, requeues, bridges and reading status from `postgres`."""
     reader = postgres.conditions
-    return stream_statuses(stored, only, reader.faults(), reader.requeues(), reader.bridges(), reader.reading_status())
+    return stream_statuses(
+        encoded_states, only_stream, reader.faults(), reader.requeues(), reader.bridges(), reader.reading_status()
+    )
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
@@ -153,13 +157,13 @@ def json_fields(streams: Sequence[StreamStatus], now: float, health: PipelineCon
 
 
 def _stream_fields(stream: StreamStatus, now: float) -> dict[str, Any]:
-    oldest = stream.summary.oldest
+    oldest = stream.summary.oldest_blocker
     return {
         "stream": stream.stream,
         "linear": stream.linear,
         "writers": stream.writers,
-        "pending": stream.summary.pending,
-        "unknown_writers": stream.summary.unknown,
+        "pending": stream.summary.pending_count,
+        "unknown_writers": stream.summary.unknown_writers,
         "oldest_gap": None
         if oldest is None
         else {
@@ -172,7 +176,7 @@ def _stream_fields(stream: StreamStatus, now: float) -> dict[str, Any]:
         },
         "linear_lag": None if stream.summary.linear_lag is None else _lag_fields(stream.summary.linear_lag, now),
         "open_transactions": stream.summary.transactions,
-        "deferred": stream.summary.deferred,
+        "deferred": stream.summary.deferred_writers,
         "requeued": [
             {"writer": requeue.writer, "since": requeue.since, "gone": requeue.gone, "problem": requeue.problem}
             for requeue in stream.requeues
@@ -221,13 +225,13 @@ def _writer_rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
     """A row for each writer. Only the first row has the name, the linear position and the oldest open IDs of the
     stream."""
     head = [stream.stream, str(stream.linear)]
-    oldest = "" if stream.summary.oldest is None else open_ids_text(stream.summary.oldest, now)
+    oldest = "" if stream.summary.oldest_blocker is None else open_ids_text(stream.summary.oldest_blocker, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
         seen = "" if writer.last_seen is None else f"{duration(now - writer.last_seen.timestamp())} ago"
         yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), seen, oldest)
         head, oldest = ["", ""], ""
-    for name in stream.summary.unknown:
+    for name in stream.summary.unknown_writers:
         writer_name, _, epoch = name.rpartition("/")
         yield (*head, writer_name, epoch, "not joined", "", "", oldest)
         head, oldest = ["", ""], ""
@@ -258,7 +262,9 @@ def _bridge_lines(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def _source_problem(stream: StreamStatus, source: Source, now: float) -> str:
-    return open_ranges.source_problem(source, stream.home, now, stream.reading, is_bridged=stream.bridge is not None)
+    return open_ranges.source_problem(
+        source, stream.home_partition, now, stream.read_status, is_bridged=stream.bridge is not None
+    )
 
 
 def _source_lines(stream: StreamStatus, now: float) -> Iterator[str]:
@@ -272,10 +278,10 @@ def _lag_lines(stream: StreamStatus, now: float) -> Iterator[str]:
     if lag is None or is_brief(lag.since, now):
         return
     age = "" if lag.since is None else f" for {duration(now - lag.since / 1000)}"
-    yield f"blocked{age}, lag {count(lag.ids, 'ID')}"
+    yield f"blocked{age}, lag {count(lag.id_count, 'ID')}"
     for cause in lag.blockers:
         yield blocker_text(cause, now)
-    if (more := lag.count - len(lag.blockers)) > 0:
+    if (more := lag.blocker_count - len(lag.blockers)) > 0:
         yield f"and for {count(more, 'more writer')}"
 
 
@@ -301,7 +307,7 @@ def _transaction_lines(stream: StreamStatus, _: float) -> Iterator[str]:
 
 
 def _deferred_lines(stream: StreamStatus, _: float) -> Iterator[str]:
-    for name in stream.summary.deferred:
+    for name in stream.summary.deferred_writers:
         writer = name.rpartition("/")[0]
         yield (
             f"records of {writer} are deferred, because the writer has too many pending ranges; the pipeline requeues"

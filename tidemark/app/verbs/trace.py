@@ -161,9 +161,9 @@ class IdTrace:
     unknown: list[str] = field(default_factory=list)
 
 
-def read_from_postgres(history: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
-    """Make a trace from the data in Postgres. `encoded`: the current state of the stream."""
-    current = codec.decode(encoded)
+def read_from_postgres(history: IdInspection, stream: str, encoded_state: bytes, id: int) -> IdTrace:
+    """Make a trace from the data in Postgres. `encoded_state`: the current state of the stream."""
+    current = codec.decode(encoded_state)
     signed = current.direction.signed
     is_allocated = not current.direction.opposes(Direction.of(id)) and abs(id) <= current.allocated
     has_passed = is_allocated and abs(id) <= current.linear.position
@@ -197,9 +197,9 @@ def _writers_below(current: StreamState, id: int) -> Iterator[WriterAtId]:
         yield WriterAtId(name, known.epoch, state, signed(low), signed(top), moment(since))
 
 
-def home_partition(encoded: bytes) -> int | None:
+def home_partition(encoded_state: bytes) -> int | None:
     """The number of the Kafka partition with the stream's records; None if no record has been read yet."""
-    return codec.decode(encoded).home
+    return codec.decode(encoded_state).home
 
 
 def add_records(

@@ -118,7 +118,7 @@ def _quote(text: str) -> str:
 
 _DATABASE_USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",
-    refusals={
+    remedies={
         "28": "check the user and the password in TIDEMARK_POSTGRES_DSN, or TIDEMARK_POSTGRES_PASSWORD",
         "3D": "create the database, or correct its name in TIDEMARK_POSTGRES_DSN",
         "3F": "run `tidemark migrate`",

@@ -69,12 +69,12 @@ class PageBounds(msgspec.Struct, frozen=True):
 
     Attributes:
         per_writer: the largest number of advances of each writer; the oldest ones are left out.
-        most: the largest number of advances of all writers, and also the largest number of late completions.
+        limit: the largest number of advances of all writers, and also the largest number of late completions.
         timeout: the time limit of each statement, in seconds.
     """
 
     per_writer: int
-    most: int
+    limit: int
     timeout: float
 
 
@@ -85,7 +85,7 @@ class StoredPage(msgspec.Struct, frozen=True):
         chains: writer -> (the writer's position after the page, its stored advances in the page, oldest first). The
             list is empty if the advances are no longer stored.
         late: the late completions, oldest first.
-        has_more: whether the page reached `PageBounds.most`. The next page may then have more advances or late
+        has_more: whether the page reached `PageBounds.limit`. The next page may then have more advances or late
             completions.
     """
 
@@ -128,21 +128,21 @@ limit %s
 
 
 def advances_since(
-    connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, most: int | None = None
+    connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, limit: int | None = None
 ) -> dict[tuple[str, str], list[StoredAdvance]]:
     """Read the advances of writers that end beyond given positions.
 
     Args:
         known: (stream, writer, position) for each writer.
         per_writer: the largest number of advances of each writer; the oldest ones are left out.
-        most: the largest number of all advances; None for no limit. If the result has this number, the last chain may
+        limit: the largest number of all advances; None for no limit. If the result has this number, the last chain may
             be incomplete, and other chains may be missing.
 
     Returns:
         (stream, writer) -> advances, oldest first. Writers without advances beyond their position are left out.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
-    rows = execute(connection, _CHAINS, known, per_writer, most, most)
+    rows = execute(connection, _CHAINS, known, per_writer, limit, limit)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows or ():
         advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
         chains.setdefault((stream, writer), []).append(StoredAdvance(advance, linear, batch, time))
@@ -168,27 +168,27 @@ def page_after(
             if abs(position) > abs(position_of(writer))
         }
         known = [(stream, writer, position_of(writer)) for writer in moved]
-        stored = advances_since(connection, known, bounds.per_writer, bounds.most)
-        lates = late_since(connection, [(stream, late)], bounds.most, "oldest").get(stream, [])
-    is_cut = sum(map(len, stored.values())) == bounds.most
+        stored = advances_since(connection, known, bounds.per_writer, bounds.limit)
+        lates = late_since(connection, [(stream, late)], bounds.limit, "oldest").get(stream, [])
+    is_cut = sum(map(len, stored.values())) == bounds.limit
     chains = {writer: (moved[writer], advances) for (_, writer), advances in stored.items()}
     if is_cut:
         writer, (_, advances) = chains.popitem()
         chains[writer] = (advances[-1].advance.id, advances)
     else:
         chains |= {writer: (position, []) for writer, position in moved.items() if writer not in chains}
-    return StoredPage(chains, lates, is_cut or len(lates) == bounds.most)
+    return StoredPage(chains, lates, is_cut or len(lates) == bounds.limit)
 
 
 def late_since(
-    connection: Connection, known: Iterable[tuple[str, int]], most: int, keep: Literal["newest", "oldest"] = "newest"
+    connection: Connection, known: Iterable[tuple[str, int]], limit: int, keep: Literal["newest", "oldest"] = "newest"
 ) -> dict[str, list[StoredLate]]:
     """Read the late completions of streams after given numbers.
 
     Args:
         known: (stream, number). Late completions with higher numbers are read.
-        most: the largest number of late completions for each stream.
-        keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `most`.
+        limit: the largest number of late completions for each stream.
+        keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `limit`.
 
     Returns:
         Stream -> late completions, oldest first. Streams without later late completions are left out.
@@ -208,7 +208,7 @@ def late_since(
         order by stream, late.number
         """,
         known,
-        most,
+        limit,
     )
     for stream, number, writer, epoch, prev, id_, facts, why, batch, time in rows or ():
         late = LateCompletion(writer, epoch, prev, id_, facts, why)
@@ -238,13 +238,13 @@ class StreamChange(msgspec.Struct, frozen=True):
     Attributes:
         linear: the linear position.
         allocated: the highest ID that any record has named.
-        late: the number of the newest late completion; 0 if there is none.
+        last_late_number: the number of the newest late completion; 0 if there is none.
         positions: writer -> position, for the writers that changed.
     """
 
     linear: int
     allocated: int
-    late: int
+    last_late_number: int
     positions: Mapping[str, int]
 
     def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
@@ -257,7 +257,7 @@ class StreamChange(msgspec.Struct, frozen=True):
         """
         return (
             not is_beyond(self.linear, linear)
-            and late >= self.late
+            and late >= self.last_late_number
             and not any(is_beyond(id, positions.get(writer, linear)) for writer, id in self.positions.items())
         )
 
@@ -313,17 +313,17 @@ def changes_since(connection: Connection, since: DurableMark | None, streams: Co
         )
 
 
-def full_changes_since(connection: Connection, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
+def full_changes_since(connection: Connection, since: DurableMark, limit: int, timeout: float) -> FullChanges | None:
     """Read all advances, late completions and positions that were published since a mark, in one transaction.
 
     If the lease has changed since the mark, the result may contain some from before the mark.
 
     Args:
-        most: the largest number of advances.
+        limit: the largest number of advances.
         timeout: the time limit of each statement, in seconds.
 
     Returns:
-        None in three cases: there are more than `most` advances; streams changed, and the stored history begins after
+        None in three cases: there are more than `limit` advances; streams changed, and the stored history begins after
         the mark; or the mark is later than the newest batch, because the mark is of another database or the database
         was restored.
     """
@@ -338,10 +338,10 @@ def full_changes_since(connection: Connection, since: DurableMark, most: int, ti
         stored = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"
         if streams and fetch_value(connection, stored, (begin,)) is None:
             return None
-        rows = connection.execute(_ADVANCES, (begin, most + 1)).fetchall()
-        with_late = [name for name, change in streams.items() if change.late]
+        rows = connection.execute(_ADVANCES, (begin, limit + 1)).fetchall()
+        with_late = [name for name, change in streams.items() if change.last_late_number]
         lates = connection.execute(_LATES, (with_late, begin)).fetchall()
-    if len(rows) > most:
+    if len(rows) > limit:
         return None
     changes = FullChanges({}, {}, streams)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows:
@@ -417,7 +417,7 @@ from (
 _GAPS: LiteralString = """
 select writer, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps
 where stream = %(stream)s and opened_at <= %(until)s and (closed_at is null or closed_at >= %(since)s)
-order by coalesce(closed_at, %(until)s) - opened_at desc limit %(most)s
+order by coalesce(closed_at, %(until)s) - opened_at desc limit %(limit)s
 """
 
 
@@ -441,15 +441,15 @@ class StreamHistoryChart(msgspec.Struct, frozen=True):
     Attributes:
         since: the start of the first step.
         step: the length of a step.
-        lag: the largest lag in each step, in seconds.
-        moved: writer -> the number of IDs that its position passed in each step.
+        lag_seconds: the largest lag in each step, in seconds.
+        moved_ids_by_writer: writer -> the number of IDs that its position passed in each step.
         gaps: gaps that were open at some time of the chart, oldest first; at most `MAX_CHART_GAPS`.
     """
 
     since: datetime
     step: timedelta
-    lag: list[float]
-    moved: dict[str, list[int]]
+    lag_seconds: list[float]
+    moved_ids_by_writer: dict[str, list[int]]
     gaps: list[GapSpan]
 
 
@@ -457,25 +457,25 @@ class _LagSteps(msgspec.Struct):
     """Known IDs and linear positions of a chart, by step. Each step has the length `LAG_STEP`. All IDs are magnitudes.
 
     Attributes:
-        known: step -> the highest ID that became known in the step. Steps without a new ID are left out.
-        linear: step -> the linear position at the end of the step. Steps without a move are left out.
+        known_id_by_step: step -> the highest ID that became known in the step. Steps without a new ID are left out.
+        linear_by_step: step -> the linear position at the end of the step. Steps without a move are left out.
     """
 
-    known: dict[int, int] = msgspec.field(default_factory=dict)
-    linear: dict[int, int] = msgspec.field(default_factory=dict)
+    known_id_by_step: dict[int, int] = msgspec.field(default_factory=dict)
+    linear_by_step: dict[int, int] = msgspec.field(default_factory=dict)
 
     def add_known(self, step: int, id: int) -> None:
-        self.known[step] = max(self.known.get(step, 0), id)
+        self.known_id_by_step[step] = max(self.known_id_by_step.get(step, 0), id)
 
     def lag(self, count: int) -> Iterator[int]:
         """Yield the lag at the end of each of `count` steps, as a number of steps. `linear` must have step 0."""
         waiting: list[tuple[int, int]] = []  # (step, ID): each ID was the highest when it became known
         highest = position = 0
         for step in range(count):
-            if (id := self.known.get(step, 0)) > highest:
+            if (id := self.known_id_by_step.get(step, 0)) > highest:
                 highest = id
                 waiting.append((step, id))
-            position = self.linear.get(step, position)
+            position = self.linear_by_step.get(step, position)
             while waiting and waiting[0][1] <= position:
                 waiting.pop(0)
             yield step - waiting[0][0] if waiting else 0
@@ -538,7 +538,7 @@ class LagHistory:
         """Read the history of a stream from `seconds` before `until` to `until`, as a chart with `steps` steps."""
         window = timedelta(seconds=seconds)
         since, step = until - window, window / steps
-        values = {"stream": stream, "since": since, "until": until, "step": LAG_STEP, "most": MAX_CHART_GAPS}
+        values = {"stream": stream, "since": since, "until": until, "step": LAG_STEP, "limit": MAX_CHART_GAPS}
         moves = self._session.fetch_tuples(_MOVES, values)
         gaps = [GapSpan(*row) for row in self._session.fetch_tuples(_GAPS, values)]
         fine = _LagSteps()
@@ -546,15 +546,19 @@ class LagHistory:
         for second, writer, known, linear, width in moves:
             number = int(second / LAG_STEP.total_seconds())
             fine.add_known(number, known)
-            fine.linear[number] = max(fine.linear.get(number, 0), linear)
+            fine.linear_by_step[number] = max(fine.linear_by_step.get(number, 0), linear)
             if writer:
                 moved.setdefault(writer, [0] * steps)[min(steps - 1, int(second / step.total_seconds()))] += width
         for gap in gaps:
             fine.add_known(max(0, int((gap.opened - since) / LAG_STEP)), abs(gap.top))
         # Reading the position before the first move in the window is too expensive. That position was at or below the
         # lower end of each gap that was open then.
-        first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear_positions([stream]).get(stream, 0))
-        fine.linear.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
+        first = (
+            fine.linear_by_step[min(fine.linear_by_step)]
+            if fine.linear_by_step
+            else abs(self.linear_positions([stream]).get(stream, 0))
+        )
+        fine.linear_by_step.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
         lags = [*fine.lag(int(window / LAG_STEP))]
         size = len(lags) / steps
         bounds = [(int(number * size), int((number + 1) * size)) for number in range(steps)]

@@ -340,7 +340,7 @@ class StreamBatches:
         linear: the current linear position.
         positions: writer -> current position.
         epochs: writer -> current epoch.
-        retired: the writers that are retired now.
+        retired_writers: the writers that are retired now.
         gaps: all stored gaps.
         batches: the stored batches with an advance in the stream, oldest first.
         overrides: the stored overrides that batches applied, in the order of their application.
@@ -350,7 +350,7 @@ class StreamBatches:
     linear: int
     positions: dict[str, int]
     epochs: dict[str, int]
-    retired: set[str]
+    retired_writers: set[str]
     gaps: list[StoredGap]
     batches: list[StoredBatch] = field(default_factory=list)
     overrides: list[AppliedOverride] = field(default_factory=list)
@@ -473,12 +473,12 @@ class LateCompletions:
         self._session = session
         self._override_log = OverrideLog(session)
 
-    def newest(self, stream: str | None, most: int, *, with_resolved: bool) -> list[StoredLateCompletion]:
+    def newest(self, stream: str | None, limit: int, *, with_resolved: bool) -> list[StoredLateCompletion]:
         """The newest late completions, newest first.
 
         Args:
             stream: the stream; None for all streams.
-            most: the largest number of late completions.
+            limit: the largest number of late completions.
             with_resolved: whether to include resolved late completions.
 
         Raises:
@@ -490,7 +490,7 @@ class LateCompletions:
             StoredLateCompletion,
             _LATE + " where (%s::text is null or stream = %s) and (%s or r.act is null)"
             " order by l.number desc limit %s",
-            (stream, stream, with_resolved, most),
+            (stream, stream, with_resolved, limit),
         )
 
     def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[StoredLateCompletion]:
@@ -498,13 +498,13 @@ class LateCompletions:
         query = _LATE + " where stream = %s and l.number = any(%s) order by l.number"
         return self._session.fetch_all(StoredLateCompletion, query, (stream, list(numbers)))
 
-    def containing(self, stream: str, id: int, most: int) -> list[StoredLateCompletion]:
-        """The late completions whose range contains `id`, oldest first; at most `most`."""
+    def containing(self, stream: str, id: int, limit: int) -> list[StoredLateCompletion]:
+        """The late completions whose range contains `id`, oldest first; at most `limit`."""
         return self._session.fetch_all(
             StoredLateCompletion,
             _LATE + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
-            " order by l.number limit %(most)s",
-            {"stream": stream, "id": id, "most": most},
+            " order by l.number limit %(limit)s",
+            {"stream": stream, "id": id, "limit": limit},
         )
 
     def resolve(self, completions: Sequence[StoredLateCompletion], by: str, why: str) -> list[StoredLateCompletion]:
@@ -551,8 +551,8 @@ class IdInspection(StreamInspection):
             BatchAdvance.of_row,
             _ADVANCES
             + " from tidemark.advances_of(%(stream)s) where abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
-            " order by time, writer limit %(most)s",
-            {"stream": stream, "id": id, "most": MAX_ROWS},
+            " order by time, writer limit %(limit)s",
+            {"stream": stream, "id": id, "limit": MAX_ROWS},
         )
 
     def first_batch_reaching(self, stream: str, id: int, since: datetime) -> LinearPassed | None:

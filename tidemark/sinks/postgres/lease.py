@@ -41,12 +41,12 @@ select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 1
 TOKENS_PER_SECOND = 2**20
 
 
-def next_token(last: int, clock: int) -> int:
-    """Create a token that is higher than `last`. Another process is unlikely to create the same random part.
+def next_token(last_token: int, clock_seconds: int) -> int:
+    """Create a token that is higher than `last_token`. Another process is unlikely to create the same random part.
 
-    `clock`: the database's time in seconds since 1970. The clock may have been set back.
+    `clock_seconds`: the database's time in seconds since 1970. The clock may have been set back.
     """
-    return max(last, clock * TOKENS_PER_SECOND) + 1 + secrets.randbelow(TOKENS_PER_SECOND - 1)
+    return max(last_token, clock_seconds * TOKENS_PER_SECOND) + 1 + secrets.randbelow(TOKENS_PER_SECOND - 1)
 
 
 def session_name(token: int) -> str:
@@ -256,7 +256,7 @@ class _Waiter:
         return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
     def _note_missing_session(self, connection: Connection, token: int) -> bool:
-        """Note whether the owner of `token` has a session, by its advisory lock.
+        """Record whether the owner of `token` has a session, by its advisory lock.
 
         Returns whether the owner has been without a session for the grace period.
         """

@@ -217,16 +217,16 @@ class OverrideLog:
         rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
-    def newest(self, stream: str | None, most: int) -> list[OverrideEntry]:
-        """Overrides of `stream` (None: of all streams), newest first; at most `most`.
+    def newest(self, stream: str | None, limit: int) -> list[OverrideEntry]:
+        """Overrides of `stream` (None: of all streams), newest first; at most `limit`.
 
         Includes overrides whose record was not sent by a command of Tidemark.
         """
         return self._session.fetch_all(
             OverrideEntry,
             _ALL_OVERRIDES + " where %(stream)s::text is null or stream = %(stream)s"
-            " order by time desc, number desc limit %(most)s",
-            {"stream": stream, "most": most},
+            " order by time desc, number desc limit %(limit)s",
+            {"stream": stream, "limit": limit},
         )
 
     def has_stream(self, name: str) -> bool:
@@ -236,13 +236,13 @@ class OverrideLog:
     def stream_names(self) -> list[str]:
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams")]
 
-    def containing(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
-        """Overrides of `stream` whose range contains `id`, oldest first; at most `most`."""
+    def containing(self, stream: str, id: int, limit: int) -> list[OverrideEntry]:
+        """Overrides of `stream` whose range contains `id`, oldest first; at most `limit`."""
         return self._session.fetch_all(
             OverrideEntry,
             _ALL_OVERRIDES + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
-            " order by time, number limit %(most)s",
-            {"stream": stream, "id": id, "most": most},
+            " order by time, number limit %(limit)s",
+            {"stream": stream, "id": id, "limit": limit},
         )
 
     def with_number(self, number: int) -> OverrideEntry | None:
@@ -263,7 +263,7 @@ def _require_stored(is_stored: object, override: LoggedOverride) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PolicyChange:
-    override: int
+    override_number: int
     outcome: str
 
 
@@ -304,10 +304,11 @@ class PolicyTable:
                 change = fetch_one(
                     connection,
                     _PolicyChange,
-                    "select act as override, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
+                    "select act as override_number, outcome"
+                    " from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
                     (name, [*changes], [*changes.values()], by, why),
                 )
             except NoDataFound as error:
                 raise BadRecord("not_set", first_line(error)) from None
         assert change is not None
-        return change.override, change.outcome
+        return change.override_number, change.outcome

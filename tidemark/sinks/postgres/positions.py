@@ -166,7 +166,7 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
         from unnest(%s::text[], %s::text[]) as gone (stream, writer)
         where (p.stream, p.writer) = (gone.stream, gone.writer)
         """,
-        ((s.stream, writer) for _, s in batch.streams() for writer in s.dropped),
+        ((s.stream, writer) for _, s in batch.streams() for writer in s.dropped_writers),
     )
     return changed
 

@@ -124,24 +124,26 @@ def _partitions_before(connection: Connection, day: date) -> list[HistoryPartiti
     )
 
 
-def _drop(connection: Connection, old: HistoryPartition, day: date) -> list[str]:
-    name = sql.Identifier("tidemark", old.name)
-    needs_session = old.parent is not None and not old.is_pending  # CONCURRENTLY is refused in a transaction
-    if not old.is_owned or (needs_session and _is_pooled(connection)):
+def _drop(connection: Connection, old_partition: HistoryPartition, day: date) -> list[str]:
+    name = sql.Identifier("tidemark", old_partition.name)
+    needs_session = (
+        old_partition.parent is not None and not old_partition.is_pending
+    )  # CONCURRENTLY is refused in a transaction
+    if not old_partition.is_owned or (needs_session and _is_pooled(connection)):
         return [gone for (gone,) in connection.execute("select tidemark.drop_history_before(%s)", (day,))]
-    if old.parent is not None:
-        how = sql.SQL("finalize" if old.is_pending else "concurrently")
-        parent = sql.Identifier("tidemark", old.parent)
+    if old_partition.parent is not None:
+        how = sql.SQL("finalize" if old_partition.is_pending else "concurrently")
+        parent = sql.Identifier("tidemark", old_partition.parent)
         connection.execute(sql.SQL("alter table {} detach partition {} {}").format(parent, name, how))
     connection.execute(sql.SQL("drop table {}").format(name))
-    return [old.name]
+    return [old_partition.name]
 
 
 def _is_pooled(connection: Connection) -> bool:
     return isinstance(connection, SessionConnection) and connection.is_pooled
 
 
-def _readers(connection: Connection, old: HistoryPartition) -> str:
+def _readers(connection: Connection, old_partition: HistoryPartition) -> str:
     rows = connection.execute(
         """
         select distinct format('%%s (pid %%s)', coalesce(nullif(application_name, ''), usename), pid)
@@ -150,7 +152,7 @@ def _readers(connection: Connection, old: HistoryPartition) -> str:
                 and relname = any(%s)))
             and granted and pid <> pg_backend_pid() and datname = current_database() order by 1
         """,
-        ([old.name, old.parent or old.name],),
+        ([old_partition.name, old_partition.parent or old_partition.name],),
     )
     return ", ".join(text for (text,) in rows) or "sessions that have ended"
 
@@ -163,7 +165,7 @@ def _first_days(connection: Connection, today: date, retention: Retention) -> di
 
 
 def oldest_stored_day(connection: Connection, today: date, retention: Retention) -> date:
-    """The first day whose advances must be stored: the policy with the most days counts, because streams share rows."""
+    """The first day whose advances must be stored. Streams share rows, so the policy with the most days decides."""
     return min(_first_days(connection, today, retention).values())
 
 

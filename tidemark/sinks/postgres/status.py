@@ -11,7 +11,7 @@ from typing import Final, Literal, LiteralString, Self
 import msgspec
 
 from tidemark.common.postgres_session import (
-    BRIDGE_LOCK,
+    BRIDGE_LOCK_SPACE,
     Connection,
     Dsn,
     PostgresSession,
@@ -85,12 +85,12 @@ class ReadStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         since: the time since which the pipeline has had the lease, in seconds since 1970.
-        lagging: the numbers of the lagging partitions of all topics: see `LaggingPartition`. If a partition lags, a
-            missing record does not show that a writer of the facts partition with this number is silent.
+        lagging_partitions: the numbers of the lagging partitions of all topics: see `LaggingPartition`. If a partition
+            lags, a missing record does not show that a writer of the facts partition with this number is silent.
     """
 
     since: float
-    lagging: frozenset[int]
+    lagging_partitions: frozenset[int]
 
 
 MAX_OVERRIDES = 5  # the largest number of overrides in the status
@@ -122,7 +122,7 @@ class BridgeStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         is_connected: whether the process has a session in the primary; None if this database is a replica.
-        since: the time at which the session began; None without a session, or if this user may not see the session.
+        since: the time at which the session began; None if there is no session, or if this user may not see it.
     """
 
     is_connected: bool | None
@@ -276,7 +276,7 @@ class ConditionReader:
                     and lock.database = (select oid from pg_database where datname = current_database())
                 left join pg_stat_activity using (pid)
                 """,
-                [BRIDGE_LOCK],
+                [BRIDGE_LOCK_SPACE],
             ).fetchall()
         return {stream: BridgeStatus(is_connected, since) for stream, is_connected, since in rows}
 
@@ -422,7 +422,7 @@ class Audit:
         return chain[-1].advance.id if chain else None
 
     def history_faults(
-        self, stream: str | None, most: int, parts: int = 1, on_part: Callable[[], object] = lambda: None
+        self, stream: str | None, limit: int, parts: int = 1, on_part: Callable[[], object] = lambda: None
     ) -> list[HistoryFault]:
         """Check the stored history, in one snapshot, and return the faults ordered by stream and writer.
 
@@ -431,7 +431,7 @@ class Audit:
 
         Args:
             stream: the stream to check; None for all streams.
-            most: the largest number of faults to return.
+            limit: the largest number of faults to return.
             parts: the number of parts.
             on_part: called after each checked part.
         """
@@ -439,10 +439,12 @@ class Audit:
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
             for part in range(parts):
-                query = {"stream": stream, "most": most, "parts": parts, "part": part}
+                query = {"stream": stream, "limit": limit, "parts": parts, "part": part}
                 faults += fetch_all(connection, HistoryFault, _FAULTS, query)
                 on_part()
-        return sorted(faults, key=lambda fault: (fault.stream, fault.writer))[:most]  # stable: by place within a writer
+        return sorted(faults, key=lambda fault: (fault.stream, fault.writer))[
+            :limit
+        ]  # stable: by place within a writer
 
     def count_advances(self) -> int:
         """The number of stored advances."""
@@ -494,7 +496,7 @@ select stream, writer, fault, expected, found from (
     select c.stream, c.writer, 'regress', c.linear, s.linear, abs(c.id) from chained c
         join tidemark.streams s using (stream) where newest and abs(c.linear) > abs(s.linear)
 ) faults (stream, writer, fault, expected, found, place)
-order by stream, writer, place limit %(most)s
+order by stream, writer, place limit %(limit)s
 """
 
 

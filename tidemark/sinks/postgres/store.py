@@ -57,11 +57,11 @@ class RememberedSetup:
     """The setup of the last start, with which the next start must agree.
 
     Attributes:
-        shards: the number of shards; None before the first start.
+        shard_count: the number of shards; None before the first start.
         topics: name -> (Kafka's topic ID, number of partitions); empty before the first start.
     """
 
-    shards: int | None
+    shard_count: int | None
     topics: dict[str, tuple[str, int]]
 
 
@@ -71,16 +71,16 @@ class StreamPositions(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         linear: the linear position.
         allocated: the highest ID that any record has named.
-        late: the number of the newest late completion; 0 if there is none.
+        last_late_number: the number of the newest late completion; 0 if there is none.
         positions: writer -> position. Forgotten writers are left out.
-        forgotten: writers that retired long ago. They must not be in Redis.
+        forgotten_writers: writers that retired long ago. They must not be in Redis.
     """
 
     linear: int
     allocated: int
-    late: int
+    last_late_number: int
     positions: dict[str, int]
-    forgotten: frozenset[str]
+    forgotten_writers: frozenset[str]
 
 
 class Postgres:
@@ -257,13 +257,14 @@ class Postgres:
             return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
     def remember_setup(self, remembered: RememberedSetup) -> None:
-        """Store the setup. Keeps stored topics that `remembered` lacks; None as `shards` keeps the stored number."""
+        """Store the setup. Keeps stored topics that `remembered` lacks; None as `shard_count` keeps the stored
+        number."""
         with self._batches.use() as connection, connection.transaction():
-            if remembered.shards is not None:
+            if remembered.shard_count is not None:
                 connection.execute(
                     "insert into tidemark.pipeline (shards) values (%s)"
                     " on conflict (singleton) do update set shards = excluded.shards",
-                    (remembered.shards,),
+                    (remembered.shard_count,),
                 )
             execute(
                 connection,
@@ -321,15 +322,15 @@ class Postgres:
         with self._reads.use() as connection:
             return history.changes_since(connection, since, streams)
 
-    def full_changes_since(self, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
+    def full_changes_since(self, since: DurableMark, limit: int, timeout: float) -> FullChanges | None:
         """Read all advances and late completions since a mark: see `history.full_changes_since`."""
         with self._reads.use() as connection:
-            return history.full_changes_since(connection, since, most, timeout)
+            return history.full_changes_since(connection, since, limit, timeout)
 
-    def late_since(self, known: Iterable[tuple[str, int]], most: int) -> dict[str, list[StoredLate]]:
-        """Read the newest late completions of streams after given numbers, oldest first: see `history.late_since`."""
+    def late_since(self, known: Iterable[tuple[str, int]], limit: int) -> dict[str, list[StoredLate]]:
+        """Read late completions of streams after given numbers: see `history.late_since`."""
         with self._reads.use() as connection:
-            return history.late_since(connection, known, most)
+            return history.late_since(connection, known, limit)
 
     def apply_retention(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, delete expired history, and forget retired writers.

@@ -122,14 +122,14 @@ def find_refusal(connection: Connection, batch: Batch) -> str | None:
 
 
 # SQLSTATE classes: cardinality, data, constraints, check options, program limits, and PL/pgSQL (raised by triggers).
-_CONTENT_ERROR_CLASSES = ("21", "22", "23", "44", "54", "P0")
+_CONTENT_SQLSTATE_CLASSES = ("21", "22", "23", "44", "54", "P0")
 
 
 def is_about_content(error: psycopg.Error) -> bool:
     """Whether Postgres or psycopg refused the values to be written, so that another attempt would fail too."""
     if error.sqlstate is None:  # psycopg cannot send the value, such as a NUL character in a text
         return isinstance(error, psycopg.DataError)
-    return error.sqlstate[:2] in _CONTENT_ERROR_CLASSES
+    return error.sqlstate[:2] in _CONTENT_SQLSTATE_CLASSES
 
 
 def _lock_lease_and_detect_repeat(connection: Connection, batch: Batch) -> bool:
@@ -167,8 +167,8 @@ def _lock_lease_and_detect_repeat(connection: Connection, batch: Batch) -> bool:
     if known.fetchone() is not None:
         return True
     last = newest_batch.fetchone()
-    if batch.after is not ... and batch.after != last:
-        raise ChainBroken(*("no batch" if b is None else f"batch {b[0]}/{b[1]}" for b in (batch.after, last)))
+    if batch.previous_batch is not ... and batch.previous_batch != last:
+        raise ChainBroken(*("no batch" if b is None else f"batch {b[0]}/{b[1]}" for b in (batch.previous_batch, last)))
     return False
 
 
@@ -188,7 +188,7 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
             retired = coalesce(excluded.retired, old.retired), updated_at = excluded.updated_at
         """,
         (
-            (s.stream, s.linear, s.allocated, s.direction, shard.shard, s.state, s.retired, shard.now)
+            (s.stream, s.linear, s.allocated, s.direction, shard.shard, s.state, s.retired_table, shard.now)
             for shard, s in batch.streams()
         ),
     )

@@ -35,7 +35,7 @@ from tidemark.sinks.reader.redis import queue_commands as queue_commands
 from tidemark.sinks.reader.redis import read_reply as read_reply
 from tidemark.sinks.reader.redis import send_request as send_request
 from tidemark.sinks.reader.redis import translate_errors as translate_errors
-from tidemark.sinks.reader.requests import LONGEST_WAIT as LONGEST_WAIT
+from tidemark.sinks.reader.requests import LONGEST_WAIT_SECONDS as LONGEST_WAIT_SECONDS
 from tidemark.sinks.reader.requests import Answer as Answer
 from tidemark.sinks.reader.requests import AwaitEntry as AwaitEntry
 from tidemark.sinks.reader.requests import CheckStreamName as CheckStreamName
@@ -52,7 +52,7 @@ from tidemark.sinks.reader.requests import StreamKeys as StreamKeys
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import TOKEN_PATTERN as TOKEN_PATTERN
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
-from tidemark.sinks.reader.wait import GRACE as GRACE
+from tidemark.sinks.reader.wait import GRACE_SECONDS as GRACE_SECONDS
 from tidemark.sinks.reader.wait import MonotonicPositions as MonotonicPositions
 from tidemark.sinks.reader.wait import PositionSnapshot, Recovering
 from tidemark.sinks.reader.wait import PublishedPositions as PublishedPositions

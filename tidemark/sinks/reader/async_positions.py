@@ -40,7 +40,7 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.reader.token import Token, as_token
 from tidemark.sinks.reader.wait import (
-    GRACE,
+    GRACE_SECONDS,
     MonotonicPositions,
     PositionSnapshot,
     PublishedPositions,
@@ -110,7 +110,7 @@ class AsyncPositions:
         until: Token | str | int,
         writer: str | None = None,
         timeout: float | None = None,
-        grace: float = GRACE,
+        grace: float = GRACE_SECONDS,
     ) -> PositionSnapshot:
         """Wait until `stream` is complete up to `until`, and return the positions of the stream.
 

@@ -49,15 +49,15 @@ class ReaderCheckpoint:
         place: what the reader has handed over.
         late_part: the number of the late completion that is being read, and the ID up to which its rows were handed
             over; None if no late completion is being read.
-        must_read: ranges in which the reader reads the table regardless of the evidence; see `read_loop`.
-        delivered: ID -> fact that must not be handed over again; see `read_loop`.
+        must_read_ranges: ranges in which the reader reads the table regardless of the evidence; see `read_loop`.
+        delivered_facts: ID -> fact that must not be handed over again; see `read_loop`.
     """
 
     version: int = 0
     place: Place = field(default_factory=Place)
     late_part: tuple[int, int] | None = None
-    must_read: tuple[Range, ...] = ()
-    delivered: Mapping[int, DeliveredFact] = field(default_factory=dict)
+    must_read_ranges: tuple[Range, ...] = ()
+    delivered_facts: Mapping[int, DeliveredFact] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -144,7 +144,7 @@ class CheckpointStore:
         """Store the checkpoint in the open transaction. Does not commit.
 
         Args:
-            checkpoint: the new checkpoint. Its `version` and `delivered` are not stored.
+            checkpoint: the new checkpoint. Its `version` and `delivered_facts` are not stored.
             added: facts to add to the stored delivered facts.
             removed: IDs of facts to remove from the stored delivered facts.
             transaction: the ID of the open transaction, as returned by `lock`.
@@ -170,7 +170,7 @@ class CheckpointStore:
             late=checkpoint.place.late,
             is_settled=checkpoint.place.is_settled,
             part=None if checkpoint.late_part is None else Jsonb(checkpoint.late_part),
-            must_read=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read]),
+            must_read=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read_ranges]),
         )
         if not written:
             yield from self._check_rows_visible()

@@ -160,7 +160,7 @@ AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]
 
 # SQLSTATE, or its first two characters -> what a person must do.
-_REFUSALS: Mapping[str, str] = {
+_REMEDIES: Mapping[str, str] = {
     "25P02": "a statement on the batch's connection failed and its error was swallowed: put statements that may"
     " fail into a savepoint (batch.parking, or `with batch.connection.transaction()`)",
     "28": "check user and password",
@@ -173,7 +173,7 @@ _REFUSALS: Mapping[str, str] = {
 
 
 # SQLSTATE -> the setting of Postgres that ended the transaction.
-_TIME_LIMITS: Mapping[str, str] = {
+_TIME_LIMIT_SETTINGS: Mapping[str, str] = {
     "25P03": "idle_in_transaction_session_timeout",
     "25P04": "transaction_timeout",
 }
@@ -222,7 +222,7 @@ class Databases:
             where = address(self._dsn(role)) if self._dsn(role) else "effects"
             if role == "place" and (setting := _time_limit_setting(cause)):
                 raise BatchTimedOut("Postgres", where, first_line(cause), setting) from error
-            problem = explain_error(cause, where, _REFUSALS, getattr(sessions.get(role), "role", ""))
+            problem = explain_error(cause, where, _REMEDIES, getattr(sessions.get(role), "role", ""))
             if problem is cause:
                 raise
             raise problem from error
@@ -241,8 +241,8 @@ class Databases:
     def name_lock_sessions(self, role: Role, error: Unavailable) -> Unavailable:
         """For a lock time-out, return an error that also names the sessions that may hold the lock.
 
-        Opens a connection to query these sessions. Returns `error` unchanged if it is another error, if the query
-        fails, or if a library of the service opens the transactions.
+        Opens a connection to query these sessions. Returns `error` unchanged if it is not a lock time-out, if the query
+        fails, or if there is no DSN for `role` because a library of the service opens the connections.
         """
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
@@ -263,7 +263,7 @@ class Databases:
 
 def _time_limit_setting(error: psycopg.Error) -> str | None:
     """The setting because of which the server ended an idle or long transaction; None for another error."""
-    if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
+    if (setting := _TIME_LIMIT_SETTINGS.get(error.sqlstate or "")) is not None:
         return setting
     return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None
 

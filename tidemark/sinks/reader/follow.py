@@ -21,7 +21,7 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.reader.events import Advance, Event, Late, LinearMove, MissingLateCompletions, Place, Reread
 from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
-    LONGEST_WAIT,
+    LONGEST_WAIT_SECONDS,
     Answer,
     AwaitEntry,
     CheckStreamName,
@@ -63,7 +63,7 @@ class LinearEvidence:
             self._events.append(event)
 
     def mark_uncertain(self) -> None:
-        """Note that advances may have been missed: the next moves are not `known`."""
+        """Record that advances may have been missed: the next moves are not `known`."""
         self._watched_from = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
@@ -497,5 +497,5 @@ class FollowProgram:
                 return
 
     def _await_entry(self, keys: StreamKeys) -> Generator[Request, Answer, None]:
-        """Wait until the list has an entry after the last one in `keys`, or for `LONGEST_WAIT`."""
-        yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last, LONGEST_WAIT))
+        """Wait until the list has an entry after the last one in `keys`, or for `LONGEST_WAIT_SECONDS`."""
+        yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last, LONGEST_WAIT_SECONDS))

@@ -10,7 +10,7 @@ from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
 MAX_ADVANCES = 10_000  # the most advances of one writer in a page: the newest ones; the ranges before become a `Reread`
-STATEMENT_SECONDS = 4.0  # the time limit of one statement: each statement reads a limited number of rows
+STATEMENT_TIMEOUT_SECONDS = 4.0  # the time limit of one statement: each statement reads a limited number of rows
 
 
 class History:
@@ -35,7 +35,7 @@ class History:
         if positions is None:
             return StreamKeys(None, {}, is_continuous=False)
         return StreamKeys(
-            positions.linear, positions.positions, positions.late, positions.allocated, is_continuous=False
+            positions.linear, positions.positions, positions.last_late_number, positions.allocated, is_continuous=False
         )
 
     def read_page(self, request: ReadHistory) -> StreamHistory:
@@ -45,7 +45,7 @@ class History:
             stream,
             lambda writer: place.positions.get(writer, place.linear),
             place.late,
-            PageBounds(MAX_ADVANCES, request.limit, STATEMENT_SECONDS),
+            PageBounds(MAX_ADVANCES, request.limit, STATEMENT_TIMEOUT_SECONDS),
         )
         return StreamHistory(
             chains={writer: (upto, [*map(_advance, advances)]) for writer, (upto, advances) in page.chains.items()},
@@ -58,7 +58,7 @@ class History:
 
         Returns None if the changes have more than `limit` advances, or if the history does not reach back to the mark.
         """
-        changes = self._postgres.full_changes_since(since, limit, STATEMENT_SECONDS)
+        changes = self._postgres.full_changes_since(since, limit, STATEMENT_TIMEOUT_SECONDS)
         if changes is None:
             return None
         return MissedChanges(

@@ -18,7 +18,7 @@ from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.read_loop import BUSY_PAUSE, Portion, ReadConfig, ReadProgram, Steps
+from tidemark.sinks.reader.read_loop import BUSY_PAUSE_SECONDS, Portion, ReadConfig, ReadProgram, Steps
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
@@ -204,9 +204,9 @@ class PartitionedReadProgram:
         waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
         if entry is None:
-            yield Pause(BUSY_PAUSE if waits else HEARTBEAT_SECONDS)
+            yield Pause(BUSY_PAUSE_SECONDS if waits else HEARTBEAT_SECONDS)
             return
-        seconds = BUSY_PAUSE if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
+        seconds = BUSY_PAUSE_SECONDS if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
         try:
             yield replace(entry, seconds=min(seconds, HEARTBEAT_SECONDS))
         except Unavailable as problem:

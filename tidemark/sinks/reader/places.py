@@ -21,7 +21,7 @@ from tidemark.sinks.reader.token import Token
 
 _USE = DatabaseUse(
     "TIDEMARK_READERS_DSN",
-    refusals={
+    remedies={
         "28": "check user and password in TIDEMARK_READERS_DSN",
         "3D": "create the database, or correct its name in TIDEMARK_READERS_DSN",
         "42501": "grant the user usage on the schema tidemark_reader and select on its tables; to change places and"

@@ -8,7 +8,7 @@ exactly once, even if processes are killed or several copies run.
 late range has up to three parts:
 
 - The part at or below the reader's place. Its rows are handed over as late.
-- The part that the batch passes. The reader reads the table there regardless of the evidence (`must_read`).
+- The part that the batch passes. The reader reads the table there regardless of the evidence (`must_read_ranges`).
 - The part beyond the batch, which belongs to an earlier timeline or to an epoch that never joined. Its rows are handed
   over as late, and stored as `delivered`, so that they are not handed over again if the place reaches them.
 
@@ -64,20 +64,20 @@ class ReadPlan:
     Attributes:
         goal: the place after the batch.
         ranges: the ranges to read, one per writer. All other IDs up to `goal` are proven empty.
-        skipped: (epoch, range) of each advance that has skipped IDs.
+        skipped_ranges: (epoch, range) of each advance that has skipped IDs.
         late: the late completions of the batch, in order.
         missing_late_completions: late completions that no server lists; None if there are none.
         epochs: writer -> its newest epoch in the batch.
-        must_read: the ranges in which the table is read regardless of the evidence.
+        must_read_ranges: the ranges in which the table is read regardless of the evidence.
     """
 
     goal: Place
     ranges: tuple[Range, ...]
-    skipped: tuple[tuple[int, Range], ...]
+    skipped_ranges: tuple[tuple[int, Range], ...]
     late: tuple[Late, ...]
     missing_late_completions: MissingLateCompletions | None
     epochs: Mapping[str, int]
-    must_read: tuple[Range, ...] = ()
+    must_read_ranges: tuple[Range, ...] = ()
 
     def place_before(self, remaining: Sequence[Range]) -> Place:
         """Return the place of the reader while the ranges `remaining` are still to be read."""
@@ -95,7 +95,7 @@ class ReadPlan:
         if any(span.writer is None for span in self.ranges) or not is_beyond(span.id, span.prev):
             return self
         farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
-        farthest += [span.id for span in (*self.ranges, *self.must_read)]
+        farthest += [span.id for span in (*self.ranges, *self.must_read_ranges)]
         if not any(is_beyond(id, span.prev) for id in farthest):
             return self
         return replace(self, ranges=(*self.ranges, span))
@@ -103,7 +103,7 @@ class ReadPlan:
     def select_delivered(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
         """Of facts given as (ID, writer or None), yield those that may complete late again, to store as `delivered`."""
         for id, writer in ids:
-            for epoch, span in self.skipped:
+            for epoch, span in self.skipped_ranges:
                 if span.contains(id) and writer in {None, span.writer}:
                     assert span.writer is not None
                     yield DeliveredFact(id, span.writer, epoch)
@@ -115,7 +115,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     missing_late_completions = next((event for event in events if isinstance(event, MissingLateCompletions)), None)
     must_read = [
-        *checkpoint.must_read,
+        *checkpoint.must_read_ranges,
         *(span for event in events if isinstance(event, Late) for span in passed_by_events(checkpoint, event, goal)),
     ]
     spans: dict[str | None, Range] = {}
@@ -207,7 +207,7 @@ class ReadConfig:
         since: the token after which a reader without a stored place begins.
         rows: the largest number of rows of a portion, unless one fact has more.
         is_replica: whether the table is read from a replica, which must replay the published commits first.
-        observe: called with the progress after each commit, and when everything is read; None: no function.
+        observe: called with the progress after each commit, and when everything is read. None to call nothing.
     """
 
     stream: str
@@ -238,7 +238,7 @@ class Portion:
 
 Steps = Generator[Request | Portion, Answer, None]
 
-BUSY_PAUSE = 0.5  # seconds until a copy tries again if another copy has locked the place
+BUSY_PAUSE_SECONDS = 0.5  # seconds until a copy tries again if another copy has locked the place
 OPERATOR_QUERY_SECONDS = 5.0  # between two queries for changes by operators
 PROGRESS_LOG_SECONDS = 10.0  # between two log lines of a reader that catches up
 
@@ -320,7 +320,7 @@ class ReadProgram:
             except _PlaceMoved as moved:
                 yield CommitTransaction()  # releases the lock; nothing was written
                 if moved.is_locked:
-                    yield PlaceBusy(BUSY_PAUSE)
+                    yield PlaceBusy(BUSY_PAUSE_SECONDS)
             except BatchTimedOut as problem:
                 self._log_timed_out(problem)
                 yield CloseSessions()
@@ -424,7 +424,7 @@ class ReadProgram:
             rest = remaining[RANGES_PER_QUERY:]
             page = (yield from self._page(remaining[:RANGES_PER_QUERY])) if remaining else TablePage([], [])
             remaining = [*page.unread, *rest]
-            new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered]
+            new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered_facts]
             if new:
                 yield self._begin_portion(new, None)
             delivered = read_plan.select_delivered((row[self._config.table.id], self._writer_of(row)) for row in new)
@@ -457,7 +457,7 @@ class ReadProgram:
             rest = span.after(done)
             remaining = [*([rest] if rest else []), *remaining[1:]]
             if late.why == "skipped":
-                rows = [row for row in rows if row[self._config.table.id] not in self._checkpoint.delivered]
+                rows = [row for row in rows if row[self._config.table.id] not in self._checkpoint.delivered_facts]
             if rows or withdrawn:
                 yield self._begin_portion(rows, late, withdrawn)
             position = before.place.positions.get(late.writer, before.place.linear)
@@ -467,8 +467,8 @@ class ReadProgram:
             yield from self._save(replace(self._checkpoint, late_part=(late.number, done)), delivered)
         yield from self._lock()
         reached = replace(self._checkpoint.place, late=late.number)
-        must_read = (*self._checkpoint.must_read, *passed_by_events(before, late, goal))
-        yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
+        must_read = (*self._checkpoint.must_read_ranges, *passed_by_events(before, late, goal))
+        yield from self._save(replace(self._checkpoint, place=reached, must_read_ranges=must_read, late_part=None))
 
     def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
         """Query whether the late completion includes the facts of its range whose writer is NULL.
@@ -519,7 +519,7 @@ class ReadProgram:
 
     def _expired_deliveries(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
         """Yield the delivered IDs that cannot be read again: passed by the place, and of an earlier epoch."""
-        for fact in self._checkpoint.delivered.values():
+        for fact in self._checkpoint.delivered_facts.values():
             position = place.positions.get(fact.writer, place.linear)
             if epochs.get(fact.writer, fact.epoch) > fact.epoch and not is_beyond(fact.id, position):
                 yield fact.id
@@ -537,9 +537,11 @@ class ReadProgram:
     ) -> Generator[Request, Answer, None]:
         """Store the checkpoint, commit the transaction, and report the progress."""
         new, removed = {fact.id: fact for fact in added}, {*expired}
-        delivered = {id: fact for id, fact in {**checkpoint.delivered, **new}.items() if id not in removed}
+        delivered = {id: fact for id, fact in {**checkpoint.delivered_facts, **new}.items() if id not in removed}
         checkpoint = replace(
-            checkpoint, must_read=unread_ranges(checkpoint.must_read, checkpoint.place), delivered=delivered
+            checkpoint,
+            must_read_ranges=unread_ranges(checkpoint.must_read_ranges, checkpoint.place),
+            delivered_facts=delivered,
         )
         version = yield from self.checkpoint_store.save(checkpoint, new.values(), removed, self._transaction_id)
         yield CommitTransaction()

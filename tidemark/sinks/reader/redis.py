@@ -19,7 +19,7 @@ from redis.commands import CoreCommands
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import (
-    LONGEST_WAIT,
+    LONGEST_WAIT_SECONDS,
     AwaitEntry,
     ListEntry,
     ReadKeys,
@@ -42,7 +42,7 @@ from tidemark.sinks.redis.client import (
 )
 from tidemark.streaming.values.limits import Evidence
 
-TIMEOUT = 5.0  # seconds for a connection or an answer
+TIMEOUT_SECONDS = 5.0  # seconds for a connection or an answer
 
 REMEDIES = Remedies(
     access="check user and password of the Redis address",
@@ -104,7 +104,7 @@ class AsyncSession:
             await watch.wait(request)
 
     async def aclose(self) -> None:
-        """Stop the shared reads and waits. Close the client if it is owned."""
+        """Stop the shared reads and the shared waits. Close the client if it is owned."""
         for reads in self._reads.values():
             await reads.aclose()
         for watch in self._watches.values():
@@ -115,7 +115,7 @@ class AsyncSession:
 
 MAX_UNSHARED_CONNECTIONS = 32  # the most connections of an asyncio client that each serve one task
 STREAMS_PER_READ = 100  # the most streams in one transaction of Redis
-SECOND_CONNECTION_WAIT = 0.05  # seconds that the second connection waits before it takes further streams
+SECOND_CONNECTION_WAIT_SECONDS = 0.05  # seconds that the second connection waits before it takes further streams
 
 
 class _SharedReads:
@@ -182,7 +182,7 @@ class _SharedWatch:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, int]]] = {}
+        self._waiting_by_stream: dict[str, dict[asyncio.Future[None], tuple[int, int]]] = {}
         self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by connection; True: the first one
         self._tasks: dict[bool, asyncio.Task[None]] = {}
 
@@ -192,7 +192,7 @@ class _SharedWatch:
         Raises errors of redis-py.
         """
         done, after = asyncio.get_running_loop().create_future(), _parse_entry_number(request.after)
-        self._waiting.setdefault(request.stream, {})[done] = after
+        self._waiting_by_stream.setdefault(request.stream, {})[done] = after
         if True not in self._tasks:
             self._tasks[True] = asyncio.create_task(self._run(is_first=True))
         elif False not in self._tasks and not self._covers(request.stream, after):
@@ -217,13 +217,13 @@ class _SharedWatch:
         try:
             while streams := {
                 stream: min(afters.values())
-                for stream, afters in self._waiting.items()
+                for stream, afters in self._waiting_by_stream.items()
                 if is_first or not self._covers(stream, min(afters.values()))
             }:
                 self._watched[is_first] = streams
-                await self._watch(streams, LONGEST_WAIT if is_first else SECOND_CONNECTION_WAIT)
+                await self._watch(streams, LONGEST_WAIT_SECONDS if is_first else SECOND_CONNECTION_WAIT_SECONDS)
         except BaseException as error:
-            _fail([done for waiting in self._waiting.values() for done in waiting], error)
+            _fail([done for waiting in self._waiting_by_stream.values() for done in waiting], error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -238,16 +238,16 @@ class _SharedWatch:
             stream = lists[_decode(name)]
             first = entries[0] if isinstance(reply, dict) else entries
             newest = _parse_entry_number(_decode(first[0][0]))
-            for done, number in [*self._waiting.get(stream, {}).items()]:
+            for done, number in [*self._waiting_by_stream.get(stream, {}).items()]:
                 if number < newest and not done.done():
                     done.set_result(None)
                     self._remove(stream, done)
 
     def _remove(self, stream: str, done: "asyncio.Future[None]") -> None:
-        waiting = self._waiting.get(stream, {})
+        waiting = self._waiting_by_stream.get(stream, {})
         waiting.pop(done, None)
         if not waiting:
-            self._waiting.pop(stream, None)
+            self._waiting_by_stream.pop(stream, None)
 
 
 def _parse_entry_number(name: str) -> tuple[int, int]:
@@ -292,13 +292,13 @@ class CallerSession:
 
 def open_async_session(redis: "str | RedisAddress | redis.asyncio.Redis") -> AsyncSession:
     if isinstance(redis, str | RedisAddress):
-        return AsyncSession(redis_address(redis).async_client(TIMEOUT), is_owned=True)
+        return AsyncSession(redis_address(redis).async_client(TIMEOUT_SECONDS), is_owned=True)
     return AsyncSession(redis, is_owned=False)
 
 
 def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | CallerSession:
     if isinstance(redis, str | RedisAddress):
-        return RedisSession(redis_address(redis), REMEDIES, TIMEOUT)
+        return RedisSession(redis_address(redis), REMEDIES, TIMEOUT_SECONDS)
     return CallerSession(redis)
 
 

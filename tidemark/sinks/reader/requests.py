@@ -19,7 +19,7 @@ from tidemark.common.errors import ReaderInUse, Unavailable
 from tidemark.common.tasks import cancel_until_done
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-LONGEST_WAIT = 1.0
+LONGEST_WAIT_SECONDS = 1.0
 """The longest wait for a list entry, in seconds. Afterwards the positions are read again, because the retirement of a
 writer moves the linear position without a list entry."""
 
@@ -133,8 +133,9 @@ class StreamHistory:
     """A page of the history of a stream, beyond a place.
 
     Attributes:
-        chains: writer -> (position, advances). Has the writers whose position is beyond the place. The advances are the
-            newest stored ones up to this position, oldest first, and may begin beyond the place.
+        chains: writer -> (position, advances). Has the writers whose position is beyond the place. The advances end at
+            this position and are in ascending order. If older advances are no longer stored, the first advance begins
+            beyond the place.
         late: the late completions with higher numbers than the place's `late`, oldest first.
         has_more: whether another page follows. If so, some writers may be missing, and the position of one writer may
             be lower than the published position.
@@ -238,7 +239,7 @@ class Driver(Generic[R]):
         return self._step
 
     def mark_handed_over(self) -> None:
-        """Note that the caller has taken the current value."""
+        """Record that the caller has taken the current value."""
         self._step = None
 
     def send_answer(self, answer: Answer) -> None:

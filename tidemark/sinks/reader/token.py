@@ -255,7 +255,11 @@ def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
             low, high = int(match[1]), int(match[2] or match[1])
             signs |= {low < 0, high < 0}
             if not 0 < abs(low) <= abs(high) < 2**63 or len(signs) > 1:
-                raise BadToken(text, f"{span!r} is not a range of 64-bit IDs of one sign, the ID nearest to 0 first")
+                raise BadToken(
+                    text,
+                    f"{span!r} is not a valid range: all IDs must be nonzero 64-bit integers of the same sign, and the"
+                    " ID nearest to 0 must come first",
+                )
             sets.setdefault(unquote(name), []).append((abs(low) - 1, abs(high)))
     return {writer: _merge_intervals(intervals) for writer, intervals in sets.items()}
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from tidemark.common.errors import BadToken, NotReached, StreamNotKnown, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.requests import (
-    LONGEST_WAIT,
+    LONGEST_WAIT_SECONDS,
     Answer,
     AwaitEntry,
     CheckStreamName,
@@ -27,7 +27,7 @@ from tidemark.streaming.values.direction import farther, is_beyond
 
 log = get_logger(__name__)
 
-GRACE = 5.0  # the default of `WaitConfig.grace`, in seconds
+GRACE_SECONDS = 5.0  # the default of `WaitConfig.grace`, in seconds
 WARNING_SECONDS = 60.0  # between two warnings that a token is beyond every known ID
 RETRY_SECONDS = 0.2  # between two reads while no server answers
 
@@ -218,7 +218,7 @@ def wait_for_token(
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout
     unknown_since: float | None = None
-    next_log = began + GRACE
+    next_log = began + GRACE_SECONDS
     while True:
         try:
             keys = yield ReadKeys(stream)
@@ -254,7 +254,7 @@ def wait_for_token(
                 allocated=keys.allocated,
                 seconds=round(now - began),
             )
-        yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT, deadline - now))
+        yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT_SECONDS, deadline - now))
 
 
 def target_token(until: Token | str | int, writer: str | None) -> Token:

@@ -477,20 +477,22 @@ def slot_function(client: Any) -> Callable[[str], int]:
     return lambda _: 0
 
 
-def group_by_slot(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], most: int) -> list[list[_Item]]:
+def group_by_slot(
+    items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], max_size: int
+) -> list[list[_Item]]:
     """Group items into calls, so that all streams of a call are in one slot. The order within a slot is kept.
 
     Args:
         items: (stream, size, item).
         slot: maps a stream to its slot.
-        most: the largest total size of a call. An item with a larger size gets a call of its own.
+        max_size: the largest total size of a call. An item with a larger size gets a call of its own.
     """
     calls: list[list[_Item]] = []
     newest: dict[int, tuple[list[_Item], int]] = {}
     for stream, size, item in items:
         number = slot(stream)
-        call, total = newest.get(number, ([], most))
-        if total + size > most:
+        call, total = newest.get(number, ([], max_size))
+        if total + size > max_size:
             call, total = [], 0
             calls.append(call)
         call.append(item)

@@ -36,7 +36,7 @@ class Mirror:
         self._redis = redis
         self._fence = fence
         self._streams_written_since_comparison: set[str] = set()  # since the last comparison of all streams
-        self._has_compared = False
+        self._is_compared_with_postgres = False
         self._compare_lock = threading.Lock()
         self._compared_positions: dict[str, tuple[int, int]] = {}
         self._sentinel_number = 0
@@ -46,12 +46,12 @@ class Mirror:
         self._redis.check()
 
     def publish(self, batch: Batch, committed: CommitResult) -> int:
-        if not self._has_compared:
+        if not self._is_compared_with_postgres:
             # Redis may lack batches that earlier processes committed, and a batch must not follow an incomplete stream.
             self._refill_before_first_batch()
         if committed.is_repeat:
             # Only Postgres has the outcome of the first attempt.
-            return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
+            return self.refill(sorted({stream.stream for _, stream in batch.streams()})).stream_count
         # Faulty streams need a refill, because earlier batches are missing too.
         changes = [change for change in changes_of_batch(batch, committed) if change.stream not in self._redis.faults]
         with self._lock:
@@ -98,14 +98,14 @@ class Mirror:
     def _refill_before_first_batch(self) -> None:
         """Refill all streams, unless this sink has done so before. Waits while another thread refills all streams."""
         with self._compare_lock:
-            if not self._has_compared:
+            if not self._is_compared_with_postgres:
                 self._refill_all()
 
     def _refill_all(self) -> RefillResult:
         linear: dict[str, tuple[int, int]] = {}
         refilled = self._refill(self._postgres.streams(), linear)
         with self._lock:
-            self._compared_positions, self._has_compared = linear, True
+            self._compared_positions, self._is_compared_with_postgres = linear, True
             self._streams_written_since_comparison.difference_update(linear)
         return refilled
 
@@ -237,7 +237,7 @@ def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> boo
         snapshot.linear is None
         or abs(snapshot.linear) < abs(stored.linear)
         or abs(snapshot.allocated) < abs(stored.allocated)
-        or snapshot.last_late_number < stored.late
+        or snapshot.last_late_number < stored.last_late_number
         or not (snapshot.is_token_current and snapshot.is_in_stream_names)
     )
 
@@ -249,7 +249,7 @@ def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
     return snapshot.positions != stored.positions and any(
         writer not in stored.positions or abs(position) > abs(stored.positions[writer])
         for writer, position in snapshot.positions.items()
-        if writer not in stored.forgotten
+        if writer not in stored.forgotten_writers
     )
 
 
@@ -257,7 +257,7 @@ def _count_affected_writers(snapshot: RedisPositions, stored: StreamPositions) -
     """The number of writers whose position in Redis is missing, is outdated or must be removed."""
     if snapshot.positions == stored.positions:
         return 0
-    return len(_outdated_writers(snapshot, stored)) + len(stored.forgotten & snapshot.positions.keys())
+    return len(_outdated_writers(snapshot, stored)) + len(stored.forgotten_writers & snapshot.positions.keys())
 
 
 def _outdated_writers(snapshot: RedisPositions, stored: StreamPositions) -> list[str]:

@@ -152,7 +152,7 @@ def _parse_positions(answer: bytes, *, is_in_stream_names: bool) -> RedisPositio
 
 
 def _expected_token(linear: int | None, positions: dict[str, int]) -> str | None:
-    """The token that `publish.lua` writes for these positions; None without a linear position.
+    """The token that `publish.lua` writes for these positions; None if there is no linear position.
 
     Fast for a stream whose writers are all at or below the linear position.
     """
@@ -250,7 +250,7 @@ def changes_of_batch(batch: Batch, committed: CommitResult) -> list[Change]:
 
 def _is_visible(effects: StreamEffects) -> bool:
     moved = effects.linear != effects.linear_prev or effects.allocated != effects.allocated_prev
-    return moved or bool(effects.writers or effects.late or effects.dropped)
+    return moved or bool(effects.writers or effects.late or effects.dropped_writers)
 
 
 def _change_of_stream(origin: tuple[str, str], effects: StreamEffects, committed: CommitResult) -> Change:
@@ -270,7 +270,7 @@ def _change_of_stream(origin: tuple[str, str], effects: StreamEffects, committed
     positions = [(writer, str(position)) for writer, position in rows if reached.get(writer) != position]
     numbers = committed.late_numbers.get(name, [])
     late = [_late_entry(number, late, *origin) for number, late in zip(numbers, effects.late, strict=True)]
-    return Change(name, linear, entries, positions, late, effects.dropped, str(effects.allocated))
+    return Change(name, linear, entries, positions, late, effects.dropped_writers, str(effects.allocated))
 
 
 def change_of_history(
@@ -299,7 +299,7 @@ def change_of_history(
         ],
         positions=[(writer, str(position)) for writer, position in stored.positions.items()],
         late=[_late_entry(item.number, item.late, str(item.batch), str(item.time)) for item in late],
-        dropped=sorted(stored.forgotten),
+        dropped=sorted(stored.forgotten_writers),
         allocated=str(stored.allocated),
     )
 

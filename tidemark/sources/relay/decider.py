@@ -70,17 +70,17 @@ class Decision:
     Attributes:
         stream_epoch: the stream, with the epochs of its writers.
         facts: the rows of the outbox in ascending order of their IDs. A row can also be a void (`is_void`).
-        voids: the IDs that have no row in the outbox, and no fact.
-        announced: ranges in which the named writer has no fact.
-        previously_published: the IDs that have no row, but were published before the database went back. These IDs may
-            have had facts.
+        void_ids: the IDs that have no row in the outbox, and no fact.
+        announced_ranges: ranges in which the named writer has no fact.
+        previously_published_ids: the IDs that have no row, but were published before the database went back. These IDs
+            may have had facts.
     """
 
     stream_epoch: StreamEpoch
     facts: Sequence[AppendedFact]
-    voids: Intervals
-    announced: Sequence[EmptyRange] = ()
-    previously_published: Intervals = NO_INTERVALS
+    void_ids: Intervals
+    announced_ranges: Sequence[EmptyRange] = ()
+    previously_published_ids: Intervals = NO_INTERVALS
 
     def without_rows(self) -> "Decision":
         """A copy in which the facts have no rows, to free memory."""
@@ -89,7 +89,7 @@ class Decision:
     def edge_ids(self) -> dict[str, Intervals]:
         """Writer's name on Kafka -> the IDs that the decision settles one by one as edges of that writer.
 
-        The database's own writer gets the IDs without a fact. Ranges in `announced` are not included.
+        The database's own writer gets the IDs without a fact. Ranges in `announced_ranges` are not included.
         """
         by_writer: dict[str, list[int]] = {self.stream_epoch.database_writer: []}
         for fact in self.facts:
@@ -97,8 +97,8 @@ class Decision:
         own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in by_writer.items()}
         return own | {
             self.stream_epoch.database_writer: own[self.stream_epoch.database_writer]
-            .union(self.voids)
-            .union(self.previously_published)
+            .union(self.void_ids)
+            .union(self.previously_published_ids)
         }
 
     def row_ids(self) -> Intervals:
@@ -114,8 +114,8 @@ class _StreamState:
         stream_epoch: the stream, with the epochs of its writers.
         evidence: the evidence for the stream's IDs.
         chains: the chains of the stream's writers; None if the stream has one writer, whose chain is cut at every ID.
-        acknowledged: the IDs above the floor whose edges Kafka has acknowledged.
-        rows_sent: the IDs above the floor whose outbox rows Kafka has acknowledged.
+        acknowledged_ids: the IDs above the floor whose edges Kafka has acknowledged.
+        acknowledged_row_ids: the IDs above the floor whose outbox rows Kafka has acknowledged.
         problem: why the stream is blocked; None if it is not blocked.
         epoch_ends: writer -> the ID at which the writer's epoch ends. Only epochs whose end this decider has found.
     """
@@ -123,13 +123,13 @@ class _StreamState:
     stream_epoch: StreamEpoch
     evidence: StreamEvidence
     chains: WriterChains | None
-    acknowledged: Intervals = field(default=NO_INTERVALS)
-    rows_sent: Intervals = field(default=NO_INTERVALS)
+    acknowledged_ids: Intervals = field(default=NO_INTERVALS)
+    acknowledged_row_ids: Intervals = field(default=NO_INTERVALS)
     problem: UnsuitableSequence | None = None
     epoch_ends: dict[str, int] = field(default_factory=dict)
 
     def end_epoch(self, writer: str, id: int) -> None:
-        """Note that the writer's epoch ends at `id`, and remove the writer's chain.
+        """Record that the writer's epoch ends at `id`, and remove the writer's chain.
 
         The writer has no fact between the floor and `id`. The writer joins again before its facts beyond `id` are
         published. Does nothing if the stream has one writer, if the writer is unknown, or if the epoch ended earlier.
@@ -270,13 +270,13 @@ class Decider:
         head = sequences.read_head(self._connection, stream, snapshot, max(known, snapshot.known_head))
         misplaced = self._misplaced_row_query.result.get(stream.number, MisplacedRows(None, None))
         state.problem = snapshot.sequence.problem(stream)
-        if state.problem is None and (misplaced.highest or 0) > head:
-            state.problem = snapshot.sequence.lag_problem(stream, max(misplaced.highest or 0, snapshot.known_head))
+        if state.problem is None and (misplaced.highest_id or 0) > head:
+            state.problem = snapshot.sequence.lag_problem(stream, max(misplaced.highest_id or 0, snapshot.known_head))
         self.is_outdated |= (snapshot.version, snapshot.floor) != (state.stream_epoch.version, state.evidence.floor)
         if state.problem is not None:
             return known
         self.is_outdated |= (
-            head < max(known, snapshot.known_head) or misplaced.lowest is not None or snapshot.foreign_write > 0
+            head < max(known, snapshot.known_head) or misplaced.lowest_id is not None or snapshot.foreign_write > 0
         )
         return head
 
@@ -301,7 +301,7 @@ class Decider:
         empty = state.evidence.note_rows(ranges.up_to(page.read_upto), [fact.id for fact in page.facts])
         if not (page.facts or empty):
             return []
-        regressed_from = state.stream_epoch.regressed_from
+        regressed_from = state.stream_epoch.regressed_from_id
         decision = Decision(
             state.stream_epoch, page.facts, empty.above(regressed_from), (), empty.up_to(regressed_from)
         )
@@ -333,15 +333,15 @@ class Decider:
                     self.streams_without_common_cut.add(stream)
 
     def note_acknowledged(self, decision: Decision) -> None:
-        """Note that Kafka has acknowledged all records of a decision. `raise_floors` uses this information."""
+        """Record that Kafka has acknowledged all records of a decision. `raise_floors` uses this information."""
         state = self._streams[decision.stream_epoch.stream.number]
-        state.rows_sent = state.rows_sent.union(decision.row_ids())
+        state.acknowledged_row_ids = state.acknowledged_row_ids.union(decision.row_ids())
         for writer, ids in decision.edge_ids().items():
-            state.acknowledged = state.acknowledged.union(ids)
+            state.acknowledged_ids = state.acknowledged_ids.union(ids)
             if state.chains is not None:
                 state.chains.note_acknowledged(writer, ids)
         if state.chains is not None:
-            for writer, ids in ranges_by_writer(decision.announced).items():
+            for writer, ids in ranges_by_writer(decision.announced_ranges).items():
                 state.chains.note_acknowledged(writer, ids)
 
     def raise_floors(self, max_streams: int | None = None) -> Generator[str]:
@@ -359,20 +359,20 @@ class Decider:
             if raised == max_streams:
                 break
             floor = state.evidence.floor
-            reached = state.acknowledged.contiguous_end(floor)
+            reached = state.acknowledged_ids.contiguous_end(floor)
             if state.chains is not None:
                 reached = state.chains.max_floor(reached)
             if reached > floor:
                 raised += 1
                 self._last_raised_stream = state.stream_epoch.stream.number
                 yield "raise floor"
-                rows, version = state.rows_sent.up_to(reached), state.stream_epoch.version
+                rows, version = state.acknowledged_row_ids.up_to(reached), state.stream_epoch.version
                 if not queries.raise_floor(self._connection, state.stream_epoch.stream, version, floor, reached, rows):
                     self.is_outdated = True
                     continue
                 state.evidence.floor = reached
-                state.acknowledged = state.acknowledged.above(reached)
-                state.rows_sent = state.rows_sent.above(reached)
+                state.acknowledged_ids = state.acknowledged_ids.above(reached)
+                state.acknowledged_row_ids = state.acknowledged_row_ids.above(reached)
                 if state.chains is not None:
                     state.chains.note_floor(reached)
                 self.is_outdated |= any(id <= reached for id in state.epoch_ends.values())

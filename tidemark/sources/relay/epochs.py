@@ -56,9 +56,9 @@ class StreamEpoch:
         timeline: the timeline of the JOINs.
         database_writer: the name of the database's own writer in `writers`.
         writers: name on Kafka -> writer, of the writers whose epochs have not ended.
-        retiring: the writers whose epochs have ended, and whose RETIREs Kafka has not acknowledged.
-        regressed_from: every ID up to this one was published before the database went back. If such an ID has no row,
-            it may have had a fact, so it is not declared void. 0 if the database never went back.
+        retiring_writers: the writers whose epochs have ended, and whose RETIREs Kafka has not acknowledged.
+        regressed_from_id: every ID up to this one was published before the database went back. If such an ID has no
+            row, it may have had a fact, so it is not declared void. 0 if the database never went back.
         regression: why a new timeline begins now; empty if none begins.
     """
 
@@ -69,8 +69,8 @@ class StreamEpoch:
     timeline: DatabaseStart
     database_writer: str
     writers: Mapping[str, WriterEpoch]
-    retiring: Sequence[WriterEpoch] = ()
-    regressed_from: int = 0
+    retiring_writers: Sequence[WriterEpoch] = ()
+    regressed_from_id: int = 0
     regression: str = ""
 
     def kafka_name(self, writer: str) -> str:
@@ -109,7 +109,7 @@ class StreamEpoch:
         signed, stream = self.stream.direction.signed, self.stream.name
         return [
             Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.sent_upto))
-            for writer in self.retiring
+            for writer in self.retiring_writers
         ]
 
 
@@ -136,7 +136,7 @@ def begin(
         unknown_writers: writers without a current epoch. Each gets a new epoch.
 
     Returns:
-        The streams. A dropped stream has only writers in `retiring`.
+        The streams. A dropped stream has only writers in `retiring_writers`.
 
     Raises:
         BadSetting: the streams were published with another name of the database's own writer.
@@ -321,7 +321,7 @@ def store_acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -
         [
             (stream_epoch.stream.number, writer.name, writer.epoch, writer.state)
             for stream_epoch in streams
-            for writer in [*stream_epoch.writers.values(), *stream_epoch.retiring]
+            for writer in [*stream_epoch.writers.values(), *stream_epoch.retiring_writers]
             if writer.state != "joined"
         ],
     )

@@ -29,14 +29,14 @@ class LockOwner(NamedTuple):
     """A transaction that may own undecided IDs, and a writer's lock that the transaction holds.
 
     Attributes:
-        transaction: the number of the transaction (64 bits).
-        writer: the second half of the lock's key; None if the locks were not queried.
-        exclusive: whether the lock is exclusive. Only a transaction that retires the writer holds an exclusive lock.
+        transaction_number: the number of the transaction (64 bits).
+        writer_key: the second half of the lock's key; None if the locks were not queried.
+        is_exclusive: whether the lock is exclusive. Only a transaction that retires the writer holds an exclusive lock.
     """
 
-    transaction: int
-    writer: int | None = None
-    exclusive: bool = False
+    transaction_number: int
+    writer_key: int | None = None
+    is_exclusive: bool = False
 
 
 RANGES_AT_ONCE = 2000
@@ -54,33 +54,37 @@ class _UndecidedGroup:
 
     Attributes:
         owners: the transactions that may own the IDs and have not ended.
-        unread: the IDs for which the outbox was not read since a transaction last left `owners`.
-        absent: the IDs for which the outbox was read since a transaction last left `owners`, and had no row.
+        unread_ids: the IDs for which the outbox was not read since a transaction last left `owners`.
+        absent_ids: the IDs for which the outbox was read since a transaction last left `owners`, and had no row.
     """
 
     owners: frozenset[LockOwner]
-    unread: Intervals
-    absent: Intervals = NO_INTERVALS
+    unread_ids: Intervals
+    absent_ids: Intervals = NO_INTERVALS
 
-    def without_ended(self, running: frozenset[int], lock_owners: frozenset[LockOwner] | None) -> "_UndecidedGroup":
+    def without_ended(
+        self, running_transactions: frozenset[int], lock_owners: frozenset[LockOwner] | None
+    ) -> "_UndecidedGroup":
         """A copy without the owners that have ended. If the locks were queried, also without owners that hold no lock.
 
-        If a transaction has left `owners`, the outbox must be read again: all IDs of the copy are `unread`.
+        If a transaction has left `owners`, the outbox must be read again: all IDs of the copy are `unread_ids`.
         """
         if lock_owners is None:
-            owners = frozenset(lock for lock in self.owners if lock.transaction in running)
+            owners = frozenset(lock for lock in self.owners if lock.transaction_number in running_transactions)
         else:
-            transactions_without_writer = {lock.transaction for lock in self.owners if lock.writer is None}
+            transactions_without_writer = {lock.transaction_number for lock in self.owners if lock.writer_key is None}
             owners = frozenset(
-                lock for lock in lock_owners if lock.transaction in transactions_without_writer or lock in self.owners
+                lock
+                for lock in lock_owners
+                if lock.transaction_number in transactions_without_writer or lock in self.owners
             )
         if _transaction_numbers(owners) == _transaction_numbers(self.owners):
             return replace(self, owners=owners)
-        return _UndecidedGroup(owners, self.unread.union(self.absent))
+        return _UndecidedGroup(owners, self.unread_ids.union(self.absent_ids))
 
     def merge(self, other: "_UndecidedGroup") -> "_UndecidedGroup":
         return _UndecidedGroup(
-            self.owners | other.owners, self.unread.union(other.unread), self.absent.union(other.absent)
+            self.owners | other.owners, self.unread_ids.union(other.unread_ids), self.absent_ids.union(other.absent_ids)
         )
 
 
@@ -115,18 +119,18 @@ class StreamEvidence:
     @property
     def undecided_count(self) -> int:
         """The number of IDs up to the head that are not decided."""
-        return sum(group.unread.width() + group.absent.width() for group in self._groups)
+        return sum(group.unread_ids.width() + group.absent_ids.width() for group in self._groups)
 
     @property
     def decided_upto(self) -> int:
         """The highest ID up to which every ID is decided."""
-        parts = [part for group in self._groups for part in (group.unread, group.absent) if part]
+        parts = [part for group in self._groups for part in (group.unread_ids, group.absent_ids) if part]
         return min([self.head, *(int(part.lows[0]) for part in parts)])
 
     @property
     def has_unread(self) -> bool:
         """Whether `unread_ranges` is not empty: the outbox can be read now, before another transaction ends."""
-        return any(group.unread for group in self._groups)
+        return any(group.unread_ids for group in self._groups)
 
     @property
     def needs_locks(self) -> bool:
@@ -136,27 +140,29 @@ class StreamEvidence:
         `_LOCK_QUERY_EVERY` observations.
         """
         if self._has_several_writers:
-            unknown = any(lock.writer is None for lock in self._owners)
+            unknown = any(lock.writer_key is None for lock in self._owners)
         else:
             unknown = not _transaction_numbers(self._owners) <= self._locking_transactions
         return unknown or (bool(self._owners) and self._observations_since_lock_query >= _LOCK_QUERY_EVERY)
 
-    def observe(self, head: int, running: frozenset[int], lock_owners: frozenset[LockOwner] | None = None) -> None:
+    def observe(
+        self, head: int, running_transactions: frozenset[int], lock_owners: frozenset[LockOwner] | None = None
+    ) -> None:
         """Add an observation. The three values must be read in the order of the arguments.
 
         Args:
             head: the highest ID of the stream that was given out.
-            running: the numbers of the running transactions.
+            running_transactions: the numbers of the running transactions.
             lock_owners: the running transactions that hold locks of the stream's writers; None if not queried.
         """
         self._observations_since_lock_query += 1
         if lock_owners is not None:
             self._locking_transactions = frozenset(_transaction_numbers(lock_owners))
             self._observations_since_lock_query = 0
-        groups = [group.without_ended(running, lock_owners) for group in self._groups]
+        groups = [group.without_ended(running_transactions, lock_owners) for group in self._groups]
         self._owners = frozenset().union(*(group.owners for group in groups))
         if head > self.head:
-            owners = frozenset(map(LockOwner, running)) if lock_owners is None else lock_owners
+            owners = frozenset(map(LockOwner, running_transactions)) if lock_owners is None else lock_owners
             groups.append(_UndecidedGroup(owners, Intervals.of([(self.head, head)])))
             self.head = head
         by_owners: dict[frozenset[LockOwner], _UndecidedGroup] = {}
@@ -172,14 +178,14 @@ class StreamEvidence:
         """The ID ranges of the outbox to read next, in ascending order; at most `RANGES_AT_ONCE`."""
         ids = NO_INTERVALS
         for group in self._groups:
-            ids = ids.union(group.unread)
+            ids = ids.union(group.unread_ids)
         return ids.lowest(RANGES_AT_ONCE)
 
     def undecided_ids(self, writers: Collection[int] | None) -> Intervals:
         """The undecided IDs that may belong to a writer.
 
-        If the writer may retire at an undecided ID, all higher IDs count as undecided too. Otherwise a range that was
-        announced above that ID would contradict the RETIRE.
+        If the writer may retire at an undecided ID, all higher IDs count as undecided too: a range that was announced
+        above that ID would contradict the RETIRE.
 
         Args:
             writers: the second halves of the keys of the writer's locks. None for the database's own writer: any ID may
@@ -187,13 +193,17 @@ class StreamEvidence:
         """
         undecided, end = NO_INTERVALS, self.head
         for group in self._groups:
-            owners = [lock for lock in group.owners if writers is None or lock.writer is None or lock.writer in writers]
-            ids = group.unread.union(group.absent) if owners else group.unread
+            owners = [
+                lock
+                for lock in group.owners
+                if writers is None or lock.writer_key is None or lock.writer_key in writers
+            ]
+            ids = group.unread_ids.union(group.absent_ids) if owners else group.unread_ids
             undecided = undecided.union(ids)
-            if any(owner.exclusive or owner.writer is None for owner in owners):
+            if any(owner.is_exclusive or owner.writer_key is None for owner in owners):
                 end = min([end, *ids.lows[:1].tolist()])
             else:
-                end = min([end, *group.unread.lows[:1].tolist()])
+                end = min([end, *group.unread_ids.lows[:1].tolist()])
         return (
             undecided
             if writers is None
@@ -201,7 +211,7 @@ class StreamEvidence:
         )
 
     def note_rows(self, ranges: Intervals, ids: Collection[int], deleted_upto: int = 0) -> Intervals:
-        """Note which rows the outbox has. The IDs that have a row are decided.
+        """Record which rows the outbox has. The IDs that have a row are decided.
 
         Args:
             ranges: the IDs that were queried.
@@ -216,14 +226,14 @@ class StreamEvidence:
             present = present.union(Intervals.of([(0, deleted_upto)]))
         voids, groups = NO_INTERVALS, list[_UndecidedGroup]()
         for group in self._groups:
-            covered = group.unread.intersection(ranges)
+            covered = group.unread_ids.intersection(ranges)
             missing = covered.difference(present)
-            absent = group.absent.above(deleted_upto)
+            absent = group.absent_ids.above(deleted_upto)
             if group.owners:
                 absent = absent.union(missing)
             else:
                 voids = voids.union(missing)
-            unread = group.unread.difference(covered)
+            unread = group.unread_ids.difference(covered)
             if unread or absent:
                 groups.append(_UndecidedGroup(group.owners, unread, absent))
         self._groups = groups
@@ -231,7 +241,7 @@ class StreamEvidence:
 
 
 def _transaction_numbers(lock_owners: Collection[LockOwner]) -> set[int]:
-    return {lock.transaction for lock in lock_owners}
+    return {lock.transaction_number for lock in lock_owners}
 
 
 def iterate_ids(ids: Intervals) -> Iterator[int]:
@@ -252,14 +262,14 @@ class _WriterChain:
 
     Attributes:
         sent_upto: a cut of the chain. Kafka has everything of the writer up to this ID.
-        sent: the IDs beyond `sent_upto` that sent edges cover.
-        acknowledged: the IDs beyond `sent_upto` that acknowledged edges cover.
+        sent_ids: the IDs beyond `sent_upto` that sent edges cover.
+        acknowledged_ids: the IDs beyond `sent_upto` that acknowledged edges cover.
     """
 
     def __init__(self, sent_upto: int) -> None:
         self.sent_upto = sent_upto
-        self.sent = NO_INTERVALS
-        self.acknowledged = NO_INTERVALS
+        self.sent_ids = NO_INTERVALS
+        self.acknowledged_ids = NO_INTERVALS
 
 
 class WriterChains:
@@ -280,13 +290,13 @@ class WriterChains:
         return len(self._chains)
 
     def note_sent(self, writer: str, ids: Intervals) -> None:
-        """Note that edges of the writer with these IDs are sent."""
+        """Record that edges of the writer with these IDs are sent."""
         if ids:
-            self._chains[writer].sent = self._chains[writer].sent.union(ids)
+            self._chains[writer].sent_ids = self._chains[writer].sent_ids.union(ids)
             self._writers_with_unsent_ranges.add(writer)
 
     def note_common_cut(self, id: int) -> None:
-        """Note that the outbox has a common cut at `id`."""
+        """Record that the outbox has a common cut at `id`."""
         self._common_cuts.append(id)
         self._common_cuts.sort()
         self.last_common_cut = self._common_cuts[-1]
@@ -300,7 +310,7 @@ class WriterChains:
     def needs_common_cut(self, head: int) -> bool:
         """Whether `head` is beyond the last common cut, and a writer's chain of sent edges ends below `head`."""
         return head > self.last_common_cut and any(
-            chain.sent.contiguous_end(chain.sent_upto) < head for chain in self._chains.values()
+            chain.sent_ids.contiguous_end(chain.sent_upto) < head for chain in self._chains.values()
         )
 
     def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
@@ -319,7 +329,7 @@ class WriterChains:
             undecided = undecided_ids(writer) if unsent else NO_INTERVALS
             ready = [bounds for bounds in unsent if not undecided.within(*bounds)]
             announced += (EmptyRange(writer, *bounds) for bounds in ready)
-            chain.sent = chain.sent.union(Intervals.of(ready))
+            chain.sent_ids = chain.sent_ids.union(Intervals.of(ready))
             if len(ready) == len(unsent):
                 self._writers_with_unsent_ranges.discard(writer)
         return announced
@@ -327,17 +337,18 @@ class WriterChains:
     def _unsent_ranges(self, chain: _WriterChain) -> list[tuple[int, int]]:
         """The ranges `(low, high]` of the chain that were not sent, in ascending order. A range that contains common
         cuts is divided at each cut."""
-        top = max([chain.sent_upto, self.last_common_cut, *chain.sent.highs[-1:].tolist()])
+        top = max([chain.sent_upto, self.last_common_cut, *chain.sent_ids.highs[-1:].tolist()])
         ranges = list[tuple[int, int]]()
-        for low, high in chain.sent.missing(chain.sent_upto, top):
+        for low, high in chain.sent_ids.missing(chain.sent_upto, top):
             cuts = [low, *(cut for cut in self._common_cuts if low < cut < high), high]
             ranges += pairwise(cuts)
         return ranges
 
     def note_acknowledged(self, writer: str, ids: Intervals) -> None:
-        """Note that Kafka has the edges of the writer with these IDs. Does nothing if the writer's epoch has ended."""
+        """Record that Kafka has acknowledged the writer's edges with these IDs. Does nothing if the writer's epoch has
+        ended."""
         if (chain := self._chains.get(writer)) is not None:
-            chain.acknowledged = chain.acknowledged.union(ids)
+            chain.acknowledged_ids = chain.acknowledged_ids.union(ids)
 
     def max_floor(self, limit: int) -> int:
         """The highest ID, at most `limit`, to which the floor can be raised: Kafka has every chain up to that ID."""
@@ -349,10 +360,10 @@ class WriterChains:
 
     def _floor_limit(self, chain: _WriterChain) -> int:
         """The highest ID to which the floor can be raised with regard to this chain; 2**63 - 1 without a limit."""
-        position = chain.acknowledged.contiguous_end(chain.sent_upto)
-        if chain.sent.contiguous_end(chain.sent_upto) > position:
+        position = chain.acknowledged_ids.contiguous_end(chain.sent_upto)
+        if chain.sent_ids.contiguous_end(chain.sent_upto) > position:
             return position
-        above = chain.sent.above(position)
+        above = chain.sent_ids.above(position)
         cuts = [*above.lows[:1].tolist(), *(cut - 1 for cut in self._common_cuts if cut > position)]
         return min(cuts, default=2**63 - 1)
 

@@ -26,15 +26,15 @@ from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
 
-SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.045
+SHORTEST_ROUND_PAUSE_SECONDS, LONGEST_ROUND_PAUSE_SECONDS = 0.005, 0.045
 """Seconds between two rounds: the first after a position has moved, the second after a while without moves."""
-_LONGEST_IDLE_PAUSE = 0.5
+_LONGEST_IDLE_PAUSE_SECONDS = 0.5
 """Seconds until the next round while the database is idle. The round begins earlier if a sequence gives out an ID."""
 IDS_AT_ONCE = 50_000
 """The largest number of IDs that one query reads from the outbox."""
 _LOCK_KEY = 1
-"""The second half of the key of the advisory lock. The first half is `queries.LOCK`. The relay's key ends with 0."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""The second half of the key of the advisory lock; 0 in the relay's key. The first half is `queries.LOCK_KEY_BASE`."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
 """Shortest and longest pause before the next attempt after a failure, in seconds."""
 
 
@@ -144,7 +144,7 @@ class PositionDecider:
             return False
         self._connection.execute(
             "call tidemark.await_ids(%s::integer[], %s::bigint[], %s::float8, %s::float8)",
-            [[*seen], [sequence.last for sequence in seen.values()], pause, max_seconds],
+            [[*seen], [sequence.last_id for sequence in seen.values()], pause, max_seconds],
         )
         return True
 
@@ -294,7 +294,7 @@ class LocalPositions:
         self._session = session
         self._halt = halt
         self._is_local = is_local
-        self._standby = StandbyLocks(queries.LOCK)
+        self._standby = StandbyLocks(queries.LOCK_KEY_BASE)
         self._problem = ""
 
     def run(self) -> None:
@@ -309,7 +309,7 @@ class LocalPositions:
             self._session.close()
 
     def _run(self) -> None:
-        backoff, has_schema = Backoff(FIRST_PAUSE, LONGEST_PAUSE), False
+        backoff, has_schema = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), False
         while not self._halt.is_set():
             try:
                 with self._session.use() as connection:
@@ -332,7 +332,7 @@ class LocalPositions:
                 self._halt.wait(backoff.next())
 
     def _decide(self, decider: PositionDecider, failures: Backoff) -> None:
-        pause = Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2)
+        pause = Backoff(SHORTEST_ROUND_PAUSE_SECONDS, LONGEST_ROUND_PAUSE_SECONDS, 1.2)
         while not self._halt.is_set():
             if _run_steps(decider.run_round()):
                 pause.reset()
@@ -341,7 +341,9 @@ class LocalPositions:
             if decider.has_backlog:
                 continue
             seconds = pause.next()
-            if seconds < LONGEST_ROUND_PAUSE or not decider.wait_for_ids(LONGEST_ROUND_PAUSE, _LONGEST_IDLE_PAUSE):
+            if seconds < LONGEST_ROUND_PAUSE_SECONDS or not decider.wait_for_ids(
+                LONGEST_ROUND_PAUSE_SECONDS, _LONGEST_IDLE_PAUSE_SECONDS
+            ):
                 self._halt.wait(seconds)
 
 

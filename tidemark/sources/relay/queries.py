@@ -28,7 +28,7 @@ from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 
-LOCK = 1414087749
+LOCK_KEY_BASE = 1414087749
 """The base of the keys of advisory locks. The first half of a writer's lock key is this number plus the stream's
 number; the second half is the hash of the writer's name. The SQL functions contain this number too. The relay's own
 locks use the stream number 0, which no stream has."""
@@ -64,13 +64,13 @@ class AppendedFact:
         id: the stream ID (a magnitude).
         rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a common cut are
             the names of the writers whose epochs end at the ID.
-        bytes: an upper bound of the size of the fact's rows and the JSON around them, in bytes.
+        size_bytes: an upper bound of the size of the fact's rows and the JSON around them, in bytes.
         writer: the name of the writer; `COMMON_CUT` for a common cut, and empty for the writer of the database.
     """
 
     id: int
     rows: Sequence[bytes]
-    bytes: int
+    size_bytes: int
     writer: str = ""
 
     @property
@@ -100,7 +100,7 @@ class Page:
         read_upto: the ranges were read up to this ID.
         floor: the floor of the stream, from the same snapshot; 0 if the stream was dropped.
         version: the version of the stream, from the same snapshot; -1 if the stream was dropped.
-        bytes: the sum of `AppendedFact.bytes`.
+        bytes: the sum of `AppendedFact.size_bytes`.
     """
 
     facts: Sequence[AppendedFact]
@@ -119,17 +119,17 @@ _HAS_SEQUENCE: LiteralString = """
 """
 
 
-def read_lock_owners(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockOwner]]:
+def read_lock_owners(connection: Connection, running_transactions: Collection[int]) -> dict[int, frozenset[LockOwner]]:
     """Query the transactions that hold the lock of a writer now: number of the stream -> transactions and locks.
 
-    Two kinds of transactions are left out, because they had reserved no ID when `running` was read, or have ended:
-    transactions that are not in `running`, and transactions without a lock on the stream's sequence. `nextval` takes
-    the lock on the sequence until the end of the transaction. Any user can take the advisory lock, but only the
-    functions of the schema `tidemark` can use the sequence.
+    Two kinds of transactions are left out, because they had reserved no ID when `running_transactions` was read, or
+    have ended: transactions that are not in `running_transactions`, and transactions without a lock on the stream's
+    sequence. `nextval` takes the lock on the sequence until the end of the transaction. Any user can take the advisory
+    lock, but only the functions of the schema `tidemark` can use the sequence.
 
     Args:
         connection: a session of the database.
-        running: the numbers of the running transactions (64 bits), read before this call.
+        running_transactions: the numbers of the running transactions (64 bits), read before this call.
     """
     rows = connection.execute(
         """
@@ -142,9 +142,9 @@ def read_lock_owners(connection: Connection, running: Collection[int]) -> dict[i
             and held.database = (select oid from pg_database where datname = current_database())
             and """
         + _HAS_SEQUENCE,
-        [LOCK],
+        [LOCK_KEY_BASE],
     ).fetchall()
-    whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # pg_locks has only the lower half of a number
+    whole = {xid & 0xFFFF_FFFF: xid for xid in running_transactions}  # pg_locks has only the lower half of a number
     owners: dict[int, set[LockOwner]] = {}
     for number, xid, writer, exclusive in rows:
         if xid in whole:
@@ -183,7 +183,7 @@ def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, m
     ).fetchall()
     floor, version = rows[0][:2] if rows else (0, -1)  # a dropped stream has no row
     facts = [AppendedFact(*fact) for _, _, *fact in rows if fact[0] is not None]
-    size = sum(fact.bytes for fact in facts)
+    size = sum(fact.size_bytes for fact in facts)
     whole = len(facts) < ROWS_AT_ONCE and size < max_bytes
     return Page(facts, int(ranges.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
@@ -241,27 +241,27 @@ def describe_common_cut_lock_sessions(connection: Connection, stream: AppendStre
             and objid = hashtext(%s)::oid
             and database = (select oid from pg_database where datname = current_database())
         """,
-        [LOCK + stream.number, COMMON_CUT],
+        [LOCK_KEY_BASE + stream.number, COMMON_CUT],
     ).fetchall()
     return describe_sessions(connection, [pid for (pid,) in rows]) or "a session that has ended"
 
 
 def raise_floor(
-    connection: Connection, stream: AppendStream, version: int, old: int, new: int, sent_ids: Intervals
+    connection: Connection, stream: AppendStream, version: int, old_floor: int, new_floor: int, sent_ids: Intervals
 ) -> bool:
     """Raise the floor of a stream, and delete the rows that Kafka has, in one transaction.
 
-    Only the rows of `sent_ids` are deleted. Another row up to `new` was committed after its ID had been declared void.
-    Such a row stays below the floor, where `sequences.read_misplaced_rows` finds it. Stores the last cut of each
-    writer's chain up to `new`. Writers whose epochs end at or below `new` become `retiring`.
+    Only the rows of `sent_ids` are deleted. Another row up to `new_floor` was committed after its ID had been declared
+    void. Such a row stays below the floor, where `sequences.read_misplaced_rows` finds it. Stores the last cut of each
+    writer's chain up to `new_floor`. Writers whose epochs end at or below `new_floor` become `retiring`.
 
     Args:
         connection: must not be in a transaction.
         stream: the stream.
         version: the version of the stream that the relay has read.
-        old: the floor that the relay has read (a magnitude).
-        new: the new floor (a magnitude).
-        sent_ids: the IDs up to `new` whose rows Kafka has.
+        old_floor: the floor that the relay has read (a magnitude).
+        new_floor: the new floor (a magnitude).
+        sent_ids: the IDs up to `new_floor` whose rows Kafka has.
 
     Returns:
         False if another relay has changed the stream, if the stream was dropped, or if a restore or a replication has
@@ -315,9 +315,9 @@ def raise_floor(
         {
             "number": stream.number,
             "version": version,
-            "old": old,
-            "new": new,
-            "signed": stream.direction.signed(new),
+            "old": old_floor,
+            "new": new_floor,
+            "signed": stream.direction.signed(new_floor),
             "sign": stream.direction.signed(1),
             "common_cut": COMMON_CUT,
             "lows": lows,
@@ -340,7 +340,7 @@ SCHEMA = Migrations("tidemark.sources.relay", "relay_schema_version", COMMAND)
 
 _USE = DatabaseUse(
     "dsn",
-    refusals={
+    remedies={
         "3F": f"run `{COMMAND}`",
         "42P01": f"run `{COMMAND}`",
         "42803": f"run `{COMMAND}`",  # a restore has created a table, and not yet the table's primary key
@@ -422,6 +422,6 @@ def read_blockers(connection: Connection) -> list[OpenTransaction]:
             and """
         + _HAS_SEQUENCE
         + " order by 8 nulls first, 1, 2",
-        [LOCK],
+        [LOCK_KEY_BASE],
     ).fetchall()
     return [OpenTransaction(*row) for row in rows]

@@ -54,13 +54,13 @@ class _RecordEdge:
         writer: the writer's name on Kafka.
         id: the ID.
         rows: the rows of the fact; empty for a void.
-        bytes: the approximate size of the edge in a RUN record, in bytes.
+        size_bytes: the approximate size of the edge in a RUN record, in bytes.
     """
 
     writer: str
     id: int
     rows: Sequence[Raw]
-    bytes: int
+    size_bytes: int
 
 
 def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX_RUN_BYTES) -> Iterator[bytes]:
@@ -96,7 +96,7 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
             for row in first:
                 yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row))
             yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=last))
-    for empty_range in [*_previously_published_ranges(decision), *decision.announced]:
+    for empty_range in [*_previously_published_ranges(decision), *decision.announced_ranges]:
         epoch = stream_epoch.writers[empty_range.writer].epoch
         prev, id = signed(empty_range.prev), signed(empty_range.id)
         yield records.encode(Position(stream=stream, writer=empty_range.writer, epoch=epoch, prev=prev, id=id))
@@ -109,7 +109,7 @@ def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
     IDs share a range: each earlier edge had one ID, so every range ends at an earlier edge. Otherwise each range has
     one ID.
     """
-    for low, high in decision.previously_published:
+    for low, high in decision.previously_published_ids:
         cuts = [low, high] if len(decision.stream_epoch.writers) == 1 else range(low, high + 1)
         yield from (EmptyRange(decision.stream_epoch.database_writer, prev, id) for prev, id in pairwise(cuts))
 
@@ -121,18 +121,18 @@ def _chains(decision: Decision, max_edges: int, max_bytes: int) -> Iterator[list
     for edge in _edges(decision):
         if chain:
             is_next = edge.writer == chain[0].writer and edge.id == chain[-1].id + 1
-            if not (is_next and len(chain) < max_edges and size + edge.bytes <= max_bytes):
+            if not (is_next and len(chain) < max_edges and size + edge.size_bytes <= max_bytes):
                 yield chain
                 chain, size = [], 0
         chain.append(edge)
-        size += edge.bytes
+        size += edge.size_bytes
     if chain:
         yield chain
 
 
 def _edges(decision: Decision) -> Iterator[_RecordEdge]:
     """The edges of facts and voids in ascending order of their IDs. Raises `MalformedFact`."""
-    voids = iterate_ids(decision.voids)
+    voids = iterate_ids(decision.void_ids)
     next_void = next(voids, None)
     for fact in decision.facts:
         while next_void is not None and next_void < fact.id:
@@ -143,7 +143,7 @@ def _edges(decision: Decision) -> Iterator[_RecordEdge]:
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
             stream = decision.stream_epoch.stream
             raise MalformedFact(stream.name, stream.direction.signed(fact.id), str(error)) from None
-        yield _RecordEdge(decision.stream_epoch.kafka_name(fact.writer), fact.id, rows, fact.bytes)
+        yield _RecordEdge(decision.stream_epoch.kafka_name(fact.writer), fact.id, rows, fact.size_bytes)
     while next_void is not None:
         yield _RecordEdge(decision.stream_epoch.database_writer, next_void, (), _VOID_BYTES)
         next_void = next(voids, None)
@@ -161,22 +161,22 @@ class InFlightDecision:
 
     Attributes:
         decision: the decision, without the rows of its facts.
-        size: the approximate size of the decision's records in bytes.
-        unacknowledged: the number of the decision's records that Kafka has not acknowledged.
+        size_bytes: the approximate size of the decision's records in bytes.
+        unacknowledged_count: the number of the decision's records that Kafka has not acknowledged.
     """
 
     decision: Decision
-    size: int
-    unacknowledged: int = 0
+    size_bytes: int
+    unacknowledged_count: int = 0
 
     def note_acknowledged(self) -> None:
-        """Note that Kafka has acknowledged one record."""
-        self.unacknowledged -= 1
+        """Record that Kafka has acknowledged one record."""
+        self.unacknowledged_count -= 1
 
     def count_records(self, values: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the values unchanged, and add 1 to `unacknowledged` for each value."""
+        """Yield the values unchanged, and add 1 to `unacknowledged_count` for each value."""
         for value in values:
-            self.unacknowledged += 1
+            self.unacknowledged_count += 1
             yield value
 
 
@@ -195,10 +195,10 @@ def send_decision(producer: RecordProducer, decision: Decision, max_run_facts: i
         Refused, Unavailable: an earlier record failed.
     """
     name = decision.stream_epoch.stream.name
-    size = sum(fact.bytes for fact in decision.facts)
-    size += _VOID_RECORD_BYTES * (decision.voids.width() + len(decision.announced))
+    size = sum(fact.size_bytes for fact in decision.facts)
+    size += _VOID_RECORD_BYTES * (decision.void_ids.width() + len(decision.announced_ranges))
     max_bytes = min(MAX_RUN_BYTES, producer.max_value_bytes(name) - _ENVELOPE_BYTES)
-    # `unacknowledged` begins with 1, so that the decision is not acknowledged before all records are sent.
+    # `unacknowledged_count` begins with 1, so that the decision is not acknowledged before all records are sent.
     in_flight = InFlightDecision(decision.without_rows(), size, 1)
     producer.send_all(
         name, in_flight.count_records(encode_decision(decision, max_run_facts, max_bytes)), in_flight.note_acknowledged
@@ -210,11 +210,15 @@ def send_decision(producer: RecordProducer, decision: Decision, max_run_facts: i
 def split_decision(decision: Decision) -> Iterator[Decision]:
     """Split a decision into parts with at most `_VOIDS_AT_ONCE` voids, because each void can become a record of its
     own."""
-    if decision.facts or decision.announced or decision.previously_published:
+    if decision.facts or decision.announced_ranges or decision.previously_published_ids:
         yield Decision(
-            decision.stream_epoch, decision.facts, NO_INTERVALS, decision.announced, decision.previously_published
+            decision.stream_epoch,
+            decision.facts,
+            NO_INTERVALS,
+            decision.announced_ranges,
+            decision.previously_published_ids,
         )
-    for low, high in decision.voids:
+    for low, high in decision.void_ids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decision(decision.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
 
@@ -277,13 +281,13 @@ _NAMES_BYTES = 2 * 4 * 255
 MAX_UNACKNOWLEDGED_BYTES = 16 * 1024 * 1024
 """The largest size of the sent records that Kafka has not acknowledged, in bytes. At this limit, the relay sends
 nothing, and further facts stay in the database."""
-SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.05
+SHORTEST_ROUND_PAUSE_SECONDS, LONGEST_ROUND_PAUSE_SECONDS = 0.005, 0.05
 """Seconds between two queries of the database: the first after a change, the second after a while without changes."""
-_FLOOR_INTERVAL = 1.0
+_FLOOR_INTERVAL_SECONDS = 1.0
 """Seconds between two raises of the floors, and between two updates of the metrics."""
 _FLOORS_AT_ONCE = 500
 """The largest number of streams whose floors are raised between two rounds, each in its own transaction."""
-_COMMON_CUT_INTERVAL = 1.0
+_COMMON_CUT_INTERVAL_SECONDS = 1.0
 """The shortest time between two common cuts of a stream, in seconds. See `evidence`."""
 _CHAINS_PER_SECOND = 200
 """The largest number of chains that common cuts cut in a second. With more chains the pause between two common cuts is
@@ -321,7 +325,7 @@ class AppendRelay(RunLoop):
         max_run_facts: int = MAX_RUN_FACTS,
         heartbeat: int = 0,
     ) -> None:
-        super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt, heartbeat)
+        super().__init__(session, SCHEMA, queries.LOCK_KEY_BASE, producer, metrics, halt, heartbeat)
         self._max_run_facts = max_run_facts
         self._configured_writer = writer
         self._writer = writer or ""
@@ -397,7 +401,7 @@ class AppendRelay(RunLoop):
         """Decide and send facts, and raise floors, until `halt` is set, the decider is outdated, or the producer
         changes."""
         backoff, floors_raised_at, metrics_updated_at, last_common_cut = (
-            Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2),
+            Backoff(SHORTEST_ROUND_PAUSE_SECONDS, LONGEST_ROUND_PAUSE_SECONDS, 1.2),
             time.monotonic(),
             0.0,
             time.monotonic(),
@@ -414,16 +418,16 @@ class AppendRelay(RunLoop):
                 self._send(self._unsent.popleft())
             self._process_acknowledgements(decider)
             now = time.monotonic()
-            if now - floors_raised_at >= _FLOOR_INTERVAL:
+            if now - floors_raised_at >= _FLOOR_INTERVAL_SECONDS:
                 _run_steps(decider.raise_floors(_FLOORS_AT_ONCE))
                 floors_raised_at = time.monotonic()
-            if now - last_common_cut >= max(_COMMON_CUT_INTERVAL, decider.chain_count / _CHAINS_PER_SECOND):
+            if now - last_common_cut >= max(_COMMON_CUT_INTERVAL_SECONDS, decider.chain_count / _CHAINS_PER_SECOND):
                 _run_steps(decider.write_common_cuts())
                 self._report_without_common_cut(connection, decider)
                 last_common_cut = now
             if self._switch_to_larger_producer():
                 break
-            if now - metrics_updated_at >= _FLOOR_INTERVAL:
+            if now - metrics_updated_at >= _FLOOR_INTERVAL_SECONDS:
                 self._update_metrics(connection, decider)
                 metrics_updated_at = now
             if self._in_flight:
@@ -460,7 +464,7 @@ class AppendRelay(RunLoop):
 
     def _free_bytes(self) -> int:
         """How many bytes of records may be sent before Kafka acknowledges more; 0 or less if none."""
-        return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size for in_flight in self._in_flight)
+        return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size_bytes for in_flight in self._in_flight)
 
     def _send(self, decision: Decision) -> None:
         self._in_flight.append(send_decision(self._producer, self._without_oversized(decision), self._max_run_facts))
@@ -474,8 +478,8 @@ class AppendRelay(RunLoop):
         stream, signed = decision.stream_epoch.stream.name, decision.stream_epoch.stream.direction.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
         for fact in decision.facts:
-            # `bytes` is an upper bound of the rows and the JSON around them, so a record is rarely encoded here.
-            if fact.bytes + _NAMES_BYTES <= limit or (size := largest_record_bytes(decision, fact)) <= limit:
+            # `size_bytes` is an upper bound of the rows and the JSON around them, so a record is rarely encoded here.
+            if fact.size_bytes + _NAMES_BYTES <= limit or (size := largest_record_bytes(decision, fact)) <= limit:
                 fitting.append(fact)
                 continue
             writer, now = decision.stream_epoch.kafka_name(fact.writer), time.monotonic()
@@ -485,16 +489,16 @@ class AppendRelay(RunLoop):
     def _process_acknowledgements(self, decider: Decider) -> None:
         """Poll Kafka's acknowledgements, note the acknowledged decisions in the decider, and update the metrics."""
         self._poll_kafka()
-        for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.unacknowledged]:
+        for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.unacknowledged_count]:
             decider.note_acknowledged(in_flight.decision)
             name = in_flight.decision.stream_epoch.stream.name
             self._metrics.facts.labels(name).inc(sum(1 for fact in in_flight.decision.facts if not fact.is_void))
             self._metrics.voids.labels(name).inc(
-                in_flight.decision.voids.width() + sum(1 for fact in in_flight.decision.facts if fact.is_void)
+                in_flight.decision.void_ids.width() + sum(1 for fact in in_flight.decision.facts if fact.is_void)
             )
         before, self._in_flight = (
             len(self._in_flight),
-            [in_flight for in_flight in self._in_flight if in_flight.unacknowledged],
+            [in_flight for in_flight in self._in_flight if in_flight.unacknowledged_count],
         )
         if len(self._in_flight) < before or not (self._in_flight or self._unsent):
             self._log_recovery()

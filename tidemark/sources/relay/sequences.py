@@ -64,13 +64,13 @@ class SequenceState:
         name: the name of the sequence.
         defect: why the sequence is unfit: `gone`, `unreadable`, or its unsafe options, such as `CACHE 20, CYCLE`. Empty
             if the sequence is fit.
-        last: the last ID that the sequence gave out (a magnitude). None if it gave out no ID since its creation or
+        last_id: the last ID that the sequence gave out (a magnitude). None if it gave out no ID since its creation or
             restart, or if it is gone or unreadable.
     """
 
     name: str
     defect: str
-    last: int | None
+    last_id: int | None
 
     def problem(self, stream: AppendStream) -> UnsuitableSequence | None:
         """The reason why no ID of the sequence may be decided, and what to do; None if the sequence is fit."""
@@ -107,7 +107,7 @@ class StreamSnapshot:
 
     Attributes:
         sequence: the sequence of the stream.
-        after: the IDs of the stream begin beyond this one.
+        begins_after: the IDs of the stream begin beyond this one.
         floor: every ID up to the floor is decided, and Kafka has the records.
         version: the version of the stream's epochs.
         published_bound: the stored upper bound of the published IDs (see `queries.store_heads`); 0 if none is stored.
@@ -115,7 +115,7 @@ class StreamSnapshot:
     """
 
     sequence: SequenceState
-    after: int
+    begins_after: int
     floor: int
     version: int
     published_bound: int
@@ -132,12 +132,12 @@ class MisplacedRows:
     """The IDs of a stream's misplaced rows (magnitudes).
 
     Attributes:
-        lowest: the lowest ID at or below the floor; None if there is no such row.
-        highest: the highest ID beyond the head; None if there is no such row.
+        lowest_id: the lowest ID at or below the floor; None if there is no such row.
+        highest_id: the highest ID beyond the head; None if there is no such row.
     """
 
-    lowest: int | None
-    highest: int | None
+    lowest_id: int | None
+    highest_id: int | None
 
 
 def read_snapshots(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
@@ -182,8 +182,8 @@ def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnap
     """Return the highest ID that the sequence gave out (a magnitude).
 
     If `snapshot` has no last ID, the sequence is new, restarted or unfit. If the sequence is fit and `known_head` is
-    beyond `snapshot.after`, the function queries the next ID of the sequence, and returns the ID before. Otherwise it
-    returns `snapshot.after`.
+    beyond `snapshot.begins_after`, the function queries the next ID of the sequence, and returns the ID before.
+    Otherwise it returns `snapshot.begins_after`.
 
     Args:
         connection: a session of the database.
@@ -191,10 +191,10 @@ def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnap
         snapshot: the result of `read_snapshots` for the stream.
         known_head: the highest ID that the caller has seen given out (a magnitude).
     """
-    if snapshot.sequence.last is not None:
-        return snapshot.sequence.last
-    if snapshot.sequence.defect or known_head <= snapshot.after:
-        return snapshot.after
+    if snapshot.sequence.last_id is not None:
+        return snapshot.sequence.last_id
+    if snapshot.sequence.defect or known_head <= snapshot.begins_after:
+        return snapshot.begins_after
     # `last_value` is read without the sequence's lock. pg_sequence_last_value takes the lock, so no session is taking
     # an ID at that moment.
     row = connection.execute(
@@ -327,14 +327,16 @@ def find_regressions(connection: Connection) -> list[Regression]:
     for stream, snapshot in observed.items():
         misplaced = misplaced_by_stream.get(stream.number, MisplacedRows(None, None))
         head = read_head(connection, stream, snapshot, snapshot.known_head)
-        if snapshot.sequence.defect or (misplaced.highest or 0) > head:
+        if snapshot.sequence.defect or (misplaced.highest_id or 0) > head:
             continue
         signed, limits = stream.direction.signed, dict[int, str]()
         if head < snapshot.known_head:
             limits[head] = f"the sequence is at {signed(head)}, and was at {signed(snapshot.known_head)}"
-        if misplaced.lowest is not None:
-            id = signed(misplaced.lowest)
-            limits[misplaced.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
+        if misplaced.lowest_id is not None:
+            id = signed(misplaced.lowest_id)
+            limits[misplaced.lowest_id - 1] = (
+                f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
+            )
         reader_floor, is_restore = min([snapshot.floor, *limits]), not limits
         if snapshot.foreign_write:
             limits.setdefault(head, "the rows were written by a restore or a replication")

@@ -102,12 +102,12 @@ class InitialSync:
     Attributes:
         events: the first page of the room's history: the deepest events.
         state: the state of the room.
-        before: the end of the page, to pass to `messages`; None if there are no more events.
+        page_end: where `events` end, to pass to `messages` as `previous_page_end`; None if there are no more events.
     """
 
     events: Sequence[TimelineRow]
     state: State
-    before: PageEnd | None
+    page_end: PageEnd | None
 
 
 _COLUMNS = "stream_ordering, event, room, depth, writer"
@@ -182,10 +182,10 @@ def sync(
         {"member": member, "since": since.linear, "farthest": until.max_id},
     )
     received = [TimelineRow(*row) for row in rows.fetchall()]
-    ends = {stay.left_by for stay in stays}
+    ends = {stay.leave_id for stay in stays}
     return SyncResult(
         until,
-        [stay.room for stay in stays if stay.ended is None],
+        [stay.room for stay in stays if stay.end_turn is None],
         events,
         [row for row in received if row.stream_ordering not in ends and not since.covers(row) and until.covers(row)],
         [row for row in received if row.stream_ordering in ends and row.stream_ordering <= until.linear],
@@ -244,8 +244,8 @@ def _load_arrived_events(
         """.encode(),
         {
             "rooms": [stay.room for stay in stays],
-            "began": [stay.began for stay in stays],
-            "ended": [stay.ended for stay in stays],
+            "began": [stay.begin_turn for stay in stays],
+            "ended": [stay.end_turn for stay in stays],
             "since": since.linear,
             "linear": now.linear,
             "farthest": now.max_id,
@@ -258,7 +258,7 @@ def _load_arrived_events(
 
 
 def messages(
-    connection: Connection, room: str, upto: VectorPosition, before: PageEnd | None = None, limit: int = 100
+    connection: Connection, room: str, upto: VectorPosition, previous_page_end: PageEnd | None = None, limit: int = 100
 ) -> tuple[list[TimelineRow], PageEnd | None]:
     """Query a page of history, the deepest events first.
 
@@ -269,14 +269,14 @@ def messages(
         connection: to the database of the rooms.
         room: the room.
         upto: live events beyond this position are left out, because `sync` returns them.
-        before: the end of the previous page; None for the first page.
+        previous_page_end: the end of the previous page, as returned with that page; None for the first page.
         limit: the largest number of events.
 
     Returns:
-        The events, and the end of the page to pass as `before`. The end is None if the page has fewer than `limit`
-        events: then there are no more events.
+        The events, and the end of the page to pass as `previous_page_end`. The end is None if the page has fewer than
+        `limit` events: then there are no more events.
     """
-    page_start = PageEnd(2**63 - 1, 2**63 - 1) if before is None else before
+    page_start = PageEnd(2**63 - 1, 2**63 - 1) if previous_page_end is None else previous_page_end
     rows = connection.execute(
         f"""
         select {_COLUMNS} from rooms.timeline as entry
@@ -295,17 +295,17 @@ def initial_sync(connection: Connection, room: str, now: VectorPosition, limit: 
     """Query the deepest events and the state of the room at the position `now`, from one snapshot.
 
     The connection must not be in a transaction. A client reads later events with `sync(since=now)`, and earlier events
-    with `messages(upto=now, before=result.before)`. `limit`: the largest number of events.
+    with `messages(upto=now, previous_page_end=result.page_end)`. `limit`: the largest number of events.
     """
     with connection.transaction():
         connection.execute("set transaction isolation level repeatable read read only")
-        events, before = messages(connection, room, now, None, limit)
-        return InitialSync(events, load_state_at(connection, room, now), before)
+        events, page_end = messages(connection, room, now, None, limit)
+        return InitialSync(events, load_state_at(connection, room, now), page_end)
 
 
 def load_state_at(connection: Connection, room: str, now: VectorPosition) -> State:
-    """Query the room's state at a position: the resolved state after the regular events that the position covers and
-    that no covered regular event follows."""
+    """Query the room's state at a position. Takes the last regular events that the position covers (no covered regular
+    event follows them), and resolves the states after these events."""
     groups = connection.execute(
         f"""
         with recursive later as (

@@ -279,20 +279,20 @@ class Stay:
 
     Attributes:
         room: the room.
-        began: the turn of the first event.
-        ended: the turn of the last event; None while the member is joined.
-        left_by: the stream ID of the fact that reports the end to the member; None while the member is joined. The ID
-            was reserved in the turn `ended`, so every event of the stay has a lower ID.
+        begin_turn: the turn of the first event.
+        end_turn: the turn of the last event; None while the member is joined.
+        leave_id: the stream ID of the fact that reports the end to the member; None while the member is joined. The ID
+            was reserved in the turn `end_turn`, so every event of the stay has a lower ID.
     """
 
     room: str
-    began: int
-    ended: int | None = None
-    left_by: int | None = None
+    begin_turn: int
+    end_turn: int | None = None
+    leave_id: int | None = None
 
     def covers(self, turn: int) -> bool:
         """Whether an event with this turn belongs to the stay."""
-        return self.began <= turn and (self.ended is None or turn <= self.ended)
+        return self.begin_turn <= turn and (self.end_turn is None or turn <= self.end_turn)
 
 
 def is_join(event: RoomEvent) -> bool:
@@ -461,9 +461,10 @@ def make_group_with_base(base: int, delta: State, groups: StateGroups) -> StateG
     return StateGroup(None, state, 1)
 
 
-def difference(state: State, before: State) -> dict[StateKey, StateEntry]:
-    """The entries of `state` that are missing or different in `before`. `state` must have all keys of `before`."""
-    return {key: entry for key, entry in state.items() if before.get(key) != entry}
+def difference(state: State, state_before: State) -> dict[StateKey, StateEntry]:
+    """The entries of `state` that are missing or different in `state_before`. `state` must have all keys of
+    `state_before`."""
+    return {key: entry for key, entry in state.items() if state_before.get(key) != entry}
 
 
 @dataclass
@@ -492,11 +493,12 @@ class MemoryStateGroups:
             current = self.stored[current].base
         return chain
 
-    def changed_entries(self, before: int | None, after: int) -> State:
-        """The entries of the group `after` that differ from the group `before`; all entries if `before` is None."""
-        if self.stored[after].base == before:
-            return self.stored[after].delta
-        return difference(self.state(after), {} if before is None else self.state(before))
+    def changed_entries(self, old_group: int | None, new_group: int) -> State:
+        """The entries of the group `new_group` that differ from the group `old_group`; all entries if `old_group` is
+        None."""
+        if self.stored[new_group].base == old_group:
+            return self.stored[new_group].delta
+        return difference(self.state(new_group), {} if old_group is None else self.state(old_group))
 
     def add(self, state_group: StateGroup) -> int:
         self.last_number += 1
@@ -504,12 +506,12 @@ class MemoryStateGroups:
         return self.last_number
 
 
-def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> dict[int, StateGroup]:
+def compact_groups(stored: Mapping[int, StateGroup], used_groups: Collection[int]) -> dict[int, StateGroup]:
     """Compute how to store the groups of a room in fewer rows. Does not change `stored`.
 
     Args:
         stored: number -> group.
-        used: the numbers of the groups that events or the room refer to.
+        used_groups: the numbers of the groups that events or the room refer to.
 
     Returns:
         Number -> group, for the groups to keep. Each group has the same state as before, and a chain of at most
@@ -517,7 +519,7 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
         groups that are not kept.
     """
     before, after = MemoryStateGroups(dict(stored)), MemoryStateGroups()
-    for group in sorted(_groups_to_keep(stored, used)):
+    for group in sorted(_groups_to_keep(stored, used_groups)):
         state = before.state(group)
         base = next((number for number in before.chain(group)[1:] if number in after.stored), None)
         if base is None:
@@ -527,10 +529,10 @@ def compact_groups(stored: Mapping[int, StateGroup], used: Collection[int]) -> d
     return after.stored
 
 
-def _groups_to_keep(stored: Mapping[int, StateGroup], used: Collection[int]) -> set[int]:
+def _groups_to_keep(stored: Mapping[int, StateGroup], used_groups: Collection[int]) -> set[int]:
     """The used groups, and the unused groups on which several kept groups are based, directly or through groups that
     are not kept."""
-    kept = set(used)
+    kept = set(used_groups)
     dependents: Counter[int] = Counter()  # group -> the number of kept groups with this base
     for group in sorted(stored, reverse=True):  # a group has a higher number than its base
         if dependents[group] > 1:

@@ -223,23 +223,25 @@ def store_memberships(connection: Connection, room: str, events: Sequence[str]) 
     )
 
 
-def update_stays(connection: Connection, room: str, turn: int, joined: Sequence[str], left: Mapping[str, int]) -> None:
+def update_stays(
+    connection: Connection, room: str, turn: int, joined_members: Sequence[str], leave_ids: Mapping[str, int]
+) -> None:
     """Begin and end stays of members.
 
     Args:
         connection: in the transaction that has locked the room.
         room: the room.
         turn: the turn of the event that changed the memberships (see `rules.Stay`).
-        joined: the members whose stays begin.
-        left: member whose stay ends -> the stream ID of the fact that reports the end.
+        joined_members: the members whose stays begin.
+        leave_ids: member whose stay ends -> the stream ID of the fact that reports the end.
     """
     connection.execute(
-        "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [joined, room, turn]
+        "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [joined_members, room, turn]
     )
     connection.execute(
         "update rooms.stays set ended = %s, left_by = id from unnest(%s::text[], %s::bigint[]) as leaver (member, id)"
         " where stays.room = %s and stays.member = leaver.member and stays.ended is null",
-        [turn, [*left], [*left.values()], room],
+        [turn, [*leave_ids], [*leave_ids.values()], room],
     )
 
 
@@ -323,12 +325,12 @@ class Caches:
     """Named caches. Thread-safe.
 
     Args:
-        groups: name of a group -> the names of its caches. An invalidation may name a group.
+        caches_by_group: name of a group -> the names of its caches. An invalidation may name a group.
         max_entries: the largest number of values in all caches together. The oldest values are removed first.
     """
 
-    def __init__(self, groups: Mapping[str, Collection[str]], max_entries: int = 10_000) -> None:
-        self._groups = groups
+    def __init__(self, caches_by_group: Mapping[str, Collection[str]], max_entries: int = 10_000) -> None:
+        self._groups = caches_by_group
         self._max_entries = max_entries
         self._values: dict[CacheKey, Any] = {}
         self._running_loads: dict[CacheKey, list[set[str]]] = {}

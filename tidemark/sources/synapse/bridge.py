@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Unavailable
 from tidemark.common.log import get_logger
-from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
+from tidemark.common.postgres_session import BRIDGE_LOCK_SPACE, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.run_loop import DELIVERY_TIMEOUT, LoopMetrics, RunLoop, set_lock_timeout
+from tidemark.sources.run_loop import DELIVERY_TIMEOUT_SECONDS, LoopMetrics, RunLoop, set_lock_timeout
 from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
@@ -177,7 +177,7 @@ class SynapseBridge(RunLoop):
         halt: threading.Event,
         heartbeat: int = 0,
     ) -> None:
-        super().__init__(own, SCHEMA, BRIDGE_LOCK, producer, metrics, halt, heartbeat)
+        super().__init__(own, SCHEMA, BRIDGE_LOCK_SPACE, producer, metrics, halt, heartbeat)
         self._synapse = synapse
         self._channel = channel
         self._streams = streams
@@ -243,8 +243,8 @@ class SynapseBridge(RunLoop):
         self._requested_at = time.monotonic()
 
     def _publish(self, synapse: Connection, own: Connection) -> None:
-        """Publish complete facts until `halt` is set. Then wait up to `DELIVERY_TIMEOUT` until Kafka has acknowledged
-        the sent records."""
+        """Publish complete facts until `halt` is set. Then wait up to `DELIVERY_TIMEOUT_SECONDS` until Kafka has
+        acknowledged the sent records."""
         backoff, checked = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
@@ -264,7 +264,7 @@ class SynapseBridge(RunLoop):
             if received:
                 backoff.reset()
             self._halt.wait(backoff.next())
-        self._producer.flush(DELIVERY_TIMEOUT)
+        self._producer.flush(DELIVERY_TIMEOUT_SECONDS)
         self._delete_acknowledged(own)
 
     def _receive(self) -> bool:
@@ -298,7 +298,8 @@ class SynapseBridge(RunLoop):
             for publisher in observed:
                 name = publisher.bridged.stream.name
                 publisher.decider.observe(
-                    heads[name], frozenset(writer.number for writer in table_writers if name in writer.streams)
+                    heads[name],
+                    frozenset(writer.transaction_number for writer in table_writers if name in writer.streams),
                 )
         moved = False
         for publisher in self._publishers.values():
@@ -307,7 +308,7 @@ class SynapseBridge(RunLoop):
             before = publisher.progress
             for advance in publisher.publish(synapse, own):
                 self._metrics.facts.labels(publisher.bridged.name).inc(len(advance.facts))
-                if advance.unseen:
+                if advance.is_unseen:
                     self._metrics.unseen.labels(publisher.bridged.name).inc()
             moved |= publisher.progress is not before
         return moved

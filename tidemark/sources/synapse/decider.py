@@ -56,14 +56,14 @@ class ProvenAdvance:
         prev: the ID before the range.
         id: the last ID of the range.
         facts: the writer's known facts in the range, in ascending order of their IDs.
-        unseen: whether the range may contain facts of the writer that are not in `facts`.
+        is_unseen: whether the range may contain facts of the writer that are not in `facts`.
     """
 
     writer: str
     prev: int
     id: int
     facts: Sequence[StreamFact]
-    unseen: bool = False
+    is_unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class WriterEncoder:
         """Yield the records of an advance: the edge of each fact, which begins at the previous fact, and a POSITION for
         the IDs after the last fact.
 
-        If the advance is `unseen`, the edge of each fact has one ID, and there is no POSITION. The caller must settle
+        If `is_unseen` is set, the edge of each fact has one ID, and there is no POSITION. The caller must settle
         the other IDs with a JOIN in the epoch `epoch + 1`.
         """
         prev, signed = advance.prev, self.direction.signed
         for fact in advance.facts:
-            if advance.unseen:
+            if advance.is_unseen:
                 prev = fact.id - 1
             *first, last = (Raw(row.encode()) for row in fact.rows)
             for row in first:
@@ -109,7 +109,7 @@ class WriterEncoder:
             edge = {"prev": signed(prev), "id": signed(fact.id)}
             yield Rdata(stream=self.stream, writer=self.writer, epoch=self.epoch, row=last, **edge)
             prev = fact.id
-        if prev < advance.id and not advance.unseen:
+        if prev < advance.id and not advance.is_unseen:
             edge = {"prev": signed(prev), "id": signed(advance.id)}
             yield Position(stream=self.stream, writer=self.writer, epoch=self.epoch, **edge)
 
@@ -238,9 +238,9 @@ class StreamDecider:
         sent_upto: known writer -> the writer's published position.
         keeps_rows: whether rows are never overwritten or deleted, so that a missing row proves that the ID has no fact.
             Sets `kept_above`.
-        retired: the retired writers, with their published positions. A retired writer becomes unknown when it announces
-            a position, or has a row beyond its published position.
-        with_backlog: the known writers that have a backlog (see `sendable_backlogs`).
+        retired_positions: the retired writers, with their published positions. A retired writer becomes unknown when it
+            announces a position, or has a row beyond its published position.
+        writers_with_backlog: the known writers that have a backlog (see `sendable_backlogs`).
 
     Attributes:
         kept_above: rows above this ID are never deleted. Up to this ID, an ID without a row may have had a fact.
@@ -251,13 +251,13 @@ class StreamDecider:
         sent_upto: Mapping[str, int],
         *,
         keeps_rows: bool = True,
-        retired: WriterPositions = (),
-        with_backlog: Iterable[str] = (),
+        retired_positions: WriterPositions = (),
+        writers_with_backlog: Iterable[str] = (),
     ) -> None:
         self.kept_above = 0 if keeps_rows else UNBOUNDED
-        self._retired_positions = dict(retired)
+        self._retired_positions = dict(retired_positions)
         self._writers = {name: SynapseWriter(at) for name, at in sent_upto.items()}
-        for name in with_backlog:
+        for name in writers_with_backlog:
             self._writers[name].has_backlog = True
         self._received_facts: dict[int, StreamFact] = {}
         """ID -> received fact that is not published."""
@@ -354,7 +354,7 @@ class StreamDecider:
         self._retired_positions[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
-        """Note that an unknown writer has joined at `sent_upto`. The writer's facts up to this ID are its backlog."""
+        """Record that an unknown writer has joined at `sent_upto`. The writer's facts up to this ID are its backlog."""
         self._retired_positions.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
@@ -375,11 +375,11 @@ class StreamDecider:
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def note_backlog_sent(self, writer: str) -> None:
-        """Note that the writer's backlog is published."""
+        """Record that the writer's backlog is published."""
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Note that lines of the channel may be lost, including the first positions of new processes. Each writer
+        """Record that lines of the channel may be lost, including the first positions of new processes. Each writer
         advances again only after its next announced position."""
         self._partial_rows.clear()
         self._writers_at_boundary.clear()
@@ -387,7 +387,7 @@ class StreamDecider:
             writer.is_uncertain, writer.has_announced, writer.unanswered_requests = True, False, 0
 
     def note_request(self) -> None:
-        """Note that this bridge has requested the positions of all workers, so each writer may repeat its position
+        """Record that this bridge has requested the positions of all workers, so each writer may repeat its position
         once.
 
         If a starting worker has sent the request, call `mark_uncertain` instead.
@@ -426,13 +426,13 @@ class StreamDecider:
         self.add_unknown([writer])
         return self._writers.get(writer) or self._unknown_writers[writer]
 
-    def observe(self, head: int, running: frozenset[int]) -> None:
+    def observe(self, head: int, running_transactions: frozenset[int]) -> None:
         """Apply an observation of the database: add, shrink and remove barriers, and find the final IDs of retiring
         writers.
 
         Args:
             head: the highest ID that was given out, read after all messages were received.
-            running: the numbers of the running transactions, read after `head`.
+            running_transactions: the numbers of the running transactions, read after `head`.
         """
         self.discard_beyond(head)
         if self._can_find_final_id:
@@ -441,14 +441,16 @@ class StreamDecider:
                     known.apply_announced_position(head)
                     known.is_retiring, known.final_id = True, head
         for writer in self._writers.values():
-            barriers = [Barrier(barrier.head, barrier.transactions & running) for barrier in writer.barriers]
+            barriers = [
+                Barrier(barrier.head, barrier.transactions & running_transactions) for barrier in writer.barriers
+            ]
             barriers = [barrier for barrier in barriers if barrier.transactions]
             writer.must_read_table |= len(barriers) < len(writer.barriers)
             if writer.is_uncertain and writer.has_announced:
                 writer.is_uncertain = writer.has_announced = False
                 writer.process_start_id = head
-                if running:
-                    barriers.append(Barrier(head, running))
+                if running_transactions:
+                    barriers.append(Barrier(head, running_transactions))
             by_transactions = {
                 barrier.transactions: barrier for barrier in sorted(barriers, key=lambda barrier: barrier.head)
             }
@@ -462,7 +464,7 @@ class StreamDecider:
         return min(writer.announced_position for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
-        """Note that all writers have joined at the ID `floor`."""
+        """Record that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
             writer.sent_upto, writer.must_read_table, writer.has_backlog = (
                 floor,

@@ -22,23 +22,23 @@ Marks = frozenset[int]
 
 
 class PublishedFacts:
-    """The published facts of a stream above the ID `since`, as a copy in memory: ID -> marks.
+    """The published facts of a stream above the ID `since_id`, as a copy in memory: ID -> marks.
 
     Args:
-        since: the ID above which facts are remembered (a magnitude).
+        since_id: the ID above which facts are remembered (a magnitude).
         marks: the marks of the facts that are stored already; None for none.
     """
 
     def __init__(self, since: int, marks: Mapping[int, Marks] | None = None) -> None:
-        self.since = since
+        self.since_id = since
         self._marks = dict(marks or {})
 
     def __len__(self) -> int:
         return len(self._marks)
 
     def add(self, facts: Iterable[StreamFact]) -> None:
-        """Add facts that are published now. Facts up to `since` are ignored."""
-        self._marks |= {fact.id: fact.marks for fact in facts if fact.id > self.since}
+        """Add facts that are published now. Facts up to `since_id` are ignored."""
+        self._marks |= {fact.id: fact.marks for fact in facts if fact.id > self.since_id}
 
     def contains(self, fact: StreamFact) -> bool:
         """Whether `fact` was published: a published fact has the same ID, and its marks include the marks of `fact`."""
@@ -46,8 +46,9 @@ class PublishedFacts:
         return marks is not None and bool(marks) and fact.marks <= marks
 
     def id_below_newest(self, count: int) -> int:
-        """The highest ID above which there are `count` published facts; `since` if there are `count` facts or fewer."""
-        return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
+        """The highest ID above which there are `count` published facts; `since_id` if there are `count` facts or
+        fewer."""
+        return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since_id
 
     def find_unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
         """The facts of `table` that should have been published and were not.
@@ -59,7 +60,7 @@ class PublishedFacts:
         return [
             fact
             for fact in table
-            if self.since < fact.id <= sent_upto.get(fact.writer, 0) and not self._marks.get(fact.id)
+            if self.since_id < fact.id <= sent_upto.get(fact.writer, 0) and not self._marks.get(fact.id)
         ]
 
     def find_replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
@@ -77,22 +78,22 @@ class PublishedFacts:
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.contains(fact):
                 proven = fact.id if fact.is_proof else proven
-            elif self._marks.get(fact.id) or self.since < fact.id <= sent_upto.get(fact.writer, 0):
+            elif self._marks.get(fact.id) or self.since_id < fact.id <= sent_upto.get(fact.writer, 0):
                 break
         return proven
 
     def truncate(self, at: int) -> None:
-        """Remove the facts beyond the ID `at`, because these IDs may be given out again. Lowers `since` to `at`."""
-        self.since = min(self.since, at)
+        """Remove the facts beyond the ID `at`, because these IDs may be given out again. Lowers `since_id` to `at`."""
+        self.since_id = min(self.since_id, at)
         self._marks = {id: marks for id, marks in self._marks.items() if id <= at}
 
     def trim(self) -> bool:
-        """If there are too many facts, remove all except the `MAX_FACTS` newest, and raise `since`. Returns whether
+        """If there are too many facts, remove all except the `MAX_FACTS` newest, and raise `since_id`. Returns whether
         facts were removed."""
         if len(self._marks) <= MAX_FACTS + _TRIM_MARGIN:
             return False
-        self.since = self.id_below_newest(MAX_FACTS)
-        self._marks = {id: marks for id, marks in self._marks.items() if id > self.since}
+        self.since_id = self.id_below_newest(MAX_FACTS)
+        self._marks = {id: marks for id, marks in self._marks.items() if id > self.since_id}
         return True
 
 
@@ -154,7 +155,7 @@ def truncate(connection: Connection, name: str, published: PublishedFacts, at: i
     published.truncate(at)
     connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
     connection.execute(
-        "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
+        "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since_id, name]
     )
 
 
@@ -163,11 +164,11 @@ def trim(connection: Connection, name: str, published: PublishedFacts) -> None:
     if published.trim():
         with connection.transaction():
             connection.execute(
-                "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
+                "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since_id, name]
             )
             connection.execute(
                 "delete from tidemark.synapse_facts where stream = %s and id <= %s and not is_anchor",
-                [name, published.since],
+                [name, published.since_id],
             )
 
 

@@ -72,7 +72,7 @@ MIGRATE_COMMAND = "tidemark synapse migrate"
 SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", MIGRATE_COMMAND)
 _DATABASE_USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",
-    refusals={
+    remedies={
         "3F": f"run `{MIGRATE_COMMAND}`",
         "42P01": f"run `{MIGRATE_COMMAND}`",
         "42501": "grant the user select, insert, update and delete on the tables tidemark.synapse_..., and BYPASSRLS if"
@@ -115,9 +115,9 @@ class StreamProgress:
         sent_upto: active writer -> its published position.
         epochs: active writer -> its epoch.
         floor: the ID at which the stream began. Facts up to this ID are not published.
-        retired: retired writer -> the ID at which the writer retired.
-        backlog: active writer with a backlog -> the ID above which its facts are not published yet, up to the ID at
-            which the writer joined.
+        retired_at_ids: retired writer -> the ID at which the writer retired.
+        backlog_starts: active writer with a backlog -> the ID above which its facts are not published yet, up to the ID
+            at which the writer joined.
     """
 
     stream: SynapseStream
@@ -126,8 +126,8 @@ class StreamProgress:
     sent_upto: Mapping[str, int]
     epochs: Mapping[str, int]
     floor: int
-    retired: Mapping[str, int] = field(default_factory=dict)
-    backlog: Mapping[str, int] = field(default_factory=dict)
+    retired_at_ids: Mapping[str, int] = field(default_factory=dict)
+    backlog_starts: Mapping[str, int] = field(default_factory=dict)
 
     def encoder(self, writer: str) -> WriterEncoder:
         """The encoder of a writer of `epochs`, in its epoch."""
@@ -136,7 +136,7 @@ class StreamProgress:
     @property
     def all_sent_upto(self) -> Mapping[str, int]:
         """Writer -> its published position, of active and retired writers."""
-        return {**self.retired, **self.sent_upto}
+        return {**self.retired_at_ids, **self.sent_upto}
 
     @property
     def max_sent_upto(self) -> int:
@@ -221,7 +221,7 @@ def add_writer(
         at: the linear position.
         kept_above: rows with IDs up to this one may have been deleted.
     """
-    now, ended = read_clock(connection), progress.retired.get(writer, progress.floor)
+    now, ended = read_clock(connection), progress.retired_at_ids.get(writer, progress.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [progress.name, writer]
     ).fetchone()
@@ -230,8 +230,8 @@ def add_writer(
         progress,
         sent_upto={**progress.sent_upto, writer: joined},
         epochs={**progress.epochs, writer: epoch},
-        retired={name: id for name, id in progress.retired.items() if name != writer},
-        backlog={**progress.backlog, writer: ended},
+        retired_at_ids={name: id for name, id in progress.retired_at_ids.items() if name != writer},
+        backlog_starts={**progress.backlog_starts, writer: ended},
     )
     with connection.transaction():
         _upsert_writer(connection, new_progress, writer, joined)
@@ -250,7 +250,9 @@ def send_backlog(
             [progress.name, writer],
         )
         publish_late(connection, progress, published, late)
-    return replace(progress, backlog={name: low for name, low in progress.backlog.items() if name != writer})
+    return replace(
+        progress, backlog_starts={name: low for name, low in progress.backlog_starts.items() if name != writer}
+    )
 
 
 def publish_late(
@@ -304,7 +306,7 @@ def advance_stream(
         for advance in advances:
             encoder = progress.encoder(advance.writer)
             values: list[Record] = [*encoder.advance(advance)]
-            if advance.unseen:
+            if advance.is_unseen:
                 epochs[advance.writer] = encoder.epoch + 1
                 values.append(replace(encoder, epoch=encoder.epoch + 1).join(advance.id, unseen=True))
             moved = connection.execute(
@@ -341,7 +343,7 @@ def retire(connection: Connection, progress: StreamProgress, writer: str) -> Str
     sent_upto, epochs = (
         {name: by_name[name] for name in by_name if name != writer} for by_name in (progress.sent_upto, progress.epochs)
     )
-    return replace(progress, sent_upto=sent_upto, epochs=epochs, retired={**progress.retired, writer: at})
+    return replace(progress, sent_upto=sent_upto, epochs=epochs, retired_at_ids={**progress.retired_at_ids, writer: at})
 
 
 def _upsert_writer(connection: Connection, progress: StreamProgress, writer: str, at: int) -> None:
@@ -353,7 +355,7 @@ def _upsert_writer(connection: Connection, progress: StreamProgress, writer: str
         do update set epoch = excluded.epoch, sent_upto = excluded.sent_upto, backlog_from = excluded.backlog_from,
             state = 'active'
         """,
-        [progress.name, writer, progress.epochs[writer], at, progress.backlog.get(writer)],
+        [progress.name, writer, progress.epochs[writer], at, progress.backlog_starts.get(writer)],
     )
 
 

@@ -79,14 +79,19 @@ class StreamPublisher:
         self._logged_positions: Mapping[str, int] = {}
         """Discarded positions that were logged."""
         sent_upto = dict.fromkeys(writers, 0) if self.progress is None else self.progress.sent_upto
-        retired, backlog = ({}, {}) if self.progress is None else (self.progress.retired, self.progress.backlog)
+        retired, backlog = (
+            ({}, {}) if self.progress is None else (self.progress.retired_at_ids, self.progress.backlog_starts)
+        )
         self.decider = StreamDecider(
-            sent_upto, keeps_rows=bridged.stream.keeps_rows, retired=retired.items(), with_backlog=backlog
+            sent_upto,
+            keeps_rows=bridged.stream.keeps_rows,
+            retired_positions=retired.items(),
+            writers_with_backlog=backlog,
         )
         self.decider.add_unknown(writers)
 
     def update_head(self, head: int) -> None:
-        """Note the highest ID that was given out. Raises `SequenceWentBack` if `head` is lower than before."""
+        """Record the highest ID that was given out. Raises `SequenceWentBack` if `head` is lower than before."""
         if head < self.head:
             raise SequenceWentBack(self.bridged.stream.sequence, self.head, head)
         self.head = head
@@ -138,7 +143,7 @@ class StreamPublisher:
         for writer in ended:
             self.progress = state.retire(own, self.progress, writer)
             self.decider.forget(writer)
-            id = self.progress.retired[writer]
+            id = self.progress.retired_at_ids[writer]
             log.info("A writer of Synapse has retired", stream=self.bridged.name, writer=writer, id=id)
         self._requested_retirements &= {writer for writer, at in retiring.items() if at is None}
         return bool(ended)
@@ -225,9 +230,11 @@ class StreamPublisher:
         if self.progress is None:
             return []
         assert self.published is not None
-        low = self.published.since if newest is None else self.published.id_below_newest(newest)
+        low = self.published.since_id if newest is None else self.published.id_below_newest(newest)
         sent_upto = {
-            writer: at for writer, at in self.progress.all_sent_upto.items() if writer not in self.progress.backlog
+            writer: at
+            for writer, at in self.progress.all_sent_upto.items()
+            if writer not in self.progress.backlog_starts
         }
         table = self.decider.with_writers(
             tables.read_marks(synapse, self.bridged.stream, low, self.progress.max_sent_upto)
@@ -304,14 +311,14 @@ class StreamPublisher:
         assert self.progress is not None
         assert self.published is not None
         _, facts = tables.read_facts(
-            synapse, self.bridged.stream, self.progress.backlog[writer], self.progress.sent_upto[writer], writer
+            synapse, self.bridged.stream, self.progress.backlog_starts[writer], self.progress.sent_upto[writer], writer
         )
         flush_wal(synapse)
         self.progress = state.send_backlog(own, self.progress, self.published, writer, facts)
         self.decider.note_backlog_sent(writer)
         if facts:
             log.warning(
-                "Facts of a writer of Synapse, up to the ID at which the writer joined, are published as late",
+                "A writer of Synapse has joined; its facts up to the ID of its JOIN are published as late facts",
                 stream=self.bridged.name,
                 writer=writer,
             )

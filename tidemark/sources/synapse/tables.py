@@ -262,7 +262,7 @@ REFUSED: Mapping[str, str] = {
 
 _DATABASE_USE = DatabaseUse(
     "TIDEMARK_SYNAPSE_DSN",
-    refusals={
+    remedies={
         "42P01": "give the DSN of Synapse's own database; Synapse must be version 1.100 or newer",
         "42703": "give the DSN of Synapse's own database; Synapse must be version 1.100 or newer",
         "42501": "grant the user pg_read_all_data, and BYPASSRLS if tables have row level security",
@@ -409,17 +409,18 @@ class TableWriter:
 
     Attributes:
         streams: the names of these streams on the replication channel.
-        number: the transaction's number: 64 bits, or only the lower 32 bits if the query got no running transactions.
+        transaction_number: the transaction's number: 64 bits, or only the lower 32 bits if the query got no running
+            transactions.
         transaction: the description of the transaction, without stream and writer.
     """
 
     streams: frozenset[str]
-    number: int
+    transaction_number: int
     transaction: OpenTransaction
 
 
 def read_table_writers(
-    connection: Connection, streams: Iterable[SynapseStream], running: Collection[int] | None = None
+    connection: Connection, streams: Iterable[SynapseStream], running_transactions: Collection[int] | None = None
 ) -> list[TableWriter]:
     """Query the open transactions that have written to the tables of these streams, or hold a lock to do so.
 
@@ -428,7 +429,7 @@ def read_table_writers(
     Args:
         connection: to Synapse's database.
         streams: the streams.
-        running: the numbers of the transactions to return (64 bits); None for all.
+        running_transactions: the numbers of the transactions to return (64 bits); None for all.
     """
     tables: dict[str, set[str]] = {}
     for stream in streams:
@@ -454,7 +455,9 @@ def read_table_writers(
         [[*tables]],
     ).fetchall()
     # Locks have only the lower half of a transaction's number.
-    full_numbers = None if running is None else {number & 0xFFFF_FFFF: number for number in running}
+    full_numbers = (
+        None if running_transactions is None else {number & 0xFFFF_FFFF: number for number in running_transactions}
+    )
     writers = []
     for names, number, *session in rows:
         if full_numbers is None or number in full_numbers:

@@ -78,7 +78,7 @@ def load_progress(
     replaced = (
         []
         if reason or published is None
-        else published.find_replaced(read_table(published.since, progress.max_sent_upto))
+        else published.find_replaced(read_table(published.since_id, progress.max_sent_upto))
     )
     if replaced:
         reason = f"other rows have IDs that were published, such as {replaced[0].id}"
@@ -138,13 +138,13 @@ def _find_last_common_id(
     """
     if published is None:
         return progress.floor
-    sent_upto = {writer: at for writer, at in progress.all_sent_upto.items() if writer not in progress.backlog}
+    sent_upto = {writer: at for writer, at in progress.all_sent_upto.items() if writer not in progress.backlog_starts}
     sent_upto[""] = min(progress.sent_upto.values(), default=0)  # for rows without a writer
     if (
-        id := published.find_last_common_id(read_table(published.since, progress.max_sent_upto), sent_upto)
+        id := published.find_last_common_id(read_table(published.since_id, progress.max_sent_upto), sent_upto)
     ) is not None:
         return max(id, progress.floor)
-    for anchor in evidence.load_anchors(connection, progress.name, published.since):
+    for anchor in evidence.load_anchors(connection, progress.name, published.since_id):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in read_table(anchor.id - 1, anchor.id)):
             return max(anchor.id, progress.floor)
     return progress.floor
@@ -199,8 +199,8 @@ def _begin_timeline(
         timeline=timeline,
         sent_upto={writer: min(sent_upto, at) for writer, sent_upto in progress.sent_upto.items()},
         epochs={writer: max(epoch + 1, now) for writer, epoch in progress.epochs.items()},
-        retired={writer: min(sent_upto, at) for writer, sent_upto in progress.retired.items()},
-        backlog={writer: min(low, at) for writer, low in progress.backlog.items()},
+        retired_at_ids={writer: min(sent_upto, at) for writer, sent_upto in progress.retired_at_ids.items()},
+        backlog_starts={writer: min(low, at) for writer, low in progress.backlog_starts.items()},
     )
     connection.execute(
         "update tidemark.synapse_streams set database = %s, history = %s, lsn = %s, start = %s, after = %s, head = %s"

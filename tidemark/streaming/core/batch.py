@@ -172,7 +172,7 @@ class StreamBatch:
         self.stream.apply_bounds(self._bounds, self.outcome)
         if (home := self.stream.home) is not None:
             self.requeues = [
-                RequeuedRange(name, epoch, home, deferred.first, deferred.last)
+                RequeuedRange(name, epoch, home, deferred.first_offset, deferred.last_offset)
                 for name, epoch, deferred in self.stream.pop_deferred(self._bounds)
             ]
 
@@ -250,7 +250,7 @@ class StreamBatch:
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
         closed: list[ClosedGap] = []
-        for name, oldest in sorted(outcome.touched.items()):
+        for name, oldest in sorted(outcome.touch_times.items()):
             writer = stream.writers.get(name)
             if writer is None:
                 continue

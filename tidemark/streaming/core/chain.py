@@ -43,18 +43,22 @@ class DeferredRange(NamedTuple):
     The records at both ends were deferred. The records in between may be of other writers, or may have been applied.
 
     Attributes:
-        first: lowest offset of the range, in the stream's partition.
-        last: highest offset of the range, included.
+        first_offset: lowest offset of the range, in the stream's partition.
+        last_offset: highest offset of the range, included.
         prev: the lowest `prev` of the deferred edges.
     """
 
-    first: int
-    last: int
+    first_offset: int
+    last_offset: int
     prev: int
 
     def union(self, other: "DeferredRange") -> "DeferredRange":
         """The smallest range that contains both ranges."""
-        return DeferredRange(min(self.first, other.first), max(self.last, other.last), min(self.prev, other.prev))
+        return DeferredRange(
+            min(self.first_offset, other.first_offset),
+            max(self.last_offset, other.last_offset),
+            min(self.prev, other.prev),
+        )
 
 
 def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
@@ -65,12 +69,12 @@ def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
     """
     merged: list[DeferredRange] = []
     for deferred in sorted(ranges):
-        if merged and deferred.first <= merged[-1].last + 1:
+        if merged and deferred.first_offset <= merged[-1].last_offset + 1:
             merged[-1] = merged[-1].union(deferred)
         else:
             merged.append(deferred)
     while len(merged) > DEFERRED_RANGES_MAX:
-        widths = [after.last - before.first for before, after in pairwise(merged)]
+        widths = [after.last_offset - before.first_offset for before, after in pairwise(merged)]
         index = widths.index(min(widths))
         merged[index : index + 2] = [merged[index].union(merged[index + 1])]
     return merged
@@ -82,14 +86,14 @@ class Span:
 
     Attributes:
         evidence: how the IDs of the span were settled.
-        edges: number of completed edges in the span.
+        edge_count: number of completed edges in the span.
         since: time (ms) at which the gap below the span appeared.
     """
 
     prev: int
     id: int
     evidence: Evidence
-    edges: int
+    edge_count: int
     since: int
 
 
@@ -149,7 +153,7 @@ class Chain:
     @property
     def pending_edges(self) -> int:
         """Number of completed edges in the spans above the position."""
-        return sum(span.edges for span in self.pending)
+        return sum(span.edge_count for span in self.pending)
 
     def has_pending_beyond(self, id: int) -> bool:
         """True if a span above the position reaches beyond `id`."""
@@ -210,24 +214,24 @@ class Chain:
         if below is not None and joins_below:
             below.id = id
             below.evidence += evidence
-            below.edges += edges
+            below.edge_count += edges
             if above is not None and joins_above:
                 self._record_closed(above.prev, how)
                 below.id = above.id
                 below.evidence += above.evidence
-                below.edges += above.edges
+                below.edge_count += above.edge_count
                 del self.pending[index]
         elif above is not None and joins_above:
             self._record_closed(above.prev, how)
             above.prev = prev
             above.evidence += evidence
-            above.edges += edges
+            above.edge_count += edges
         else:
             age = since if above is None else min(since, above.since)
             self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
     def mark_uncertain_up_to(self, id: int) -> None:
-        """Note that a rejected record may contain facts with IDs up to `id`."""
+        """Record that a rejected record may contain facts with IDs up to `id`."""
         self.uncertain_up_to = max(self.uncertain_up_to, id)
 
     def defer(self, deferred: DeferredRange, highest: int) -> None:
@@ -332,7 +336,7 @@ class Chain:
                     self.settle(prev, min(id, published_position), NO_EVIDENCE, 0, "joined", span.since)
                 if id > published_position:
                     part = _part(span, max(prev, published_position), id)
-                    self.settle(part.prev, id, part.evidence, part.edges, "joined", span.since)
+                    self.settle(part.prev, id, part.evidence, part.edge_count, "joined", span.since)
 
     def spans_within(self, prev: int, id: int) -> Iterator[Span]:
         """The parts of spans inside `(prev, id]`, ascending."""
@@ -400,4 +404,4 @@ def _part(span: Span, prev: int, id: int) -> Span:
     if (prev, id) == (span.prev, span.id):
         return span
     width = id - prev
-    return Span(prev, id, span.evidence.at_most(width), min(span.edges, width), span.since)
+    return Span(prev, id, span.evidence.at_most(width), min(span.edge_count, width), span.since)

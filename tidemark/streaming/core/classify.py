@@ -107,7 +107,7 @@ class BatchOutcome:
         has_unordered_rejections: True if the batch rejected records that have no order relative to the stream's other
             records.
         counts: number of records, or of edges of RUNs, by outcome.
-        touched: writer -> Kafka time (ms) of the oldest record that may have changed the writer's state.
+        touch_times: writer -> Kafka time (ms) of the oldest record that may have changed the writer's state.
         rejections: rejected records and edges, but no markers: `StreamState.apply_marker` returns the reason for a
             rejected marker.
         late_ranges: late completions.
@@ -118,7 +118,7 @@ class BatchOutcome:
     now: int
     has_unordered_rejections: bool = False
     counts: Counter[Outcome] = field(default_factory=Counter)
-    touched: dict[str, int] = field(default_factory=dict)
+    touch_times: dict[str, int] = field(default_factory=dict)
     rejections: list[Rejection] = field(default_factory=list)
     late_ranges: list[LateRange] = field(default_factory=list)
     timelines: list[TimelineStart] = field(default_factory=list)
@@ -139,8 +139,8 @@ class BatchOutcome:
             self.late_ranges.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
 
     def touch(self, writer: str, time: int) -> None:
-        """Note that a record with the Kafka time `time` (ms) may have changed the state of `writer`."""
-        self.touched[writer] = min(time, self.touched.get(writer, time))
+        """Record that a record with the Kafka time `time` (ms) may have changed the state of `writer`."""
+        self.touch_times[writer] = min(time, self.touch_times.get(writer, time))
 
 
 CompletedRun = tuple[Run, Outcome]

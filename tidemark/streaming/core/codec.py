@@ -105,7 +105,7 @@ def encode_parts(stream: StreamState) -> EncodedState:
             stream.direction,
             stream.home,
             stream.linear.position,
-            stream.linear.completed.pack(),
+            stream.linear.completed_ids.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
                 _StoredUnjoined(
@@ -227,7 +227,7 @@ def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
     chains += [(name, epoch, writer.chain) for (name, epoch), writer in stream.unjoined.items()]
     for name, epoch, chain in chains:
         for deferred_range in chain.deferred:
-            yield RequeuedRange(name, epoch, stream.home or 0, deferred_range.first, deferred_range.last)
+            yield RequeuedRange(name, epoch, stream.home or 0, deferred_range.first_offset, deferred_range.last_offset)
 
 
 def _encode_all_parts(stream: StreamState) -> EncodedState:

@@ -56,19 +56,19 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How far the linear position is below the allocated IDs.
 
     Attributes:
-        ids: the distance in IDs. It may be 0 if unknown writers block the linear position.
+        id_count: the distance in IDs. It may be 0 if unknown writers block the linear position.
         since: start of the lag (ms since 1970): the time of the batch that allocated the first ID beyond the linear
             position. If this time is not stored: the earliest known time at which a blocker began to block. None if no
             blocker has a known time.
         blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then the writers
             with the lowest positions.
-        count: number of all writers that block the linear position.
+        blocker_count: number of all writers that block the linear position.
     """
 
-    ids: int
+    id_count: int
     since: int | None
     blockers: list[LinearBlocker]
-    count: int
+    blocker_count: int
 
 
 def is_brief(since: int | None, now: float) -> bool:
@@ -77,7 +77,8 @@ def is_brief(since: int | None, now: float) -> bool:
 
 
 def linear_lag(stream: "StreamState") -> LinearLag | None:
-    """The linear lag of a stream, with signed positions of blockers. None without a lag and without unknown writers."""
+    """The linear lag of a stream, with signed positions of blockers. None if the stream has neither a lag nor unknown
+    writers."""
     ids = stream.allocated - stream.linear.position
     if ids <= 0 and not stream.unjoined:
         return None
@@ -275,28 +276,28 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The summary of a stream's state for metrics and `tidemark status`.
 
     Attributes:
-        pending: number of completed edges above the positions of their writers.
-        gaps: number of gaps of all writers.
-        oldest: the oldest blocker; None if there is none.
-        unknown: writers that never joined, as `writer/epoch`.
-        completed: number of intervals of completed IDs above the linear position.
+        pending_count: number of completed edges above the positions of their writers.
+        gap_count: number of gaps of all writers.
+        oldest_blocker: the oldest blocker; None if there is none.
+        unknown_writers: writers that never joined, as `writer/epoch`.
+        completed_interval_count: number of intervals of completed IDs above the linear position.
         linear_lag: how far the linear position is below the allocated IDs; None if there is no lag and no unknown
             writer.
         transactions: writer -> open transactions that its last OPEN reported.
-        deferred: writers with deferred records, as `writer/epoch`.
-        spans: the number of pending spans of the writer that has the most.
+        deferred_writers: writers with deferred records, as `writer/epoch`.
+        max_span_count: the number of pending spans of the writer that has the most.
         sources: the writers with a report (`SourceReport`).
     """
 
-    pending: int
-    gaps: int
-    oldest: Blocker | None
-    unknown: list[str]
-    completed: int
+    pending_count: int
+    gap_count: int
+    oldest_blocker: Blocker | None
+    unknown_writers: list[str]
+    completed_interval_count: int
     linear_lag: LinearLag | None
     transactions: dict[str, list[str]] = {}
-    deferred: list[str] = []
-    spans: int = 0
+    deferred_writers: list[str] = []
+    max_span_count: int = 0
     sources: list[Source] = []
 
 
@@ -313,11 +314,11 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         gaps: gaps that are new or have changed.
         closed: gaps that were closed.
         late: late completions.
-        dropped: retired writers that left the state.
+        dropped_writers: retired writers that left the state.
         counts: outcome (`core.classify.Outcome`) -> number of records and of edges of RUNs, if not 0. Rejected records
             are in `ShardEffects.rejected`.
         state: the new state (`core.codec`) without the table of its retired writers.
-        retired: the table of retired writers; None if the batch did not change it.
+        retired_table: the table of retired writers; None if the batch did not change it.
         requeues: deferred records to read again, because their edges now have room.
     """
 
@@ -334,11 +335,11 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     late: list[LateCompletion]
     overrides: list[OperatorOverride]
     timelines: list[NewTimeline]
-    dropped: list[str]
+    dropped_writers: list[str]
     counts: dict[str, int]
     summary: Summary
     state: bytes
-    retired: bytes | None = None
+    retired_table: bytes | None = None
     requeues: list[RequeuedRange] = []
 
 
@@ -398,19 +399,19 @@ def summarize(stream: "StreamState") -> Summary:
         for writer in waiting
     ]
     return Summary(
-        pending=sum(chain.pending_edges for chain in chains) + sum(writer.pending_edges for writer in waiting),
-        gaps=sum(not blocker.is_unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
-        oldest=min([*blocked, *oldest], key=_age_key, default=None),
-        unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
-        completed=len(stream.linear.completed),
+        pending_count=sum(chain.pending_edges for chain in chains) + sum(writer.pending_edges for writer in waiting),
+        gap_count=sum(not blocker.is_unknown for blocker in blocked) + sum(writer.gap_count for writer in waiting),
+        oldest_blocker=min([*blocked, *oldest], key=_age_key, default=None),
+        unknown_writers=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
+        completed_interval_count=len(stream.linear.completed_ids),
         linear_lag=linear_lag(stream),
         transactions=stream.transactions,
-        deferred=sorted(
+        deferred_writers=sorted(
             [f"{name}/{writer.epoch}" for name, writer in stream.writers.decoded.items() if writer.chain.deferred]
             + [f"{name}/{epoch}" for (name, epoch), writer in stream.unjoined.items() if writer.chain.deferred]
             + [f"{writer.name}/{writer.epoch}" for writer in waiting if writer.has_deferred]
         ),
-        spans=max([0, *(len(chain.pending) for chain in chains), *(writer.gaps for writer in waiting)]),
+        max_span_count=max([0, *(len(chain.pending) for chain in chains), *(writer.gap_count for writer in waiting)]),
         sources=sources(stream),
     )
 

@@ -148,30 +148,30 @@ class MergedRun(NamedTuple):
     """All edges of one writer in the batch, as one run.
 
     Attributes:
-        writer: number of the writer, counted over the writers of all candidates.
+        writer_number: number of the writer, counted over the writers of all candidates.
         end: position of the writer's chain after the batch.
-        facts: number of facts.
-        empty: number of IDs that were declared empty.
-        oldest: lowest Kafka time (ms) of the records.
-        newest: highest Kafka time (ms) of the records.
+        fact_count: number of facts.
+        empty_count: number of IDs that were declared empty.
+        oldest_ms: lowest Kafka time (ms) of the records.
+        newest_ms: highest Kafka time (ms) of the records.
         empty_ranges: the highest ranges that the writer declared empty in the batch; None if there are none.
     """
 
-    writer: int
+    writer_number: int
     end: int
-    facts: int
-    empty: int
-    oldest: int
-    newest: int
+    fact_count: int
+    empty_count: int
+    oldest_ms: int
+    newest_ms: int
     empty_ranges: PackedSteps | None
 
 
 class Candidate(NamedTuple):
-    """A stream that may be in order. `first`: number of its first writer, counted over all candidates."""
+    """A stream that may be in order. `first_writer_number`: number of its first writer, counted over all candidates."""
 
     name: str
     stored: StoredStream
-    first: int
+    first_writer_number: int
 
 
 class InOrderStream(NamedTuple):
@@ -180,7 +180,7 @@ class InOrderStream(NamedTuple):
     Attributes:
         head_before: the highest allocated ID before the batch.
         head: the highest allocated ID after the batch.
-        edges: number of edges in the batch.
+        edge_count: number of edges in the batch.
         runs: the edges, one run for each writer.
     """
 
@@ -188,7 +188,7 @@ class InOrderStream(NamedTuple):
     direction: int
     head_before: int
     head: int
-    edges: int
+    edge_count: int
     runs: list[MergedRun]
 
 
@@ -199,8 +199,8 @@ class CandidateRuns:
     Attributes:
         candidates: the candidates, in the order of their writers' numbers.
         columns: the runs of all streams.
-        runs: for each run its index in `columns`.
-        writers: for each run the number of its writer.
+        run_indexes: for each run its index in `columns`.
+        writer_numbers: for each run the number of its writer.
         run_candidates: for each run the index of its candidate.
         directions: for each candidate the direction of its IDs.
         heads_before: for each candidate the highest allocated ID before the batch.
@@ -211,8 +211,8 @@ class CandidateRuns:
 
     candidates: list[Candidate]
     columns: RunColumns
-    runs: Ids
-    writers: Ids
+    run_indexes: Ids
+    writer_numbers: Ids
     run_candidates: Ids
     directions: Ids
     heads_before: Ids
@@ -233,7 +233,7 @@ class CandidateRuns:
         rows, ends = columns.rows[runs], columns.ids[columns.rows["stop"][runs] - 1]
         states = [candidate.stored for candidate in candidates]
         positions = np.array([writer.chain.position for stored in states for writer in stored.writers])
-        firsts = np.array([candidate.first for candidate in candidates])
+        firsts = np.array([candidate.first_writer_number for candidate in candidates])
         run_candidates = np.searchsorted(firsts, writers, side="right") - 1
         directions = np.array([stored.direction for stored in states])
         unknown = directions[run_candidates] == Direction.UNKNOWN
@@ -258,9 +258,9 @@ class CandidateRuns:
         """Yield the candidates that are in order, with their merged runs."""
         if not self.candidates:
             return
-        rows, begins = self.columns.rows[self.runs], self.columns.begins[self.runs]
+        rows, begins = self.columns.rows[self.run_indexes], self.columns.begins[self.run_indexes]
         lengths = rows["stop"] - begins
-        first = np.flatnonzero(_differs_from_previous(self.writers))
+        first = np.flatnonzero(_differs_from_previous(self.writer_numbers))
         starts_at = np.cumsum(lengths) - lengths
         run_candidates = self.run_candidates[first]
         first_merged = np.flatnonzero(_differs_from_previous(run_candidates))
@@ -276,7 +276,7 @@ class CandidateRuns:
         for number, ranges in edges.empty_ranges(EMPTY_RANGES_MAX):
             empty_ranges[number] = ranges
         numbers = (
-            self.writers[first],
+            self.writer_numbers[first],
             self.columns.ids[rows["stop"][np.append(first[1:], len(rows)) - 1] - 1],
             *map(np.array, edges.count_facts_and_empty()),
             np.minimum.reduceat(rows["oldest"], first),
@@ -304,8 +304,8 @@ class CandidateRuns:
         return CandidateRuns(
             [candidate for index, candidate in enumerate(self.candidates) if index not in dropped],
             self.columns,
-            self.runs[runs],
-            self.writers[runs],
+            self.run_indexes[runs],
+            self.writer_numbers[runs],
             (np.cumsum(remains) - 1)[self.run_candidates[runs]],
             *(column[remains] for column in (self.directions, self.heads_before, self.floors, self.heads)),
         )
@@ -391,9 +391,9 @@ def _make_result(stream: InOrderStream, now: int) -> StreamResult:
     (name, stored, first), direction, head_before, head, edges, runs = stream
     writers = [*stored.writers]
     sign = -1 if direction == Direction.BACKWARD else 1
-    advances = [_writer_advance(run, writers[run.writer - first], sign) for run in runs]
+    advances = [_writer_advance(run, writers[run.writer_number - first], sign) for run in runs]
     for run in runs:
-        writers[run.writer - first] = _advanced_writer(writers[run.writer - first], run, now)
+        writers[run.writer_number - first] = _advanced_writer(writers[run.writer_number - first], run, now)
     transactions, reports = dict(sorted(stored.transactions.items())), dict(sorted(stored.reports.items()))
     encoded = encode_stored(
         StoredStream(
@@ -449,7 +449,7 @@ def _sources(writers: list[StoredWriter], reports: dict[str, SourceReport]) -> l
 
 def _writer_advance(run: MergedRun, writer: StoredWriter, sign: int) -> WriterAdvance:
     prev, end = sign * writer.chain.position, sign * run.end
-    return WriterAdvance(writer.name, writer.epoch, prev, end, run.facts, run.empty, 0, 0, run.oldest)
+    return WriterAdvance(writer.name, writer.epoch, prev, end, run.fact_count, run.empty_count, 0, 0, run.oldest_ms)
 
 
 def _advanced_writer(writer: StoredWriter, run: MergedRun, now: int) -> StoredWriter:
@@ -528,7 +528,8 @@ def _candidate_state(
 
 
 def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[int]:
-    """The numbers of the writers `names`, counted from `first`. Empty if one of them is unknown or not in order."""
+    """The numbers of the writers `names`. `first` is the number of the stream's first writer. Empty if one of them is
+    unknown or not in order."""
     known = {writer.name: number for number, writer in enumerate(stored.writers, first)}
     numbers = [known.get(name, -1) for name in names]
     for number in {*numbers}:
@@ -538,7 +539,8 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
 
 
 def _has_only_positions(stored: StoredStream) -> bool:
-    """True if the state has nothing pending, buffered or deferred, and all writers that are not retired are decoded."""
+    """True if nothing is pending, buffered or deferred, no writer in `stored.writers` is retired, and the stream has so
+    few writers that all of them are decoded."""
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
     for writer in stored.writers:  # a generator would be slower; at a start, a million streams are checked

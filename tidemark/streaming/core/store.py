@@ -185,7 +185,8 @@ class States:
         return cls(layers.recent, PackedStates(layers.packed), seed)
 
     def pack(self) -> bytes:
-        """Encode the recent and the packed layer. If the recent states are too large, moves them first."""
+        """Encode the recent and the packed layer. If the recent layer is too large, first merges it into the packed
+        layer."""
         size = sum(map(len, self._recent.values()))
         if size > max(_RECENT_BYTES_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})

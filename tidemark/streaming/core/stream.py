@@ -119,7 +119,7 @@ class StreamState:
         return max([last, *(epoch for _, epoch in self.unjoined.incarnations(name))])
 
     def mark_uncertain(self) -> None:
-        """Note that a rejected record may contain a fact of any writer, including writers that are not yet known."""
+        """Record that a rejected record may contain a fact of any writer, including writers that are not yet known."""
         self.uncertain_up_to = UNBOUNDED
         self.writers.mark_uncertain()
         for unjoined in self.unjoined.values():
@@ -266,7 +266,7 @@ class StreamState:
         batch.counts["forgotten"] += self.linear.forget_excess(bounds.completed)
         # Keep writers that the batch touched, because their moves are not published yet.
         before = batch.now - bounds.retirement_ms
-        for name in self.writers.find_expired(self.linear.position, bounds.retired, before, batch.touched):
+        for name in self.writers.find_expired(self.linear.position, bounds.retired, before, batch.touch_times):
             chain = self.writers.pop(name).chain
             self.uncertain_up_to = max(
                 self.uncertain_up_to, chain.uncertain_up_to if chain.uncertain_up_to > chain.position else 0
@@ -314,7 +314,7 @@ class StreamState:
         )
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Note that records were rejected at the bound `Bounds.unjoined`. Blocks the linear position."""
+        """Record that records were rejected at the bound `Bounds.unjoined`. Blocks the linear position."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
@@ -344,7 +344,7 @@ class StreamState:
         """Begin the epoch of a JOIN, and a new timeline first if the JOIN shows that the database was restored.
 
         Returns:
-            The writer, and the ID of the RETIRE that was buffered for this JOIN; None without such a RETIRE.
+            The writer, and the ID of the RETIRE that was buffered for this JOIN; None if there is no such RETIRE.
         """
         known = self.writers.get(marker.writer)
         if (why := detect_rollback(known, self.unjoined, marker, self.timeline, self.database)) is not None:

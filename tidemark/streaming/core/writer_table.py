@@ -56,7 +56,9 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
-        spans = [_Span(span.prev, span.id, *span.evidence.counts, span.edges, span.since) for span in chain.pending]
+        spans = [
+            _Span(span.prev, span.id, *span.evidence.counts, span.edge_count, span.since) for span in chain.pending
+        ]
         return cls(chain.position, chain.uncertain_up_to, spans, chain.empty_ranges.pack(), list(chain.deferred))
 
     def decode(self) -> Chain:
@@ -128,7 +130,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         position: position of the chain.
         highest_settled: the highest settled ID of the chain.
         pending_edges: number of completed edges above the position.
-        gaps: number of gaps, which is also the number of pending spans.
+        gap_count: number of gaps, which is also the number of pending spans.
         low: lower end of the oldest gap.
         top: upper end of the oldest gap.
         since: time (ms) at which the oldest gap appeared.
@@ -142,7 +144,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     position: int
     highest_settled: int
     pending_edges: int
-    gaps: int
+    gap_count: int
     low: int
     top: int
     since: int
@@ -497,13 +499,13 @@ class _PackedWriters:
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
-        self._removed: set[int] = set()
-        self._order: Ids | None = None
+        self._removed_rows: set[int] = set()
+        self._rows_by_position: Ids | None = None
         """Row numbers, sorted by position; None before the first call of `lowest_position`."""
         self._lowest_index = 0
 
     def __len__(self) -> int:
-        return len(self._table) - len(self._removed)
+        return len(self._table) - len(self._removed_rows)
 
     def names(self) -> list[str]:
         return [self.name(row) for row in self._rows().tolist()]
@@ -516,14 +518,14 @@ class _PackedWriters:
         row = self._find(name)
         if row is None:
             return None
-        self._removed.add(row)
+        self._removed_rows.add(row)
         return self._table.writer(row)
 
     def drop(self, name: str) -> bool:
         """Remove the row of a writer. Returns False if the name is unknown."""
         row = self._find(name)
         if row is not None:
-            self._removed.add(row)
+            self._removed_rows.add(row)
         return row is not None
 
     def lowest_position(self) -> int | None:
@@ -531,11 +533,11 @@ class _PackedWriters:
         if not len(self):
             return None
         chains = self._table.columns["chain"]
-        if self._order is None:
-            self._order = np.argsort(chains)
-        while int(self._order[self._lowest_index]) in self._removed:
+        if self._rows_by_position is None:
+            self._rows_by_position = np.argsort(chains)
+        while int(self._rows_by_position[self._lowest_index]) in self._removed_rows:
             self._lowest_index += 1
-        return int(chains[self._order[self._lowest_index]])
+        return int(chains[self._rows_by_position[self._lowest_index]])
 
     def highest_position(self) -> int:
         """The highest position of the writers' chains; 0 if there are no rows."""
@@ -576,23 +578,23 @@ class _PackedWriters:
 
     def with_added(self, added: Mapping[str, WriterState]) -> PackedTable:
         """A copy of the table without the removed rows, and with the writers `added`."""
-        return self._table.with_changes(self._removed, added)
+        return self._table.with_changes(self._removed_rows, added)
 
     def unpack(self) -> dict[str, WriterState]:
         return {self.name(row): self._table.writer(row) for row in self._rows().tolist()}
 
     def _find(self, name: str) -> int | None:
         row = self._table.find(name)
-        return None if row is None or row in self._removed else row
+        return None if row is None or row in self._removed_rows else row
 
     def _rows(self) -> Ids:
-        return np.flatnonzero(self._remaining()) if self._removed else np.arange(len(self._table))
+        return np.flatnonzero(self._remaining()) if self._removed_rows else np.arange(len(self._table))
 
     def _column(self, name: str) -> Ids:
         column: Ids = self._table.columns[name]
-        return column[self._remaining()] if self._removed else column
+        return column[self._remaining()] if self._removed_rows else column
 
     def _remaining(self) -> Mask:
         remaining = np.ones(len(self._table), np.bool_)
-        remaining[list(self._removed)] = False
+        remaining[list(self._removed_rows)] = False
         return remaining

@@ -130,7 +130,7 @@ class UnjoinedWriter:
     Attributes:
         chain: the IDs that the incarnation's edges settled; the chain has no position (`NO_POSITION`).
         since: time (ms) of the batch that read the first record of the incarnation.
-        retire_id: ID of a RETIRE that is buffered until the JOIN; None without a RETIRE.
+        retire_id: ID of a RETIRE that is buffered until the JOIN; None if there is no RETIRE.
         last_seen: time (ms) of the batch that read the newest record of the incarnation; 0 if unknown.
     """
 
@@ -230,7 +230,7 @@ def join_checksum(marker: Marker) -> int:
 def detect_rollback(
     writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
-    """Return the evidence in a JOIN that the writer's database was restored; None without such evidence.
+    """Return the evidence in a JOIN that the writer's database was restored; None if there is no such evidence.
 
     If the database was restored, it may give out IDs above `marker.no_reuse_up_to` again.
 
@@ -259,14 +259,15 @@ def detect_rollback(
 
 
 def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
-    """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
+    """True if a JOIN names the current epoch of its writer and is consistent with the JOIN that began the epoch.
 
-    An operator's JOIN never contradicts. A JOIN with another checksum contradicts if the writer has not joined in this
-    timeline.
+    - An operator's JOIN is consistent, and so is a JOIN with the same checksum.
+    - A JOIN with another checksum is consistent only if the writer has joined in this timeline and `detect_rollback`
+      finds no rollback.
+    - If the epoch began by an operator's JOIN or without a JOIN, no checksum is stored. Then a JOIN is consistent if it
+      has no timeline or the writer's last start, or if neither its database nor its start differs from the known ones.
 
-    Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the epoch began by an operator's JOIN or without a JOIN, there is no checksum: then only another database or start
-    is a contradiction.
+    Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored.
     """
     if marker.epoch != writer.epoch:
         return False
@@ -327,7 +328,7 @@ def begin_epoch(
         uncertain_up_to: `StreamState.uncertain_up_to`, for a new writer.
 
     Returns:
-        The writer, and the ID of the RETIRE that was buffered for this JOIN; None without such a RETIRE.
+        The writer, and the ID of the RETIRE that was buffered for this JOIN; None if there is no such RETIRE.
     """
     writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(uncertain_up_to=uncertain_up_to)))
     writer.roll_back(marker.no_reuse_up_to, marker.writer, batch)
@@ -427,13 +428,13 @@ class LinearPosition:
 
     Attributes:
         position: every ID up to this one is settled, whichever writer it belongs to.
-        completed: completed IDs above the position: facts and voids of any writer, in the current timeline.
+        completed_ids: completed IDs above the position: facts and voids of any writer, in the current timeline.
         heads: the history of the highest allocated ID as `(head, since)`, ascending. At the time `since` (ms), a batch
             first allocated IDs beyond `head`. The first `head` is the position itself. Empty if there is no linear lag.
     """
 
     position: int = 0
-    completed: Intervals = NO_INTERVALS
+    completed_ids: Intervals = NO_INTERVALS
     heads: list[tuple[int, int]] = field(default_factory=list)
 
     def add_completed(self, ids: Ids, offsets: Ids, eligible: Mask) -> Mask:
@@ -448,7 +449,7 @@ class LinearPosition:
             Mask of the IDs that were already final: the position has passed the ID, an earlier call stored the ID, or
             an eligible record at a lower offset completes the ID.
         """
-        final = (ids <= self.position) | self.completed.contains(ids)
+        final = (ids <= self.position) | self.completed_ids.contains(ids)
         added = Intervals.from_ids(ids)
         if added.width() < len(ids):
             order = np.lexsort((offsets, ids))
@@ -458,13 +459,13 @@ class LinearPosition:
             final[order[1:]] |= (last >= 0) & (ordered[1:] == ordered[last])
         if not eligible.all():
             added = Intervals.from_ids(ids[eligible])
-        self.completed = self.completed.union(added.above(self.position))
+        self.completed_ids = self.completed_ids.union(added.above(self.position))
         return final
 
     def advance(self, floor: int) -> None:
         """Advance to `floor`, and over the completed IDs that follow without a hole. Never goes back."""
-        self.position = self.completed.contiguous_end(max(self.position, floor))
-        self.completed = self.completed.above(self.position)
+        self.position = self.completed_ids.contiguous_end(max(self.position, floor))
+        self.completed_ids = self.completed_ids.above(self.position)
 
     def update_heads(self, head_before: int, head: int, now: int) -> None:
         """Update `heads`, once after a batch.
@@ -491,18 +492,18 @@ class LinearPosition:
 
     def forget_above(self, id: int) -> int:
         """Remove the completed IDs beyond `id`, which may be given out again. Returns the number of removed IDs."""
-        return self._replace_completed(self.completed.up_to(id))
+        return self._replace_completed(self.completed_ids.up_to(id))
 
     def forget_excess(self, intervals_max: int) -> int:
         """Keep only the lowest `intervals_max` intervals of completed IDs. Returns the number of removed IDs.
 
         If a completed ID is removed, the linear position may move later, but never too early.
         """
-        return self._replace_completed(self.completed.lowest(intervals_max))
+        return self._replace_completed(self.completed_ids.lowest(intervals_max))
 
     def _replace_completed(self, remaining: Intervals) -> int:
-        if remaining is self.completed:
+        if remaining is self.completed_ids:
             return 0
-        forgotten = self.completed.width() - remaining.width()
-        self.completed = remaining
+        forgotten = self.completed_ids.width() - remaining.width()
+        self.completed_ids = remaining
         return forgotten

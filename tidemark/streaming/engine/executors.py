@@ -67,8 +67,8 @@ class Cluster:
 
     Attributes:
         driver_host: the name by which executors reach this process.
-        executors: the number of executors; the smallest number if `max_executors` is set.
-        cores: CPU cores of each executor.
+        executor_count: the number of executors; the smallest number if `max_executors` is set.
+        cores_per_executor: CPU cores of each executor.
         memory: the Java heap of each executor, in Spark's notation (`1g`).
         driver_port: the port of the driver; 0 for any free port.
         block_manager_port: the port of each block manager; 0 for any free port.
@@ -78,8 +78,8 @@ class Cluster:
     """
 
     driver_host: str
-    executors: int
-    cores: int
+    executor_count: int
+    cores_per_executor: int
     memory: str
     driver_port: int = 0
     block_manager_port: int = 0
@@ -90,7 +90,7 @@ class Cluster:
     @property
     def slots(self) -> int:
         """The largest number of tasks that run at once."""
-        return (self.max_executors or self.executors) * self.cores
+        return (self.max_executors or self.executor_count) * self.cores_per_executor
 
     def settings(self) -> dict[str, str]:
         return {
@@ -100,7 +100,7 @@ class Cluster:
             "spark.driver.host": _uri_host(self.driver_host),
             "spark.driver.port": str(self.driver_port),
             "spark.blockManager.port": str(self.block_manager_port),
-            "spark.executor.cores": str(self.cores),
+            "spark.executor.cores": str(self.cores_per_executor),
             "spark.executor.memory": self.memory,
             "spark.cores.max": str(self.slots),
             **self.pods.settings(),
@@ -108,10 +108,10 @@ class Cluster:
 
     def _executor_count_settings(self) -> dict[str, str]:
         if self.max_executors is None:
-            return {"spark.executor.instances": str(self.executors)}
+            return {"spark.executor.instances": str(self.executor_count)}
         return {
             "spark.dynamicAllocation.enabled": "true",
-            "spark.dynamicAllocation.minExecutors": str(self.executors),
+            "spark.dynamicAllocation.minExecutors": str(self.executor_count),
             "spark.dynamicAllocation.maxExecutors": str(self.max_executors),
             # Without a shuffle service, an executor must stay until its shuffled data is no longer needed.
             "spark.dynamicAllocation.shuffleTracking.enabled": "true",

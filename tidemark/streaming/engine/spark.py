@@ -117,19 +117,19 @@ class SparkSettings:
         master: Spark's master, such as `local[2]` or `spark://host:7077`.
         memory: the driver's Java heap, in Spark's notation (`1g`).
         jars: jar files for the checkpoint's store.
-        tasks: the number of tasks after the shuffle. A local master with fewer cores uses the number of its cores.
+        task_count: the number of tasks after the shuffle. A local master with fewer cores uses the number of its cores.
         local_dir: the directory for Spark's temporary files.
-        options: options of the driver's JVM. The same options of this module or of `extra` override them.
-        extra: further Spark settings, which override all others.
+        jvm_options: options of the driver's JVM. The same options of this module or of `extra_settings` override them.
+        extra_settings: further Spark settings, which override all others.
     """
 
     master: str
     memory: str
     jars: list[Path]
-    tasks: int
+    task_count: int
     local_dir: Path
-    options: list[str] = field(default_factory=list)
-    extra: dict[str, str] = field(default_factory=dict)
+    jvm_options: list[str] = field(default_factory=list)
+    extra_settings: dict[str, str] = field(default_factory=dict)
 
 
 def start(settings: SparkSettings) -> SparkSession:
@@ -148,12 +148,14 @@ def configuration(settings: SparkSettings) -> SparkConf:
         "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
         "spark.jars": ",".join(str(jar) for jar in settings.jars),
-        TASKS_SETTING: str(settings.tasks),
+        TASKS_SETTING: str(settings.task_count),
         "spark.local.dir": str(settings.local_dir),
     }
     local = LOCAL_SETTINGS if is_local(settings.master) else {}
-    conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **values, **settings.extra}.items()))
-    options, given = [f'"{option}"' for option in settings.options], conf.get(DRIVER_OPTIONS, "")
+    conf = SparkConf(loadDefaults=False).setAll(
+        list({**SETTINGS, **local, **values, **settings.extra_settings}.items())
+    )
+    options, given = [f'"{option}"' for option in settings.jvm_options], conf.get(DRIVER_OPTIONS, "")
     # A JVM with two collectors does not start. If another option is given twice, the JVM uses the last.
     if not any(_COLLECTOR_PATTERN.search(text) for text in (given, *map(os.environ.get, _JVM_VARIABLES)) if text):
         options.append(_COLLECTOR_OPTIONS)
@@ -183,7 +185,8 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
     """Set the number of tasks after the shuffle for later queries. For a local master only.
 
     Args:
-        one_task: True for one task. False for `SparkSettings.tasks` tasks, or one per core if there are fewer cores.
+        one_task: True for one task. False for `SparkSettings.task_count` tasks, or one per core if there are fewer
+            cores.
     """
     context = session.sparkContext
     # The JVM's `defaultParallelism` respects the CPU limit of the container.

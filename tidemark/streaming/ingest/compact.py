@@ -294,7 +294,7 @@ def pack(
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
-    for reason, offsets in sorted(decoder.rejected.items()):
+    for reason, offsets in sorted(decoder.rejected_offsets.items()):
         rejected = RejectedRecords(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
     for facts in _merge_possible_facts(decoder.possible_facts, markers):

@@ -120,7 +120,7 @@ class Decoder:
     Attributes:
         writer_epochs: the numbers of the writer epochs in `edges()`.
         markers: the markers as `(record, offset, time)`, with the Kafka time in ms since 1970.
-        rejected: reason -> offsets of rejected records.
+        rejected_offsets: reason -> offsets of rejected records.
         possible_facts: the facts that rejected records may contain.
         next_offset: one more than the highest offset that was added; 0 before the first batch. `compact` sets this to
             the end of the range.
@@ -134,21 +134,21 @@ class Decoder:
         self._not_storable = frozenset(not_storable)
         self.writer_epochs = WriterEpochs()
         self.markers: list[tuple[records.OverridableRecord | records.Open, int, int]] = []
-        self.rejected: dict[Reason, list[int]] = defaultdict(list)
+        self.rejected_offsets: dict[Reason, list[int]] = defaultdict(list)
         self.possible_facts: list[PossibleFacts] = []
         self.next_offset = 0
         self._scanned_edges = Edges.allocate(0)
-        self._scanned_count = 0  # rows of `_scanned_edges` in use
+        self._scanned_edge_count = 0  # rows of `_scanned_edges` in use
         self._decoded_edges: list[tuple[int, int, int, int, int, int]] = []
 
     @property
     def size(self) -> int:
         """The number of edges and batch rows decoded so far."""
-        return self._scanned_count + len(self._decoded_edges)
+        return self._scanned_edge_count + len(self._decoded_edges)
 
     def edges(self) -> Edges:
         """All edges and batch rows decoded so far, in the order of their offsets."""
-        edges = self._scanned_edges.take(slice(self._scanned_count))
+        edges = self._scanned_edges.take(slice(self._scanned_edge_count))
         if self._decoded_edges:
             edges = edges.concatenate(Edges.of(self._decoded_edges))
         if np.any(edges.offsets[1:] < edges.offsets[:-1]):
@@ -178,13 +178,15 @@ class Decoder:
         undecided = np.empty(batch.size, np.int64)
         status, first, count = scan.NEW_WRITER_EPOCH, 0, 0
         while status != scan.DONE:
-            status, first, self._scanned_count, count, missing = scan.scan(
-                batch, first, self.writer_epochs.table, self._scanned_edges, self._scanned_count, undecided, count
+            status, first, self._scanned_edge_count, count, missing = scan.scan(
+                batch, first, self.writer_epochs.table, self._scanned_edges, self._scanned_edge_count, undecided, count
             )
             if status == scan.NEW_WRITER_EPOCH:
                 self.writer_epochs.add(missing, batch.values)
             elif status == scan.FULL:
-                self._scanned_edges = self._scanned_edges.with_room(self._scanned_count, len(batch.value(first)) + 1)
+                self._scanned_edges = self._scanned_edges.with_room(
+                    self._scanned_edge_count, len(batch.value(first)) + 1
+                )
         indexes: list[int] = undecided[:count].tolist()
         return indexes
 
@@ -201,7 +203,7 @@ class Decoder:
                 raise BadRecord(Reason.NOT_STORABLE, "the database cannot store the effects of the record")
             record = records.read(value, key, self.topic)
         except BadRecord as error:
-            self.rejected[Reason(error.reason)].append(offset)
+            self.rejected_offsets[Reason(error.reason)].append(offset)
             self.possible_facts.extend(possible_facts(value, key, self.topic, offset))
             return
         if isinstance(record, records.OverridableRecord | records.Open):

@@ -49,33 +49,33 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     Attributes:
         client: librdkafka's settings of the connection. They must be valid on all hosts with workers.
         facts, control: the names of the topics.
-        start: for each partition, the offset at which the query begins.
-        first_limit: the largest number of records of the first batch.
+        start_offsets: for each partition, the offset at which the query begins.
+        first_max_records: the largest number of records of the first batch.
         max_records: the largest number of records of any batch.
         cpu_share: the share of a core that batches may use at a low rate of records (`Pace`).
         driver_pid: the process whose CPU time is measured, together with its descendants.
-        keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
+        shard_keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
         max_facts: a task stops reading when it has this many facts beyond one for each record.
         not_storable: topic -> partition -> offsets of records to reject with the reason `not_storable`.
         one_task: whether one task reads all records of a batch.
     """
 
     client: dict[str, str]
-    facts: str
-    control: str
-    start: TopicOffsets
-    first_limit: int
+    facts_topic: str
+    control_topic: str
+    start_offsets: TopicOffsets
+    first_max_records: int
     max_records: int
     cpu_share: float
     driver_pid: int
-    keys: list[int]
+    shard_keys: list[int]
     max_facts: int
     not_storable: dict[str, dict[int, list[int]]] = {}
     one_task: bool = False
 
     @property
     def names(self) -> dict[Topic, str]:
-        return {Topic.FACTS: self.facts, Topic.CONTROL: self.control}
+        return {Topic.FACTS: self.facts_topic, Topic.CONTROL: self.control_topic}
 
 
 def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
@@ -117,16 +117,16 @@ class PacketReader(DataSourceStreamReader):
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
         self._end_offsets: EndOffsets | None = None
-        self._max_records = config.first_limit
+        self._max_records = config.first_max_records
         self._full_start: _Offsets | None = None
         """The start offsets of the newest batch that was limited to `_max_records`; None after the limit has grown."""
         self._pace = Pace(config.cpu_share, ProcessTree(config.driver_pid).cpu_seconds)
 
     def initialOffset(self) -> _Offsets:
-        return _to_json(self._config.start)
+        return _to_json(self._config.start_offsets)
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        return ReadMaxRows(self._config.first_limit)
+        return ReadMaxRows(self._config.first_max_records)
 
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
         """Wait until the next batch is worth its cost (`Pace`), and return the batch's end offsets.
@@ -174,7 +174,7 @@ class PacketReader(DataSourceStreamReader):
             groups = ((ranges, reader.read(ranges)) for ranges in fetch_groups(partition.ranges))
             yield from compact(
                 groups,
-                keys=config.keys,
+                keys=config.shard_keys,
                 names=config.names,
                 max_facts=config.max_facts,
                 not_storable=config.not_storable,
