@@ -20,7 +20,7 @@ from psycopg import sql
 from tests.jvm_classes import ArchivedKafka, broker_options
 from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app.pipeline import class_archive
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess, free_port
@@ -50,13 +50,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture(scope="session")
 def java() -> str:
-    return find_java(Settings().java_home)
+    return find_java(load().java_home)
 
 
 @pytest.fixture(scope="session")
 def jars(java: str) -> Path:
     """The directory with the jars, one directory for each configuration of `ivy-broker.xml`."""
-    directory = Home(Settings().home).jars
+    directory = Home(load().home).jars
     fetch_jars(directory, java, say=lambda _: None)
     return directory
 
@@ -64,7 +64,7 @@ def jars(java: str) -> Path:
 @pytest.fixture(scope="session")
 def jdbc(java: str) -> Path:
     """The directory with Postgres's driver for Java."""
-    directory = Home(Settings().home).jars
+    directory = Home(load().home).jars
     fetch_jars(directory, java, say=lambda _: None, jar_list=DEMO_JARS)
     return directory / JDBC
 

@@ -19,7 +19,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests.services.pgbouncer import pgbouncer
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.versions import JavaUnfit, find_java
 
 SERVERS = {
@@ -65,7 +65,7 @@ def chromium() -> str | None:
 
 def _java() -> bool:
     try:
-        find_java(Settings().java_home)
+        find_java(load().java_home)
     except JavaUnfit:
         return False
     return True

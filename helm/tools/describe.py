@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import yaml
 
 from tidemark.app.connections import PREFIX
-from tidemark.app.settings import Settings, variable_of
+from tidemark.app.settings import FIELDS, SettingField, variable_of
 
 CHART = Path(__file__).parents[1] / "tidemark"
 SECTIONS = ("Alerts", "Values", "Settings that have a value")
@@ -181,20 +182,24 @@ def formats(values: tuple[Value, ...]) -> str:
 
 def settings() -> str:
     """For the templates: what each setting accepts, for the check of the value `settings`."""
-    shapes = Settings.model_json_schema(by_alias=False)["properties"]
     accepted = {
-        variable_of(name).removeprefix(PREFIX): _accepted(shapes[name])
-        for name in Settings.model_fields
+        variable_of(name).removeprefix(PREFIX): _accepted(field)
+        for name, field in FIELDS.items()
         if variable_of(name).startswith(PREFIX)
     }
     return json.dumps(dict(sorted(accepted.items())), indent=2) + "\n"
 
 
-def _accepted(shape: dict[str, Any]) -> dict[str, Any]:
-    """The part of a field's schema that a template can check."""
-    options = [option for option in shape.get("anyOf", [shape]) if option.get("type") != "null"]
-    option = options[0] if len(options) == 1 else {}
-    return {key: option[key] for key in ("type", "minimum", "maximum", "enum") if key in option}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
+
+
+def _accepted(field: SettingField) -> dict[str, Any]:
+    """The part of a setting's limits that a template can check, in the terms of JSON Schema."""
+    limits = [item for item in field.metadata if isinstance(item, msgspec.Meta)]
+    bounds = {"minimum": [item.ge for item in limits], "maximum": [item.le for item in limits]}
+    numbers = {key: value for key, values in bounds.items() for value in values if value is not None}
+    choices = {"enum": list(get_args(field.kind))} if get_args(field.kind) else {}
+    return {"type": _JSON_TYPES.get(field.kind, "string")} | numbers | choices
 
 
 def alerts(files: Path) -> Iterator[str]:

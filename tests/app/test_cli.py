@@ -305,7 +305,7 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
 
 ALL_HEAVY = {
     "aiohttp", "confluent_kafka", "curses", "httpx", "numba", "numpy", "pandas", "prometheus_client", "psycopg",
-    "pyarrow", "pydantic", "pyspark", "redis", "starlette", "structlog", "uvicorn",
+    "pyarrow", "pyspark", "redis", "starlette", "structlog", "uvicorn",
 }  # fmt: skip
 
 
@@ -313,18 +313,18 @@ ALL_HEAVY = {
     ("words", "needed"),
     [
         ("--help", set[str]()),
-        ("config", {"psycopg", "pydantic"}),
-        ("status", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
-        ("top --times 1", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
-        ("gaps", {"numpy", "psycopg", "pydantic"}),
-        ("explain shop", {"numpy", "psycopg", "pydantic"}),
-        ("trace shop 1", {"confluent_kafka", "numpy", "psycopg", "pydantic", "redis"}),
-        ("verify", {"numpy", "psycopg", "pydantic", "redis"}),
-        ("overrides list", {"psycopg", "pydantic"}),
-        ("late list", {"psycopg", "pydantic"}),
-        ("dead-letters list", {"confluent_kafka", "numpy", "psycopg", "pydantic"}),
-        ("readers list", {"psycopg", "pydantic", "redis"}),
-        ("policy list", {"psycopg", "pydantic"}),
+        ("config", {"psycopg"}),
+        ("status", {"confluent_kafka", "numpy", "psycopg"}),
+        ("top --times 1", {"confluent_kafka", "numpy", "psycopg"}),
+        ("gaps", {"numpy", "psycopg"}),
+        ("explain shop", {"numpy", "psycopg"}),
+        ("trace shop 1", {"confluent_kafka", "numpy", "psycopg", "redis"}),
+        ("verify", {"numpy", "psycopg", "redis"}),
+        ("overrides list", {"psycopg"}),
+        ("late list", {"psycopg"}),
+        ("dead-letters list", {"confluent_kafka", "numpy", "psycopg"}),
+        ("readers list", {"psycopg", "redis"}),
+        ("policy list", {"psycopg"}),
     ],
 )
 def test_a_command_imports_no_library_that_it_does_not_need(words: str, needed: set[str]) -> None:
@@ -364,7 +364,7 @@ def test_help_needs_no_spark() -> None:
     """Looking at the help, or producing a record, does not wait for the engine, nor the help for the settings."""
     program = (
         "import sys, tidemark.app.cli; early = {*sys.modules}; import tidemark.app.verbs.kafka_records;"
-        "sys.exit(bool({'psycopg', 'pydantic', 'structlog'} & early or 'pyspark' in sys.modules))"
+        "sys.exit(bool({'psycopg', 'structlog'} & early or 'pyspark' in sys.modules))"
     )
     assert _python("-c", program).returncode == 0
 

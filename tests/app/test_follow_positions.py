@@ -32,7 +32,7 @@ from tidemark.app import follow_positions
 from tidemark.app.cli import main
 from tidemark.app.follow_positions import FollowMetrics, PositionFollower
 from tidemark.app.relay import migrate
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack.processes import RedisServer, free_port
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.sinks.redis.client import RedisAddress
@@ -413,7 +413,7 @@ class PublishedFacts:
 
 def follow(redis_url: str, dsn: str) -> None:
     """`tidemark follow`, forked."""
-    follow_positions.run(Settings(redis_url=redis_url), dsn, None, None, None)
+    follow_positions.run(load(redis_url=redis_url), dsn, None, None, None)
 
 
 def is_copying(readers: psycopg.Connection) -> bool:

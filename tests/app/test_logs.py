@@ -18,9 +18,9 @@ import sys
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JError
 from tidemark.app import logs
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 
-logs.configure(Settings())
+logs.configure(load())
 try:
     JavaGateway(gateway_parameters=GatewayParameters(port=int(sys.argv[1]))).jvm.System.currentTimeMillis()
 except Py4JError:
@@ -57,10 +57,10 @@ def test_connection_that_the_jvm_resets_is_told_by_an_exception_alone() -> None:
 _SPEAK = """
 import logging, threading, warnings
 from tidemark.app import logs
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 
 import structlog
-logs.configure(Settings())
+logs.configure(load())
 structlog.get_logger().warning("Read", stream="a\x1b[2Jb")
 logging.getLogger("some.package").warning("two\\nlines of %s", "it")
 warnings.warn("old")

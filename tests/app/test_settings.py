@@ -2,9 +2,10 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tidemark.app.settings import Settings, is_secret, load, settings_lines, variable_of
+from tidemark.app.settings import FIELDS, is_set, load, settings_lines, variable_of
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
@@ -14,7 +15,7 @@ from tidemark.streaming.values.limits import POLICY_SETTINGS
 def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No setting of the user's own, and a home in which no stack has ever run."""
     with monkeypatch.context() as patch:
-        for field in Settings.model_fields:
+        for field in FIELDS:
             patch.delenv(f"TIDEMARK_{field.upper()}", raising=False)
         patch.setenv("TIDEMARK_HOME", str(tmp_path))
         yield
@@ -47,16 +48,34 @@ def test_settings_are_the_defaults_of_policies(setenv: SetEnv) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("SHARDS", "0", "greater than or equal to 1"),
-        ("SHARDS", "many", "valid integer"),
-        ("UP_KAFKA_PORT", "70000", "less than or equal to 65535"),
+        ("SHARDS", "0", "an integer >= 1 and <= 4096"),
+        ("SHARDS", "many", "an integer >= 1 and <= 4096"),
+        ("SHARDS", "1e3", "an integer >= 1"),
+        ("SHARDS", "0x10", "an integer >= 1"),
+        ("SHARDS", "5.5", "an integer >= 1"),
+        ("SHARDS", "1__0", "an integer >= 1"),
+        ("SHARDS", "\u0663", "an integer >= 1"),
+        ("SHARDS", "null", "an integer >= 1"),
+        ("SHARDS", "9" * 5000, "an integer >= 1"),
+        ("SPARK_EXECUTORS_MAX", "null", "an integer >= 1"),
+        ("BATCH_CPU_SHARE", "0", "a number > 0 and <= 1000"),
+        ("BATCH_CPU_SHARE", "nan", "a number > 0"),
+        ("BATCH_CPU_SHARE", "inf", "a number > 0"),
+        ("BATCH_CPU_SHARE", "1e400", "a number > 0"),
+        ("BATCH_CPU_SHARE", "1,5", "a number > 0"),
+        ("UP_KAFKA_PORT", "70000", "an integer >= 0 and <= 65535"),
         ("LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
-        ("KAFKA_FACTS_TOPIC", "two words", "match pattern"),
+        ("KAFKA_FACTS_TOPIC", "two words", "text that matches ^[a-zA-Z0-9._-]{1,249}$"),
+        ("KAFKA_FACTS_TOPIC", "topic\n", "text that matches"),
+        ("KAFKA_POSITIONS_TOPIC", "topic\n", "text that matches"),
+        ("SPARK_MASTER", "local\n", "text that matches"),
+        ("SPARK_DRIVER_MEMORY", "1g\n", "such as 512m or 2g"),
         ("SPARK_DRIVER_MEMORY", "lots", "such as 512m or 2g"),
-        ("KAFKA_CREATE_TOPICS", "perhaps", "valid boolean"),
+        ("KAFKA_CREATE_TOPICS", "perhaps", "true or false"),
         ("LINES_LISTEN", "9481", "such as 127.0.0.1:9481 or [::1]:9481"),
         ("LINES_LISTEN", "localhost:70000", "such as 127.0.0.1:9481"),
-        ("LINES_REDIS_CHANNEL", "two words", "match pattern"),
+        ("LINES_REDIS_CHANNEL", "two words", "text that matches"),
+        ("LINES_REDIS_CHANNEL", "a\n", "text that matches"),
     ],
 )
 def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, value: str, allowed: str) -> None:
@@ -67,6 +86,54 @@ def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, va
     assert caught.value.name == f"TIDEMARK_{name}"
     assert repr(value) in str(caught.value)
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        *(("shards", text, 5) for text in ("5", " 5 ", "5\n", "+5", "005", "5.0")),
+        ("max_records_per_batch", "1_000_000", 1_000_000),
+        *(("batch_cpu_share", text, 1.5) for text in ("1.5", " 1.5\n", "15e-1", "+1.5")),
+        ("batch_cpu_share", "2", 2.0),
+        *(("kafka_create_topics", text, True) for text in ("true", "True", "TRUE", "1", "yes", "On", "t", "y")),
+        *(("kafka_create_topics", text, False) for text in ("false", "False", "0", "no", "OFF", "f", "n")),
+        ("kafka_username", "null", "null"),
+        ("kafka_ca_file", "null", Path("null")),
+        ("no_color", "0", "0"),
+        ("java_home", "jdk", Path("jdk")),
+    ],
+)
+def test_text_of_a_variable_is_converted(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object) -> None:
+    """Numbers and booleans may have each of these forms. No other text means true, false or no value."""
+    monkeypatch.setenv(variable_of(name), text)
+    converted = getattr(load(), name)
+    assert (type(converted), converted) == (type(value), value)
+
+
+def test_defaults_are_allowed_values() -> None:
+    """Only values from variables are checked when the settings are loaded."""
+    for name, field in FIELDS.items():
+        if field.default is not None:
+            assert field.convert(field.default) == field.default, name
+
+
+def test_a_given_value_is_checked_and_precedes_the_variable(setenv: SetEnv) -> None:
+    """The error names the variable of the setting, also if the name has no TIDEMARK_."""
+    setenv("SHARDS", "many")
+    assert load(shards=5).shards == 5
+    for name, value in (("shards", 0), ("shards", None), ("log_level", ""), ("owner", ""), ("java_home", 5)):
+        with pytest.raises(BadSetting) as caught:
+            load(**{"shards": 5, name: value})
+        assert caught.value.name == variable_of(name)
+
+
+def test_settings_are_frozen(setenv: SetEnv) -> None:
+    """A changed copy is checked as a whole."""
+    settings = load()
+    with pytest.raises(AttributeError):
+        settings.shards = 5  # type: ignore[misc]
+    with pytest.raises(ValueError, match="TIDEMARK_KAFKA_SSL_CERTIFICATE_FILE is not set"):
+        msgspec.structs.replace(settings, kafka_ssl_key_file=Path("key"))
 
 
 @pytest.mark.parametrize("name", ["POSTGRES_DSN", "REDIS_URL"])
@@ -177,6 +244,17 @@ def test_running_stack_fills_in_what_is_not_set(setenv: SetEnv, tmp_path: Path) 
     assert settings.redis_url.get_secret_value() == "redis://elsewhere/0"
 
 
+def test_setting_counts_as_set_if_any_source_has_a_text(setenv: SetEnv, tmp_path: Path) -> None:
+    """An empty variable, secret file or line of the running stack sets nothing."""
+    (tmp_path / "secret").touch()
+    (tmp_path / "stack.env").write_text("export TIDEMARK_SHARDS=8\nexport TIDEMARK_LEASE_SECONDS=\n")
+    setenv("POSTGRES_DSN", "")
+    setenv("REDIS_URL_FILE", str(tmp_path / "secret"))
+    assert [name for name in FIELDS if is_set(name)] == ["home", "shards"]
+    (tmp_path / "secret").write_text("redis://elsewhere/0")
+    assert is_set("redis_url")
+
+
 def test_config_masks_every_secret_and_says_where_values_come_from(setenv: SetEnv, tmp_path: Path) -> None:
     """No secret of any setting is printed, whatever its form, and each line ends with its origin."""
     (tmp_path / "secret").write_text("host=db user=ada password='hunter 2' sslpassword=hunter2")
@@ -195,8 +273,8 @@ def test_config_masks_every_secret_and_says_where_values_come_from(setenv: SetEn
     assert line["TIDEMARK_SHARDS"].endswith("default")
 
 
-SECRETS = [name for name, field in Settings.model_fields.items() if is_secret(field)]
-OTHERS = [name for name in Settings.model_fields if name not in SECRETS]
+SECRETS = [name for name, field in FIELDS.items() if field.is_secret]
+OTHERS = [name for name in FIELDS if name not in SECRETS]
 WITH_PASSWORD = [
     "hunter2",
     "rediss://ada:hunter2@host:6379/0",
@@ -210,8 +288,8 @@ WITH_PASSWORD = [
 def test_what_is_called_a_secret_is_one() -> None:
     """By its type, that is: what may be shown of it, `config` knows. Paths name files, which are no secrets."""
     secret = re.compile(r"(password|secret|token|key|dsn|credentials?|url)$")
-    assert {name for name in Settings.model_fields if secret.search(name)} == set(SECRETS)
-    assert {name for name, field in Settings.model_fields.items() if "SecretStr" in repr(field)} == set(SECRETS)
+    assert {name for name in FIELDS if secret.search(name)} == set(SECRETS)
+    assert {name for name, field in FIELDS.items() if "SecretStr" in repr(field.type)} == set(SECRETS)
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -230,7 +308,7 @@ def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                     shown = str(problem)
                 else:
                     taken += 1
-                    shown = "\n".join(settings_lines(settings)) + repr(settings) + str(settings.model_dump())
+                    shown = "\n".join(settings_lines(settings)) + repr(settings) + str(msgspec.structs.asdict(settings))
             assert "hunter" not in shown, value
     assert taken
 
@@ -287,6 +365,8 @@ def test_settings_never_show_a_secret_by_accident(setenv: SetEnv) -> None:
     settings = load()
     assert "hunter2" not in repr(settings)
     assert "hunter2" not in repr(settings.kafka)
+    with pytest.raises(TypeError, match="SecretStr"):
+        msgspec.json.encode(settings.kafka_password)
 
 
 def test_child_gets_the_stacks_settings_in_place_of_ours(setenv: SetEnv, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.bench import (
 )
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.versions import find_java
 
 Run = Callable[[BenchSite], dict[str, Any]]
@@ -43,7 +43,7 @@ Run = Callable[[BenchSite], dict[str, Any]]
 @click.pass_context
 def main(context: click.Context) -> None:
     """Measure Tidemark and write docs/explanation/benchmarks.md."""
-    logs.configure(Settings(log_level="warning"))
+    logs.configure(load(log_level="warning"))
     if context.invoked_subcommand is None:
         context.invoke(everything)
 
@@ -269,7 +269,7 @@ def _on_servers(name: str, run: Run) -> None:
 
 
 def _record(name: str, figures: dict[str, Any]) -> None:
-    machine = results.machine(find_java(Settings().java_home))
+    machine = results.machine(find_java(load().java_home))
     results.save(name, sys.argv[1:], machine, figures)
     report.write()
     click.echo(f"wrote {report.PAGE}", err=True)

@@ -15,7 +15,7 @@ from tests.bench.topic import Loaded
 from tests.bench.usage import Samples, sampled
 from tests.bench.whole import pipeline
 from tests.bench.workload import Shape
-from tidemark.app.settings import Settings
+from tidemark.app.settings import FIELDS
 
 WHOLE = "tidemark"
 CEILING = "ceiling"
@@ -33,7 +33,7 @@ NAMES = {
     "loop-java": "consumer loop by hand in Java, `fastjson2`; no sinks, no evidence",
 }
 ON_SPARK = {CEILING, WHOLE, "row-by-row"}
-DEFAULT_BATCH: int = Settings.model_fields["max_records_per_batch"].default
+DEFAULT_BATCH: int = FIELDS["max_records_per_batch"].default
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import psycopg
 import redis
 
 from tidemark.app.pipeline import class_archive
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
@@ -76,7 +76,7 @@ class BenchSite:
 @contextmanager
 def servers() -> Iterator[BenchSite]:
     """Jars come from TIDEMARK_HOME and are fetched there if need be."""
-    settings = Settings()
+    settings = load()
     java = find_java(settings.java_home)
     jars = Home(settings.home).jars
     fetch_jars(jars, java, say=lambda _: None)

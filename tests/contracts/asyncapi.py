@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tests.contracts.record_schemas import Schema, schemas
-from tidemark.app.settings import Settings, variable_of
+from tidemark.app.settings import FIELDS, variable_of
 from tidemark.app.sidecar import answers, events
 from tidemark.app.sidecar.answers import StreamAnswer
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
@@ -71,7 +71,7 @@ _RECEIVED: Final = {Topic.FACTS.value, Topic.CONTROL.value}
 
 
 def _default(name: str) -> Any:
-    return Settings.model_fields[name].default
+    return FIELDS[name].default
 
 
 def _topics() -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import click
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
-from pydantic import SecretStr
 
 from tidemark.app import settings
 from tidemark.app.cli import EXAMPLES, main
+from tidemark.app.connections import SecretStr
 from tidemark.app.diagnosis.reader_lag import ReaderMetrics
 from tidemark.app.follow_positions import FollowMetrics
 from tidemark.app.pipeline import metrics
@@ -121,13 +121,13 @@ SETTING_GROUPS = {
 
 def settings_tables() -> str:
     groups: dict[str, list[tuple[str, str, str]]] = {word: [] for word in SETTING_GROUPS}
-    for name, field in settings.Settings.model_fields.items():
-        unset = field.default_factory or field.is_required() or field.default is None or field.default == ""
-        secret = " Secret: may also come from a file." if settings.is_secret(field) else ""
+    for name, field in settings.FIELDS.items():
+        unset = field.default in (None, "")
+        secret = " Secret: may also come from a file." if field.is_secret else ""
         row = (
             f"`{settings.variable_of(name)}`",
             "" if unset else _code(_shown(field.default)),
-            _cell((field.description or "") + secret),
+            _cell(field.description + secret),
         )
         word = name.partition("_")[0]
         groups[word if word in groups else ""].append(row)

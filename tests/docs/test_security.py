@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.settings import Settings
+from tidemark.app.settings import FIELDS
 from tidemark.streaming.engine.spark import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,6 @@ def test_each_line_names_tests_that_are_there(row: list[str]) -> None:
 
 def test_ports_are_on_this_machine_by_default() -> None:
     """Sidecar, line protocol, metrics and Spark: whoever wants more says so."""
-    fields = Settings.model_fields
-    assert {fields[name].default for name in ("sidecar_host", "metrics_host")} == {"127.0.0.1"}
-    assert fields["lines_listen"].default.startswith("127.0.0.1:")
+    assert {FIELDS[name].default for name in ("sidecar_host", "metrics_host")} == {"127.0.0.1"}
+    assert FIELDS["lines_listen"].default.startswith("127.0.0.1:")
     assert {SETTINGS[name] for name in ("spark.driver.host", "spark.driver.bindAddress")} == {"127.0.0.1"}

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, rendered, run, tool
-from tidemark.app.settings import Settings, is_secret, variable_of
+from tidemark.app.settings import FIELDS, variable_of
 
 # Objects of operators that have no schema in tests/helm/schemas.
 FOREIGN = "PodMonitor,PrometheusRule,ServiceMonitor"
@@ -119,8 +119,8 @@ def test_dockerfiles_follow_good_practice(dockerfile: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_variable_is_a_setting(example: str) -> None:
     """A setting that is renamed must not leave a variable behind that nobody reads."""
-    known = {variable_of(name) for name in Settings.model_fields}
-    known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
+    known = {variable_of(name) for name in FIELDS}
+    known |= {f"{variable_of(name)}_FILE" for name, field in FIELDS.items() if field.is_secret}
     used = {entry["name"] for entry in _environments(objects(example)) if entry["name"].startswith("TIDEMARK_")}
     assert used - known == set()
     assert "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS" in used

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from tests.cluster import standalone
 from tests.fix_pipeline import Site, made_site
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack import postgres, processes
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.up import BROKER
@@ -71,8 +71,8 @@ def positions_move(site: Site, **settings: Any) -> None:
 
 def main(directory: Path, spark: str) -> None:
     use_ipv6()
-    home, java = Home(directory), find_java(Settings().java_home)
-    kafka = processes.KafkaServer(home, 19092, java=java, jars=Home(Settings().home).jars / BROKER)
+    home, java = Home(directory), find_java(load().java_home)
+    kafka = processes.KafkaServer(home, 19092, java=java, jars=Home(load().home).jars / BROKER)
     database, redis = OpenPostgres(home, 15432), NumericRedis(home, 16379)
     (directory / "site").mkdir()
     with ExitStack() as running:

@@ -18,7 +18,7 @@ from tests.helm.ipv6_pipeline import ADDRESS, NAME
 from tests.helm.tools import ROOT
 from tidemark.app.serving import http_health
 from tidemark.app.serving.serve import open_listening_socket
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.sidecar.admission import AdmissionConfig, create_protocol_factory
 
 ONLY_IPV6 = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec"
@@ -132,4 +132,4 @@ def test_a_trusted_proxy_is_known_by_its_ipv4_address() -> None:
 @pytest.mark.parametrize(("host", "shown"), [("::", "[::1]"), ("0.0.0.0", "0.0.0.0")])
 def test_the_address_of_the_metrics_is_a_url(host: str, shown: str) -> None:
     """`tidemark bundle` reads the pipeline's metrics there."""
-    assert Settings(metrics_host=host).metrics_url == f"http://{shown}:9464/metrics"
+    assert load(metrics_host=host).metrics_url == f"http://{shown}:9464/metrics"

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests.helm.tools import CHART
 from tidemark.app.cli import main
-from tidemark.app.settings import Settings, variable_of
+from tidemark.app.settings import FIELDS, variable_of
 from tidemark.common.errors import TopicMissing
 
 NAMES: dict[str, str] = json.loads((CHART / "files/names.json").read_text())
@@ -18,7 +18,7 @@ NAMES: dict[str, str] = json.loads((CHART / "files/names.json").read_text())
 
 def test_every_variable_that_the_chart_names_is_a_setting() -> None:
     """A setting that was renamed must not stay in names.json."""
-    known = {variable_of(name) for name in Settings.model_fields}
+    known = {variable_of(name) for name in FIELDS}
     assert {f"TIDEMARK_{name}" for name in NAMES} - known == set()
 
 
@@ -33,7 +33,7 @@ def test_every_value_that_it_names_is_there(value: str) -> None:
 def test_every_setting_that_the_chart_refuses_has_a_value_of_its_own() -> None:
     """The refusal names the value to set."""
     [refused] = re.findall(r'regexMatch "(\^\(KAFKA.*?)" \$name', (CHART / "templates/validate.yaml").read_text())
-    ours = {variable_of(name).removeprefix("TIDEMARK_") for name in Settings.model_fields}
+    ours = {variable_of(name).removeprefix("TIDEMARK_") for name in FIELDS}
     made = re.compile(r"HOME|OWNER|METRICS_PORT|SIDECAR_PORT|SPARK_(DRIVER_(HOST|PORT)|BLOCK|JARS|KUBERNETES)")
     assert {name for name in ours if re.search(refused, name) and not made.match(name)} <= set(NAMES)
 

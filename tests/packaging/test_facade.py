@@ -11,7 +11,7 @@ from tidemark import errors
 from tidemark.sinks import reader
 from tidemark.sources import writer
 
-HEAVY = {"confluent_kafka", "numpy", "pandas", "psycopg", "pyarrow", "pydantic", "pyspark", "redis"}
+HEAVY = {"confluent_kafka", "numpy", "pandas", "psycopg", "pyarrow", "pyspark", "redis"}
 
 
 def _python(program: str) -> str:

@@ -13,7 +13,7 @@ from psycopg import sql
 
 from tests.services.programs import HERE
 from tests.services.shop import Shop, opened
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer
 
@@ -33,7 +33,7 @@ def shop(postgres: PostgresServer, kafka: KafkaServer) -> Iterator[Shop]:
 
 @pytest.fixture(scope="session")
 def downloads() -> Path:
-    return Settings().home / "languages"
+    return load().home / "languages"
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import httpx
 import psutil
 from psycopg.conninfo import conninfo_to_dict
 
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import LOOPBACK, ServerProcess, free_port, listens
 
@@ -49,7 +49,7 @@ class NoSynapse(Exception):
 
 def programs() -> Path:
     """The Python that can run Synapse. Raises `NoSynapse`."""
-    place = Settings().home / "synapse"
+    place = load().home / "synapse"
     place.mkdir(parents=True, exist_ok=True)
     python = place / "venv/bin/python"
     with (place / "lock").open("a") as lock:

@@ -94,7 +94,6 @@ _VERB_KEY: Final = "tidemark.verb"
 """The key of the verb's name in the `meta` of click's context."""
 _LIBRARY_VARIABLES: Final = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread for each core; Tidemark uses no linear algebra
-    "PYDANTIC_DISABLE_PLUGINS": "__all__",  # pydantic would read the metadata of all installed packages
 }
 """Environment variables that reduce the CPU time of imports. A variable that is already set keeps its value."""
 

@@ -3,19 +3,21 @@
 `app.settings` reads these settings and the files of their secrets.
 """
 
+import os
 import re
 import socket
-from abc import abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 import psycopg
+from msgspec import Meta
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
@@ -60,23 +62,34 @@ def local_host_names(host: str) -> tuple[str, ...]:
     return (*THIS_MACHINE, host.lower()) if is_loopback(host) else ()
 
 
-def _check_host_port(text: str) -> str:
-    parse_host_port(text)
-    return text
+class SecretStr:
+    """The text of a secret, which `repr` and `str` do not show."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_secret_value(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"SecretStr('{self}')"
+
+    def __str__(self) -> str:
+        return "**********"
 
 
-def _check_conninfo(secret: SecretStr) -> SecretStr:
+def _check_conninfo(secret: SecretStr) -> None:
     try:
         conninfo_to_dict(secret.get_secret_value())
     except psycopg.ProgrammingError:  # the original error may quote the password
         raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
-    return secret
 
 
-def _check_redis_url(secret: SecretStr) -> SecretStr:
+def _check_redis_url(secret: SecretStr) -> None:
     if not re.match(r"(rediss?(\+(sentinel|cluster))?|unix)://", secret.get_secret_value()):
         raise ValueError("not a Redis URL (redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://)")
-    return secret
 
 
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: `Path` replaces // by /
@@ -106,10 +119,9 @@ def mask_url(text: str) -> str:
         return "***"
 
 
-def _check_web_url(secret: SecretStr | None) -> SecretStr | None:
-    if secret is not None and not re.match(r"https?://", secret.get_secret_value()):
+def _check_web_url(secret: SecretStr) -> None:
+    if not re.match(r"https?://", secret.get_secret_value()):
         raise ValueError("not a URL (https://...)")
-    return secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +132,15 @@ class Maskable:
     is_web_url: bool = False
 
 
-def _check_optional_conninfo(secret: SecretStr | None) -> SecretStr | None:
-    return None if secret is None else _check_conninfo(secret)
-
-
-def _check_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
-    return None if secret is None else _check_redis_url(secret)
-
-
-OptionalWebUrl = Annotated[SecretStr | None, AfterValidator(_check_web_url), Maskable(is_web_url=True)]
-PostgresDsn = Annotated[SecretStr, AfterValidator(_check_conninfo), Maskable()]
-RedisUrl = Annotated[SecretStr, AfterValidator(_check_redis_url), Maskable()]
-OptionalDsn = Annotated[SecretStr | None, AfterValidator(_check_optional_conninfo), Maskable()]
-OptionalRedisUrl = Annotated[SecretStr | None, AfterValidator(_check_optional_redis_url), Maskable()]
-Positive = Annotated[int, Field(ge=1)]
-AnyPort = Annotated[int, Field(ge=0, le=65535)]
-HostPort = Annotated[str, AfterValidator(_check_host_port)]
-TopicName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
+# A function in the metadata of a type checks a value, and raises `ValueError` if the value is not allowed.
+WebUrl = Annotated[SecretStr, _check_web_url, Maskable(is_web_url=True)]
+PostgresDsn = Annotated[SecretStr, _check_conninfo, Maskable()]
+RedisUrl = Annotated[SecretStr, _check_redis_url, Maskable()]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[int, Meta(ge=1)]
+AnyPort = Annotated[int, Meta(ge=0, le=65535)]
+HostPort = Annotated[str, parse_host_port]
+TopicName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9._-]{1,249}\Z")]
 
 _LOGIN_SETTINGS = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
 _OAUTHBEARER_SETTINGS = tuple(
@@ -144,70 +148,62 @@ _OAUTHBEARER_SETTINGS = tuple(
 )
 
 
-class Connections(BaseModel):
-    model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
+class Connections(msgspec.Struct, frozen=True, kw_only=True):
+    kafka_bootstrap_servers: Annotated[NonEmpty, "Kafka brokers, host:port[,...]."] = "localhost:9092"
+    kafka_facts_topic: Annotated[TopicName, "Topic of the writers' records."] = "tidemark.facts"
+    kafka_control_topic: Annotated[TopicName, "Topic of operator overrides."] = "tidemark.control"
+    kafka_dead_letters_topic: Annotated[TopicName, "Topic to which rejected records are written."] = (
+        "tidemark.dead-letters"
+    )
+    kafka_positions_topic: Annotated[
+        TopicName | None, "Compacted topic to which positions are also published. Default: none."
+    ] = None
+    kafka_create_topics: Annotated[bool, "Create missing topics. The local stack sets this."] = False
+    kafka_partitions: Annotated[
+        Positive, "Number of partitions of a facts topic that Tidemark creates; it can never change."
+    ] = 4
+    kafka_security_protocol: Annotated[
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], "Protocol of the connections to the brokers."
+    ] = "PLAINTEXT"
+    kafka_sasl_mechanism: Annotated[
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None,
+        "Login mechanism, if the protocol has SASL.",
+    ] = None
+    kafka_username: Annotated[str | None, "User name for PLAIN and SCRAM."] = None
+    kafka_password: Annotated[SecretStr | None, "Password for PLAIN and SCRAM."] = None
+    kafka_sasl_oauthbearer_token_endpoint_url: Annotated[
+        WebUrl | None, "OAUTHBEARER: URL of the token endpoint, https://..."
+    ] = None
+    kafka_sasl_oauthbearer_client_id: Annotated[str | None, "OAUTHBEARER: client ID."] = None
+    kafka_sasl_oauthbearer_client_secret: Annotated[SecretStr | None, "OAUTHBEARER: client secret."] = None
+    kafka_sasl_oauthbearer_scope: Annotated[str | None, "OAUTHBEARER: scope of the token."] = None
+    kafka_ca_file: Annotated[Path | None, "PEM file of the authority that signed the brokers' certificates."] = None
+    kafka_ssl_certificate_file: Annotated[Path | None, "PEM file of the client certificate, for mutual TLS."] = None
+    kafka_ssl_key_file: Annotated[Path | None, "PEM file of the key of the client certificate."] = None
 
-    kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
-    kafka_facts_topic: TopicName = Field("tidemark.facts", description="Topic of the writers' records.")
-    kafka_control_topic: TopicName = Field("tidemark.control", description="Topic of operator overrides.")
-    kafka_dead_letters_topic: TopicName = Field(
-        "tidemark.dead-letters", description="Topic to which rejected records are written."
+    postgres_dsn: Annotated[PostgresDsn, "Postgres URL or key=value words."] = SecretStr(
+        "postgresql://localhost:5432/tidemark"
     )
-    kafka_positions_topic: TopicName | None = Field(
-        None, description="Compacted topic to which positions are also published. Default: none."
+    postgres_password: Annotated[SecretStr | None, "Password; it replaces a password in the address."] = None
+    readers_dsn: Annotated[
+        PostgresDsn | None, "Database with the places of readers. Default: TIDEMARK_POSTGRES_DSN."
+    ] = None
+    redis_url: Annotated[RedisUrl, "Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster."] = (
+        SecretStr("redis://localhost:6379/0")
     )
-    kafka_create_topics: Annotated[bool, Field(description="Create missing topics. The local stack sets this.")] = False
-    kafka_partitions: Positive = Field(
-        4, description="Number of partitions of a facts topic that Tidemark creates; it can never change."
-    )
-    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="Protocol of the connections to the brokers."
-    )
-    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
-        None, description="Login mechanism, if the protocol has SASL."
-    )
-    kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
-    kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
-    kafka_sasl_oauthbearer_token_endpoint_url: OptionalWebUrl = Field(
-        None, description="OAUTHBEARER: URL of the token endpoint, https://..."
-    )
-    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: client ID.")
-    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: client secret.")
-    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope of the token.")
-    kafka_ca_file: Path | None = Field(
-        None, description="PEM file of the authority that signed the brokers' certificates."
-    )
-    kafka_ssl_certificate_file: Path | None = Field(
-        None, description="PEM file of the client certificate, for mutual TLS."
-    )
-    kafka_ssl_key_file: Path | None = Field(None, description="PEM file of the key of the client certificate.")
+    redis_password: Annotated[SecretStr | None, "Password; it replaces a password in the URL."] = None
+    redis_sentinel_password: Annotated[SecretStr | None, "Password of the Sentinels, if they have one."] = None
+    redis_ca_file: Annotated[Path | None, "PEM file of the authority that signed Redis's certificates."] = None
+    synapse_dsn: Annotated[PostgresDsn | None, "`tidemark synapse`: address of Synapse's own database."] = None
+    synapse_redis_url: Annotated[
+        RedisUrl | None, "`tidemark synapse`: URL of the Redis over which Synapse's processes replicate."
+    ] = None
 
-    postgres_dsn: PostgresDsn = Field(
-        SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
-    )
-    postgres_password: SecretStr | None = Field(None, description="Password; it replaces a password in the address.")
-    readers_dsn: OptionalDsn = Field(
-        None,
-        description="Database with the places of readers. Default: TIDEMARK_POSTGRES_DSN.",
-    )
-    redis_url: RedisUrl = Field(
-        SecretStr("redis://localhost:6379/0"),
-        description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
-    )
-    redis_password: SecretStr | None = Field(None, description="Password; it replaces a password in the URL.")
-    redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
-    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's certificates.")
-    synapse_dsn: OptionalDsn = Field(None, description="`tidemark synapse`: address of Synapse's own database.")
-    synapse_redis_url: OptionalRedisUrl = Field(
-        None, description="`tidemark synapse`: URL of the Redis over which Synapse's processes replicate."
-    )
+    otlp_url: Annotated[
+        WebUrl | None, "Collector (http://host:4318) to which a trace of each batch is sent, in OTLP over HTTP."
+    ] = None
 
-    otlp_url: OptionalWebUrl = Field(
-        None, description="Collector (http://host:4318) to which a trace of each batch is sent, in OTLP over HTTP."
-    )
-
-    @model_validator(mode="after")
-    def _sasl_is_complete(self) -> Self:
+    def __post_init__(self) -> None:
         needed = _OAUTHBEARER_SETTINGS if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN_SETTINGS
         missing = [name for name in needed if getattr(self, name) is None]
         if self.kafka_security_protocol.startswith("SASL") and missing:
@@ -215,12 +211,7 @@ class Connections(BaseModel):
                 f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
                 + ", ".join(map(variable, missing))
             )
-        return self
-
-    @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
         require_both(self, "kafka_ssl_certificate_file", "kafka_ssl_key_file")
-        return self
 
     @property
     def kafka(self) -> KafkaConnection:
@@ -269,9 +260,22 @@ class Connections(BaseModel):
         """The DSN of the database with the places of readers: `readers_dsn`, or else the DSN of `postgres`."""
         return self.secret("readers_dsn") or self.postgres()
 
-    @abstractmethod
     def secret(self, name: str) -> str | None:
-        """The current value of the secret setting `name`; None if the setting is not set."""
+        """The current value of the secret setting `name`; None if the setting is not set.
+
+        If the secret is in a file, reads the file at each call. If the file cannot be read, returns the value at the
+        time when the settings were loaded.
+        """
+        path = os.environ.get(f"{variable(name)}_FILE")
+        with suppress(OSError):
+            if path:
+                return read_secret(Path(path))
+        known: SecretStr | None = getattr(self, name)
+        return None if known is None else known.get_secret_value()
+
+
+def read_secret(path: Path) -> str:
+    return path.read_text().rstrip("\r\n")
 
 
 def variable(name: str) -> str:
@@ -279,7 +283,7 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def require_both(settings: BaseModel, *pair: str) -> None:
+def require_both(settings: Connections, *pair: str) -> None:
     """Raise `ValueError` if only one of the two settings with the names `pair` is set."""
     missing = [name for name in pair if getattr(settings, name) is None]
     if len(missing) == 1:

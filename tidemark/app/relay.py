@@ -15,7 +15,7 @@ from psycopg import errors
 from tidemark.app.logs import run_in_thread, shutdown_event
 from tidemark.app.output import applied_migrations, progress
 from tidemark.app.serving import http_health
-from tidemark.app.settings import Settings
+from tidemark.app.settings import Settings, is_set
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.migrations import run_with_lock_timeout
@@ -92,7 +92,7 @@ def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack
     Returns a function that gets the name of a stream, and returns whether this database decides the stream's position.
     Without TIDEMARK_REDIS_URL, this is always True.
     """
-    if "redis_url" not in settings.model_fields_set:
+    if not is_set("redis_url"):
         return lambda _: True
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - needs redis-py
 

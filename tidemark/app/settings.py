@@ -11,6 +11,7 @@ shows the effective settings with their sources, without secrets.
 """
 
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+import msgspec
+from msgspec import Meta
 
 from tidemark.app.connections import (
     PREFIX,
@@ -30,9 +32,12 @@ from tidemark.app.connections import (
     Connections,
     HostPort,
     Maskable,
+    NonEmpty,
     Positive,
+    SecretStr,
     mask_passwords,
     mask_url,
+    read_secret,
     require_both,
     variable,
 )
@@ -85,7 +90,7 @@ def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str], 
     path.write_text("\n".join(lines) + "\n")
 
 
-def _check_proxies(text: str) -> str:
+def _check_proxies(text: str) -> None:
     for proxy in _split_list(text):
         try:
             proxy == "*" or ip_network(proxy)
@@ -93,71 +98,62 @@ def _check_proxies(text: str) -> str:
             raise ValueError(
                 "expected `*`, or addresses or networks separated by commas, for example 10.0.0.7,10.0.0.0/8"
             ) from None
-    return text
 
 
-TrustedProxies = Annotated[str, AfterValidator(_check_proxies)]
+ServerName = Annotated[str, Meta(pattern=r"^\S{1,255}\Z")]
 
 
-class SidecarSettings(BaseModel):
-    model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
+class SidecarSettings(Connections, frozen=True, kw_only=True):
+    sidecar_host: Annotated[NonEmpty, "Address that the sidecar listens on."] = "127.0.0.1"
+    sidecar_port: Annotated[AnyPort, "Port of the sidecar; 0 = any free port."] = 9480
+    sidecar_tokens_file: Annotated[
+        Path | None, "File of bearer tokens, one a line; read again when it changes. Default: every client may read."
+    ] = None
+    sidecar_certificate_file: Annotated[
+        Path | None, "PEM file of the certificate with its chain. If set, HTTP and the line protocol use TLS."
+    ] = None
+    sidecar_key_file: Annotated[
+        Path | None, "PEM file of the certificate's key. Both files are read again when they change."
+    ] = None
+    sidecar_ca_file: Annotated[
+        Path | None, "PEM file of the authority that signed the certificate. If set, `tidemark listen` uses TLS."
+    ] = None
+    sidecar_cors_origins: Annotated[str, "Web sites whose scripts may read the sidecar: https://host[,...]."] = ""
+    sidecar_allowed_hosts: Annotated[
+        str, "Accepted `Host` names, comma-separated. Default: any; on a loopback address, only loopback names."
+    ] = ""
+    sidecar_trusted_proxies: Annotated[
+        str,
+        _check_proxies,
+        "Addresses or networks, comma-separated, of proxies whose X-Forwarded-For is trusted; * = any.",
+    ] = ""
+    sidecar_max_connections: Annotated[Positive, "Maximum of open HTTP connections to the sidecar."] = 5000
+    sidecar_max_open_requests: Annotated[Positive, "Maximum of waiting requests and open event streams."] = 2500
+    sidecar_banner: Annotated[
+        str, "Banner text on the live page. On a phone, only its first line is shown unfolded."
+    ] = ""
+    sidecar_max_wait_seconds: Annotated[float, Meta(gt=0, le=3600), "Maximum seconds that a request may wait."] = 60.0
 
-    sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
-    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free port.")
-    sidecar_tokens_file: Path | None = Field(
-        None,
-        description="File of bearer tokens, one a line; read again when it changes. Default: every client may read.",
+    lines_listen: Annotated[HostPort, "Address of the sidecar's line protocol, host:port; port 0 = any free port."] = (
+        "127.0.0.1:9481"
     )
-    sidecar_certificate_file: Path | None = Field(
-        None, description="PEM file of the certificate with its chain. If set, HTTP and the line protocol use TLS."
-    )
-    sidecar_key_file: Path | None = Field(
-        None, description="PEM file of the certificate's key. Both files are read again when they change."
-    )
-    sidecar_ca_file: Path | None = Field(
-        None, description="PEM file of the authority that signed the certificate. If set, `tidemark listen` uses TLS."
-    )
-    sidecar_cors_origins: str = Field(
-        "", description="Web sites whose scripts may read the sidecar: https://host[,...]."
-    )
-    sidecar_allowed_hosts: str = Field(
-        "",
-        description="Accepted `Host` names, comma-separated. Default: any; on a loopback address, only loopback names.",
-    )
-    sidecar_trusted_proxies: TrustedProxies = Field(
-        "",
-        description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For is trusted; * = any.",
-    )
-    sidecar_max_connections: Positive = Field(5000, description="Maximum of open HTTP connections to the sidecar.")
-    sidecar_max_open_requests: Positive = Field(2500, description="Maximum of waiting requests and open event streams.")
-    sidecar_banner: str = Field(
-        "", description="Banner text on the live page. On a phone, only its first line is shown unfolded."
-    )
-    sidecar_max_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
-        60.0, description="Maximum seconds that a request may wait."
-    )
-
-    lines_listen: HostPort = Field(
-        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free port."
-    )
-    lines_max_connections: Positive = Field(1000, description="Maximum of connected clients of the line protocol.")
-    lines_server_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
-        "tidemark",
-        description="Server name in the first line of the line protocol; sidecars with the same name relay commands.",
-    )
-    lines_redis_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
-        None,
-        description="Redis channel on which sidecars also announce positions. In database n (not 0), /n is appended"
+    lines_max_connections: Annotated[Positive, "Maximum of connected clients of the line protocol."] = 1000
+    lines_server_name: Annotated[
+        ServerName,
+        "Server name in the first line of the line protocol; sidecars with the same name relay commands.",
+    ] = "tidemark"
+    lines_redis_channel: Annotated[
+        ServerName | None,
+        "Redis channel on which sidecars also announce positions. In database n (not 0), /n is appended"
         " to the name. Default: positions are announced only over TCP.",
-    )
-    lines_row_buffer_mib: Positive = Field(
-        64, description="MiB of rows that may wait for positions. Beyond that, clients of the line protocol fetch rows."
-    )
+    ] = None
+    lines_row_buffer_mib: Annotated[
+        Positive, "MiB of rows that may wait for positions. Beyond that, clients of the line protocol fetch rows."
+    ] = 64
 
-    @model_validator(mode="after")
-    def _sidecar_certificate_has_its_key(self) -> Self:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require_both(self, "sidecar_certificate_file", "sidecar_key_file")
-        return self
 
     @property
     def sidecar_origins(self) -> list[str]:
@@ -179,141 +175,115 @@ def _split_list(text: str) -> list[str]:
 # Variables in `stack.env` that only users and their programs read.
 USER_VARIABLES = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 
-MemorySize = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
+StoreUri = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*:/.+")]
+MemorySize = Annotated[str, Meta(pattern=r"^[1-9][0-9]*[kmgt]\Z")]
 
 
-class Settings(SidecarSettings, Connections):
+class Settings(SidecarSettings, frozen=True, kw_only=True):
     """The effective settings. `load` creates them."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True, defer_build=False)
+    home: Annotated[Path, "Directory of the jars and of the local stack's data."]
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "Minimum level of logged lines."] = "info"
+    log_format: Annotated[Literal["console", "json"], "Format of log lines: text for people, or JSON."] = "console"
+    no_color: Annotated[str, "If set to any text, no colours on a terminal."] = ""
 
-    home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
-        default_factory=default_home, description="Directory of the jars and of the local stack's data."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Minimum level of logged lines."
-    )
-    log_format: Literal["console", "json"] = Field(
-        "console", description="Format of log lines: text for people, or JSON."
-    )
-    no_color: str = Field("", validation_alias="NO_COLOR", description="If set to any text, no colours on a terminal.")
+    shards: Annotated[
+        int, Meta(ge=1, le=4096), "Number of groups over which streams are distributed. A change needs --accept shards."
+    ] = 16
+    checkpoint: Annotated[Path, "Directory of Spark's checkpoints. Each query has a folder in it until the query ends."]
+    checkpoint_store: Annotated[
+        StoreUri | None,
+        "URI of a store that driver and executors reach (s3a://bucket/tidemark); one for each database.",
+    ] = None
+    spark_master: Annotated[
+        str,
+        Meta(pattern=r"^(local(\[(\*|[1-9][0-9]*)\])?|spark://.+|k8s://.+)\Z"),
+        "Where Spark runs: local (all available cores), local[N], spark://host:7077, k8s://https://host.",
+    ] = "local"
+    spark_driver_memory: Annotated[MemorySize, "Heap of Spark's driver, such as 512m or 2g."] = "1g"
+    spark_driver_host: Annotated[
+        NonEmpty | None,
+        "Host name at which executors reach this process. Default: the address on the route to the master.",
+    ] = None
+    spark_driver_port: Annotated[AnyPort, "Port at which executors reach the driver; 0 = any free port."] = 0
+    spark_block_manager_port: Annotated[AnyPort, "Port for data between Spark's processes; 0 = any free port."] = 0
+    spark_executors: Annotated[
+        Positive, "Executors on a cluster; the minimum if TIDEMARK_SPARK_EXECUTORS_MAX is set."
+    ] = 2
+    spark_executors_max: Annotated[
+        Positive | None, "Maximum of executors, allocated by load; needs TIDEMARK_CHECKPOINT_STORE."
+    ] = None
+    spark_executor_cores: Annotated[Positive, "Cores of each executor."] = 1
+    spark_executor_memory: Annotated[MemorySize, "Heap of each executor."] = "1g"
+    spark_executor_python: Annotated[
+        NonEmpty | None,
+        "Python of the executors, with Tidemark's dependencies. Default: that of this process.",
+    ] = None
+    spark_kubernetes_image: Annotated[NonEmpty | None, "Image of executor pods."] = None
+    spark_kubernetes_namespace: Annotated[NonEmpty | None, "Namespace of executor pods."] = None
+    spark_kubernetes_service_account: Annotated[
+        NonEmpty | None, "Service account of executor pods; it needs no rights."
+    ] = None
+    spark_kubernetes_driver_pod: Annotated[
+        NonEmpty | None, "Name of the pod of this process. Executor pods end when it ends."
+    ] = None
+    spark_kubernetes_executor_template: Annotated[Path | None, "YAML file with the template of executor pods."] = None
+    spark_conf_file: Annotated[Path | None, "Properties file with settings of Spark. They override Tidemark's."] = None
+    spark_jars: Annotated[Path | None, "Directory of the jars that TIDEMARK_CHECKPOINT_STORE needs."] = None
+    max_records_per_batch: Annotated[Positive, "Maximum of Kafka records that one batch reads."] = 4_000_000
+    batch_cpu_share: Annotated[
+        float,
+        Meta(gt=0, le=1000),
+        "Cores that batches of fewer than 20,000 records may use. It delays no record by more than 0.6 s.",
+    ] = 0.35
+    java_home: Annotated[Path | None, "Directory of the Java installation. Default: the first java on the PATH."] = None
 
-    shards: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Number of groups over which streams are distributed. A change needs --accept shards."
-    )
-    checkpoint: Path = Field(
-        default_factory=lambda known: known["home"] / "checkpoint",
-        description="Directory of Spark's checkpoints. Each query has a folder in it until the query ends.",
-    )
-    checkpoint_store: str | None = Field(
-        None,
-        pattern=r"^[a-z][a-z0-9+.-]*:/.+",
-        description="URI of a store that driver and executors reach (s3a://bucket/tidemark); one for each database.",
-    )
-    spark_master: str = Field(
-        "local",
-        pattern=r"^(local(\[(\*|[1-9]\d*)\])?|spark://.+|k8s://.+)$",
-        description="Where Spark runs: local (all available cores), local[N], spark://host:7077, k8s://https://host.",
-    )
-    spark_driver_memory: MemorySize = Field("1g", description="Heap of Spark's driver, such as 512m or 2g.")
-    spark_driver_host: str | None = Field(
-        None,
-        min_length=1,
-        description="Host name at which executors reach this process. Default: the address on the route to the master.",
-    )
-    spark_driver_port: AnyPort = Field(0, description="Port at which executors reach the driver; 0 = any free port.")
-    spark_block_manager_port: AnyPort = Field(
-        0, description="Port for data between Spark's processes; 0 = any free port."
-    )
-    spark_executors: Positive = Field(
-        2, description="Executors on a cluster; the minimum if TIDEMARK_SPARK_EXECUTORS_MAX is set."
-    )
-    spark_executors_max: Positive | None = Field(
-        None, description="Maximum of executors, allocated by load; needs TIDEMARK_CHECKPOINT_STORE."
-    )
-    spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
-    spark_executor_memory: MemorySize = Field("1g", description="Heap of each executor.")
-    spark_executor_python: str | None = Field(
-        None,
-        min_length=1,
-        description="Python of the executors, with Tidemark's dependencies. Default: that of this process.",
-    )
-    spark_kubernetes_image: str | None = Field(None, min_length=1, description="Image of executor pods.")
-    spark_kubernetes_namespace: str | None = Field(None, min_length=1, description="Namespace of executor pods.")
-    spark_kubernetes_service_account: str | None = Field(
-        None, min_length=1, description="Service account of executor pods; it needs no rights."
-    )
-    spark_kubernetes_driver_pod: str | None = Field(
-        None, min_length=1, description="Name of the pod of this process. Executor pods end when it ends."
-    )
-    spark_kubernetes_executor_template: Path | None = Field(
-        None, description="YAML file with the template of executor pods."
-    )
-    spark_conf_file: Path | None = Field(
-        None, description="Properties file with settings of Spark. They override Tidemark's."
-    )
-    spark_jars: Path | None = Field(None, description="Directory of the jars that TIDEMARK_CHECKPOINT_STORE needs.")
-    max_records_per_batch: Positive = Field(4_000_000, description="Maximum of Kafka records that one batch reads.")
-    batch_cpu_share: Annotated[float, Field(gt=0, le=1000)] = Field(
-        0.35,
-        description="Cores that batches of fewer than 20,000 records may use. It delays no record by more than 0.6 s.",
-    )
-    java_home: Path | None = Field(
-        None,
-        validation_alias="JAVA_HOME",
-        description="Directory of the Java installation. Default: the first java on the PATH.",
-    )
+    owner: Annotated[NonEmpty, "Name of this process in the lease. It is only shown."]
+    lease_seconds: Annotated[
+        int,
+        Meta(ge=3, le=600),
+        "Seconds after which a lease expires if it is not renewed. Another pipeline then takes over.",
+    ] = 15
+    metrics_host: Annotated[str, "Address that the pipeline's /metrics listens on."] = "127.0.0.1"
+    metrics_port: Annotated[AnyPort, "Port of the pipeline's /metrics; 0 = any free port."] = 9464
+    metrics_max_streams: Annotated[
+        int, Meta(ge=0), "Streams with their own series in the metrics. The others are aggregated in one."
+    ] = 1000
+    metrics_max_writers: Annotated[
+        int, Meta(ge=0), "Writers, of all streams, with their own series. The others are aggregated in one."
+    ] = 5000
 
-    owner: str = Field(
-        default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}",
-        min_length=1,
-        description="Name of this process in the lease. It is only shown.",
-    )
-    lease_seconds: Annotated[int, Field(ge=3, le=600)] = Field(
-        15, description="Seconds after which a lease expires if it is not renewed. Another pipeline then takes over."
-    )
-    metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
-    metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free port.")
-    metrics_max_streams: int = Field(
-        1000, ge=0, description="Streams with their own series in the metrics. The others are aggregated in one."
-    )
-    metrics_max_writers: int = Field(
-        5000, ge=0, description="Writers, of all streams, with their own series. The others are aggregated in one."
-    )
+    history_days: Annotated[Positive, "Days that Postgres keeps the history of advances and of gaps."] = 7
+    audit_days: Annotated[Positive, "Days that Postgres keeps operator overrides and late completions."] = 400
+    redis_advances_max: Annotated[Positive, "Maximum of advances of each stream that Redis keeps."] = 10_000
+    pending_bound: Annotated[
+        Positive, "Maximum of completed intervals above a gap, for one writer. Further edges are deferred."
+    ] = 10_000
+    completed_bound: Annotated[
+        Positive, "Maximum of completed intervals above a linear position. Beyond it, the position moves later."
+    ] = 10_000
+    retirement_days: Annotated[Positive, "Days after which a retired writer is removed from the state."] = 7
+    retired_bound: Annotated[Positive, "Maximum of retired writers of one stream that are stored."] = 10_000
+    alert_gap_seconds: Annotated[
+        Positive, "Age of a gap in seconds, and seconds for which a linear position is blocked, that cause an alert."
+    ] = 120
+    silent_seconds: Annotated[Positive, "Seconds without a record after which a writer counts as silent."] = 60
 
-    history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
-    audit_days: Positive = Field(400, description="Days that Postgres keeps operator overrides and late completions.")
-    redis_advances_max: Positive = Field(10_000, description="Maximum of advances of each stream that Redis keeps.")
-    pending_bound: Positive = Field(
-        10_000,
-        description="Maximum of completed intervals above a gap, for one writer. Further edges are deferred.",
-    )
-    completed_bound: Positive = Field(
-        10_000,
-        description="Maximum of completed intervals above a linear position. Beyond it, the position moves later.",
-    )
-    retirement_days: Positive = Field(7, description="Days after which a retired writer is removed from the state.")
-    retired_bound: Positive = Field(10_000, description="Maximum of retired writers of one stream that are stored.")
-    alert_gap_seconds: Positive = Field(
-        120,
-        description="Age of a gap in seconds, and seconds for which a linear position is blocked, that cause an alert.",
-    )
-    silent_seconds: Positive = Field(60, description="Seconds without a record after which a writer counts as silent.")
+    heartbeat_seconds: Annotated[
+        int,
+        Meta(ge=0, le=86_400),
+        "Seconds in which a relay or bridge sends at least one record of each stream; 0 = no heartbeat.",
+    ] = 30
 
-    heartbeat_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
-        30,
-        description="Seconds in which a relay or bridge sends at least one record of each stream; 0 = no heartbeat.",
-    )
+    up_kafka_port: Annotated[AnyPort, "`tidemark up`: port of Kafka; 0 = any free port."] = 19092
+    up_postgres_port: Annotated[AnyPort, "`tidemark up`: port of Postgres; 0 = any free port."] = 15432
+    up_redis_port: Annotated[AnyPort, "`tidemark up`: port of Redis; 0 = any free port."] = 16379
+    up_metrics_port: Annotated[AnyPort, "`tidemark up`: port of the metrics; 0 = any free port."] = 19464
+    up_sidecar_port: Annotated[AnyPort, "`tidemark up`: port of the sidecar; 0 = any free port."] = 19480
+    up_lines_port: Annotated[AnyPort, "`tidemark up`: port of the line protocol; 0 = any free port."] = 19481
 
-    up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free port.")
-    up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free port.")
-    up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free port.")
-    up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free port.")
-    up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free port.")
-    up_lines_port: AnyPort = Field(19481, description="`tidemark up`: port of the line protocol; 0 = any free port.")
-
-    @model_validator(mode="after")
-    def _dynamic_executors_need_a_store(self) -> Self:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         minimum, maximum = self.spark_executors, self.spark_executors_max
         setting = f"{variable('spark_executors_max')}={maximum}"
         if maximum is not None and self.checkpoint_store is None:
@@ -322,25 +292,11 @@ class Settings(SidecarSettings, Connections):
             )
         if maximum is not None and maximum < minimum:
             raise ValueError(f"{setting} is below {variable('spark_executors')}={minimum}")
-        return self
-
-    def secret(self, name: str) -> str | None:
-        """The current value of the secret setting `name`; None if the setting is not set.
-
-        If the secret is in a file, reads the file at each call. If the file cannot be read, returns the value at the
-        time when the settings were loaded.
-        """
-        path = os.environ.get(f"{variable_of(name)}_FILE")
-        with suppress(OSError):
-            if path:
-                return _read_secret(Path(path))
-        known: SecretStr | None = getattr(self, name)
-        return None if known is None else known.get_secret_value()
 
     @property
     def policy_defaults(self) -> dict[str, int]:
         """The settings of streams without a policy: name of the policy setting -> value."""
-        same_name = {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
+        same_name = {name: getattr(self, name) for name in POLICY_SETTINGS if name in FIELDS}
         return {**same_name, "gap_seconds": self.alert_gap_seconds}
 
     @property
@@ -348,89 +304,168 @@ class Settings(SidecarSettings, Connections):
         host = {"::": "[::1]"}.get(self.metrics_host, self.metrics_host)
         return f"http://{host}:{self.metrics_port}/metrics"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add the values from secret files, the environment and `stack.env` to `given`. Values in `given` take
-        precedence. An empty variable counts as unset."""
-        stack = read_stack_env()
-        values: dict[str, Any] = {}
-        for name, field in cls.model_fields.items():
-            text = _secret_of_file(name, field) or os.environ.get(variable_of(name)) or stack.get(variable(name))
-            if text:
-                values[str(field.validation_alias or name)] = text
-        return values | given
+
+class SettingField(msgspec.Struct, frozen=True):
+    """A setting in `Settings`.
+
+    Args:
+        type: the annotation with the limits.
+        kind: the annotation without limits and without `| None`: a class or a `Literal`.
+        metadata: the description, `msgspec.Meta` with limits, functions that check a value, and `Maskable`.
+        default: None if the setting has none, or if `load` computes it.
+    """
+
+    name: str
+    type: Any
+    kind: Any
+    metadata: list[Any]
+    default: Any
+
+    @property
+    def description(self) -> str:
+        return next(item for item in self.metadata if isinstance(item, str))
+
+    @property
+    def is_secret(self) -> bool:
+        return self.kind is SecretStr
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, as the object of a sentence."""
+        if get_origin(self.kind) is Literal:
+            *others, last = map(repr, get_args(self.kind))
+            return f"{', '.join(others)} or {last}"
+        limits = [item for item in self.metadata if isinstance(item, Meta)]
+        texts = []
+        for words, bound in ((">", "gt"), (">=", "ge"), ("<=", "le"), ("that matches", "pattern")):
+            texts += [f"{words} {value}" for item in limits if (value := getattr(item, bound)) is not None]
+        return f"{_NOUNS.get(self.kind, 'text')} {' and '.join(texts)}".rstrip().replace(r"\Z", "$")
+
+    def convert(self, value: Any) -> Any:
+        """The valid value of the setting, from the text of a variable or from a value of its type.
+
+        Raises:
+            ValueError: `value` is not allowed. The text of the error names the allowed values.
+        """
+        try:
+            if isinstance(value, str) and self.kind in _NOUNS:
+                value = _parse(value, self.kind)
+            valid = msgspec.convert(value, self.type, dec_hook=_construct)
+        except ValueError:
+            raise ValueError(f"expected {self.allowed}") from None
+        for check in self.metadata:
+            if callable(check) and valid is not None:
+                check(valid)
+        return valid
 
 
-def _secret_of_file(name: str, field: FieldInfo) -> str | None:
+_NOUNS: Final = {bool: "true or false", int: "an integer", float: "a number"}
+_BOOLEANS: Final = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+
+
+def _parse(text: str, kind: type) -> Any:
+    """The boolean or number in `text`. Raises `ValueError` if `text` has another form."""
+    if kind is bool:
+        return _BOOLEANS.get(text.lower(), text)
+    if not re.fullmatch(r"\s*[-+.\w]+\s*", text, re.ASCII):
+        raise ValueError
+    return kind(re.sub(r"\.0+\s*\Z", "", text) if kind is int else text)
+
+
+def _construct(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else kind(value)
+
+
+def _field(info: msgspec.structs.FieldInfo) -> SettingField:
+    kind, metadata = info.type, list[Any]()
+    while get_origin(kind) in (Annotated, Union, UnionType):
+        metadata += getattr(kind, "__metadata__", ())
+        kind = get_args(kind)[0]  # the other member of each union is None
+    default = None if info.default is msgspec.NODEFAULT else info.default
+    return SettingField(info.name, info.type, kind, metadata, default)
+
+
+FIELDS: Final = {info.name: _field(info) for info in msgspec.structs.fields(Settings)}
+
+
+def load(**given: Any) -> Settings:
+    """Load the settings of this process. An empty variable counts as unset.
+
+    Args:
+        given: values of settings that take precedence over all sources.
+
+    Raises:
+        BadSetting: about the first wrong setting.
+    """
+    stack = read_stack_env()
+    values: dict[str, Any] = {name: text for name in FIELDS if (text := _text_of(name, stack))} | given
+    values |= {name: _valid(field, values[name]) for name, field in FIELDS.items() if name in values}
+    values["home"] = values.get("home", default_home()).absolute()
+    values = {"checkpoint": values["home"] / "checkpoint", "owner": f"{socket.gethostname()}:{os.getpid()}"} | values
+    try:
+        return Settings(**values)
+    except ValueError as error:  # about several settings; its text names them
+        raise BadSetting("settings", str(error)) from None
+
+
+def _valid(field: SettingField, value: Any) -> Any:
+    try:
+        return field.convert(value)
+    except ValueError as error:
+        shown = "the value" if field.is_secret else mask_passwords(repr(value))
+        raise BadSetting(variable_of(field.name), f"{shown} is not allowed: {error} ({field.description})") from None
+
+
+def _secret_of_file(field: SettingField) -> str | None:
     """Read a secret from the file that the variable `TIDEMARK_..._FILE` names. None if the setting is no secret, or if
     the variable is not set. Container platforms provide secrets as files.
 
     Raises:
         BadSetting: the file cannot be read, or the variable is also set directly.
     """
-    variable = f"{variable_of(name)}_FILE"
-    if not is_secret(field) or not (path := os.environ.get(variable)):
+    direct = variable_of(field.name)
+    if not field.is_secret or not (path := os.environ.get(f"{direct}_FILE")):
         return None
-    if os.environ.get(variable_of(name)):
-        raise BadSetting(variable, f"{variable_of(name)} is set too; unset one of them")
+    if os.environ.get(direct):
+        raise BadSetting(f"{direct}_FILE", f"{direct} is set too; unset one of them")
     try:
-        return _read_secret(Path(path))
+        return read_secret(Path(path))
     except OSError as error:
-        raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
-
-
-def _read_secret(secret: Path) -> str:
-    return secret.read_text().rstrip("\r\n")
-
-
-def load() -> Settings:
-    """Load the settings of this process. Raises `BadSetting` about the first wrong setting."""
-    try:
-        return Settings()
-    except ValidationError as error:
-        raise _bad_setting(error) from None
-
-
-def _bad_setting(error: ValidationError) -> BadSetting:
-    first = error.errors()[0]
-    problem = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # an error about several settings; its text names them
-        return BadSetting("settings", problem)
-    name = str(first["loc"][0])
-    field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
-    value = "the value" if is_secret(field) else mask_passwords(repr(first["input"]))
-    return BadSetting(
-        variable_of(name), f"{value} is not allowed: {problem[0].lower()}{problem[1:]} ({field.description})"
-    )
+        raise BadSetting(f"{direct}_FILE", f"cannot read {path}: {error.strerror}") from None
 
 
 def variable_of(name: str) -> str:
     """The name of the environment variable of the setting `name`."""
-    alias = Settings.model_fields[name].validation_alias if name in Settings.model_fields else name
-    return str(alias or variable(name))
+    return {"no_color": "NO_COLOR", "java_home": "JAVA_HOME"}.get(name) or variable(name)
 
 
-def is_secret(field: FieldInfo) -> bool:
-    return SecretStr in (field.annotation, *get_args(field.annotation))
+def is_set(name: str) -> bool:
+    """Whether a variable, a secret file or `stack.env` sets the setting `name`."""
+    return bool(_text_of(name, read_stack_env()))
+
+
+def _text_of(name: str, stack: Mapping[str, str]) -> str | None:
+    return _secret_of_file(FIELDS[name]) or os.environ.get(variable_of(name)) or stack.get(variable(name))
 
 
 def origin_of(name: str) -> str:
     """The source of the effective value of the setting `name`: `environment`, the path of a file, or `default`."""
-    variable = variable_of(name)
-    if os.environ.get(variable):
+    if os.environ.get(variable_of(name)):
         return "environment"
-    if is_secret(Settings.model_fields[name]) and (path := os.environ.get(f"{variable}_FILE")):
+    if FIELDS[name].is_secret and (path := os.environ.get(f"{variable_of(name)}_FILE")):
         return path
-    if variable in read_stack_env():
+    if read_stack_env().get(variable(name)):
         return str(stack_env())
     return "default"
 
 
 def unknown_variables() -> list[str]:
     """The `TIDEMARK_...` variables in the environment that are not settings: misspelled, or for another program."""
-    known = USER_VARIABLES | {variable_of(name) for name in Settings.model_fields}
-    known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
+    known = USER_VARIABLES | {variable_of(name) for name in FIELDS}
+    known |= {f"{variable_of(name)}_FILE" for name, field in FIELDS.items() if field.is_secret}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
@@ -454,12 +489,12 @@ class UnknownVariable:
 def effective_settings(settings: Settings) -> list[EffectiveSetting]:
     return [
         EffectiveSetting(variable_of(name), _shown_value(name, getattr(settings, name)), origin_of(name))
-        for name in _setting_names()
+        for name in FIELDS
     ]
 
 
 def unknown_settings() -> list[UnknownVariable]:
-    known = [variable_of(name) for name in _setting_names()]
+    known = [variable_of(name) for name in FIELDS]
     return [
         UnknownVariable(name, next(iter(get_close_matches(name, known, n=1)), None)) for name in unknown_variables()
     ]
@@ -477,19 +512,13 @@ def settings_lines(settings: Settings) -> Iterator[str]:
         yield f"{unknown.name} is not a setting{hint}"
 
 
-def _setting_names() -> list[str]:
-    return list(Settings.model_fields)
-
-
 def _shown_value(name: str, value: Any) -> str | None:
     """The value of the setting `name` as text with masked secrets; None if the setting is not set."""
     match value:
         case None:
             return None
         case SecretStr():
-            shown = [
-                constraint for constraint in Settings.model_fields[name].metadata if isinstance(constraint, Maskable)
-            ]
+            shown = [item for item in FIELDS[name].metadata if isinstance(item, Maskable)]
             if not shown:
                 return "***"
             return (mask_url if shown[0].is_web_url else mask_passwords)(value.get_secret_value())

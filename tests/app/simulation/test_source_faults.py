@@ -6,7 +6,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
@@ -68,7 +68,7 @@ def world(database: str, tmp_path: Path) -> Iterator[World]:
     home.log("simulate-relay").parent.mkdir(parents=True, exist_ok=True)
     with psycopg.connect(dsn, autocommit=True) as sql, StreamsVerification(dsn, dsn, [STREAM]) as verification:
         databases = SimulationDatabases(home, dsn, dsn, relay, readers)
-        faults = SourceFaults(Settings(), databases, [STREAM], "web", verification)
+        faults = SourceFaults(load(), databases, [STREAM], "web", verification)
         yield World(dsn, sql, faults, home.log("simulate-relay"), relay)
 
 

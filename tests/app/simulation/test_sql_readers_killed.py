@@ -16,7 +16,7 @@ import pytest
 from tests.processes import forked
 from tests.sources.relay.position_world import SteppedKeeper
 from tests.waiting import eventually
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.simulation import workload
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
 from tidemark.app.simulation.source_faults import SourceFaults
@@ -45,7 +45,7 @@ class World:
         self.home = home
         self.verification = verification
         databases = SimulationDatabases(home, dsn, dsn, dsn, readers)
-        self.faults = SourceFaults(Settings(), databases, STREAMS, "w1", verification)
+        self.faults = SourceFaults(load(), databases, STREAMS, "w1", verification)
         self.keeper = SteppedKeeper(dsn)
         self.still = threading.Lock()
         self.ending = threading.Event()

@@ -22,7 +22,7 @@ from psycopg.conninfo import make_conninfo
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.stack import home
 from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs import doctor
@@ -101,7 +101,7 @@ def test_java_of_an_unknown_version_is_a_warning(tmp_path: Path, monkeypatch: py
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    check = doctor._check_java(Settings())
+    check = doctor._check_java(load())
     assert (check.status, check.detail) == (
         "warning",
         f"the version of {program} is unknown; Tidemark is tested with Java 17 and 21",

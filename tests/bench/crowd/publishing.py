@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tests.bench.crowd.talk import say
-from tidemark.app import logs
-from tidemark.app.settings import Settings
+from tidemark.app import logs, settings
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -63,7 +62,7 @@ def stream_name(number: int) -> str:
 
 
 def main() -> None:
-    logs.configure(Settings(log_level="warning"))  # to standard error
+    logs.configure(settings.load(log_level="warning"))  # to standard error
     load = msgspec.json.decode(sys.argv[1], type=Load)
     with (
         Postgres(PostgresConfig(load.dsn)) as postgres,

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from tidemark.app.pipeline.class_archive import NO_WARNINGS, create, spark_archive_path
-from tidemark.app.settings import Settings
+from tidemark.app.settings import load
 from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.jvm import Jvm
@@ -89,4 +89,4 @@ def _run_jvm(directory: Path, option: str) -> None:
 if __name__ == "__main__":
     # SystemExit instead of the default action, so that an incomplete archive is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    create(spark_archive_path(find_java(Settings().java_home)), _run_jvm)
+    create(spark_archive_path(find_java(load().java_home)), _run_jvm)

@@ -27,7 +27,7 @@ import psutil
 
 from tidemark.app.connections import Connections, variable
 from tidemark.app.output import progress, shows_progress
-from tidemark.app.settings import Settings, write_stack_env
+from tidemark.app.settings import Settings, is_set, write_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, libpq_variables, postgres_program
 from tidemark.app.stack.processes import (
@@ -280,8 +280,7 @@ class LocalStack:
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
         self._lines_port = settings.up_lines_port or free_port()
-        is_set = "batch_cpu_share" in settings.model_fields_set
-        share = settings.batch_cpu_share if is_set else LOCAL_CPU_SHARE
+        share = settings.batch_cpu_share if is_set("batch_cpu_share") else LOCAL_CPU_SHARE
         self._cpu_share = {variable("batch_cpu_share"): str(share)}
 
     @property
@@ -368,7 +367,7 @@ class LocalStack:
 def _server_variables() -> list[str]:
     """The names of the environment variables with addresses, passwords and certificates of servers."""
     excluded = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
-    names = [name for name in Connections.model_fields if name not in excluded and not name.endswith("_topic")]
+    names = [name for name in Connections.__struct_fields__ if name not in excluded and not name.endswith("_topic")]
     return [*map(variable, names), variable("checkpoint_store")]
 
 

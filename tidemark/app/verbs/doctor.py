@@ -187,12 +187,12 @@ def _check_packages() -> Iterator[Check]:
 
 
 def _check_settings() -> Check:
-    from tidemark.app.settings import Settings, unknown_variables, variable_of
+    from tidemark.app.settings import FIELDS, unknown_variables, variable_of
 
     unknown = unknown_variables()
     if not unknown:
         return Check("Settings", "ok", "valid; tidemark config shows the settings")
-    known = [variable_of(name) for name in Settings.model_fields]
+    known = [variable_of(name) for name in FIELDS]
     hints = []
     for variable in unknown:
         close = get_close_matches(variable, known, n=1)

@@ -288,7 +288,7 @@ def read_topics(settings: Settings, facts_topic: str, max_records: int) -> Itera
     Raises `CommandFailed` if these topics have more than about `max_records` records.
     """
     with RecordReader(settings.kafka) as kafka:
-        changed = settings.model_copy(update={"kafka_facts_topic": facts_topic})
+        changed = msgspec.structs.replace(settings, kafka_facts_topic=facts_topic)
         partitions = read_offset_ranges(changed, kafka)
         number = sum(high - low for low, high in partitions.values())
         if number > max_records:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 import click
+import msgspec
 
 from tidemark.app.commands import Amount, Utf8Command, json_option, load_settings, server_wait_option
 from tidemark.app.output import applied_migrations, count, json_text, progress
@@ -48,7 +49,7 @@ def migrate(*, wait: float, as_json: bool) -> None:
 @json_option
 def topics(*, wait: float, as_json: bool) -> None:
     """Create the Kafka topics that are missing, and check the cleanup policy of all topics."""
-    settings = load_settings().model_copy(update={"kafka_create_topics": True})
+    settings = msgspec.structs.replace(load_settings(), kafka_create_topics=True)
     from tidemark.app.pipeline.preflight import check_topics
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics

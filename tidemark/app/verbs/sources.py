@@ -134,8 +134,9 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
     if ctx.invoked_subcommand is None:
         settings = load_settings(other_database=dsn is not None)
         from tidemark.app.follow_positions import run
+        from tidemark.app.settings import is_set
 
-        history = settings.postgres() if dsn and "postgres_dsn" in settings.model_fields_set else None
+        history = settings.postgres() if dsn and is_set("postgres_dsn") else None
         run(settings, dsn or settings.postgres, streams or None, history, metrics)
 
 
