@@ -1,5 +1,5 @@
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,13 +12,11 @@ from tidemark.streaming.values.limits import POLICY_SETTINGS
 
 
 @pytest.fixture(autouse=True)
-def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting of the user's own, and a home in which no stack has ever run."""
-    with monkeypatch.context() as patch:
-        for field in FIELDS:
-            patch.delenv(f"TIDEMARK_{field.upper()}", raising=False)
-        patch.setenv("TIDEMARK_HOME", str(tmp_path))
-        yield
+    for name in FIELDS:
+        monkeypatch.delenv(variable_of(name), raising=False)
+    monkeypatch.setenv("TIDEMARK_HOME", str(tmp_path))
 
 
 SetEnv = Callable[[str, str], None]

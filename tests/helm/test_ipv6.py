@@ -132,4 +132,4 @@ def test_a_trusted_proxy_is_known_by_its_ipv4_address() -> None:
 @pytest.mark.parametrize(("host", "shown"), [("::", "[::1]"), ("0.0.0.0", "0.0.0.0")])
 def test_the_address_of_the_metrics_is_a_url(host: str, shown: str) -> None:
     """`tidemark bundle` reads the pipeline's metrics there."""
-    assert load(metrics_host=host).metrics_url == f"http://{shown}:9464/metrics"
+    assert load(metrics_host=host, metrics_port=9464).metrics_url == f"http://{shown}:9464/metrics"

@@ -132,7 +132,8 @@ class Maskable:
     is_web_url: bool = False
 
 
-# A function in the metadata of a type checks a value, and raises `ValueError` if the value is not allowed.
+# In the metadata of a type, a text describes the setting. A function checks the value of the setting, and raises
+# `ValueError` if the value is not allowed.
 WebUrl = Annotated[SecretStr, _check_web_url, Maskable(is_web_url=True)]
 PostgresDsn = Annotated[SecretStr, _check_conninfo, Maskable()]
 RedisUrl = Annotated[SecretStr, _check_redis_url, Maskable()]

@@ -451,13 +451,17 @@ def _text_of(name: str, stack: Mapping[str, str]) -> str | None:
     return _secret_of_file(FIELDS[name]) or os.environ.get(variable_of(name)) or stack.get(variable(name))
 
 
-def origin_of(name: str) -> str:
-    """The source of the effective value of the setting `name`: `environment`, the path of a file, or `default`."""
+def origin_of(name: str, stack: Mapping[str, str] | None = None) -> str:
+    """The source of the effective value of the setting `name`: `environment`, the path of a file, or `default`.
+
+    Args:
+        stack: the result of `read_stack_env`; None: this function reads the file.
+    """
     if os.environ.get(variable_of(name)):
         return "environment"
     if FIELDS[name].is_secret and (path := os.environ.get(f"{variable_of(name)}_FILE")):
         return path
-    if read_stack_env().get(variable(name)):
+    if (read_stack_env() if stack is None else stack).get(variable(name)):
         return str(stack_env())
     return "default"
 
@@ -487,8 +491,9 @@ class UnknownVariable:
 
 
 def effective_settings(settings: Settings) -> list[EffectiveSetting]:
+    stack = read_stack_env()
     return [
-        EffectiveSetting(variable_of(name), _shown_value(name, getattr(settings, name)), origin_of(name))
+        EffectiveSetting(variable_of(name), _shown_value(name, getattr(settings, name)), origin_of(name, stack))
         for name in FIELDS
     ]
 
