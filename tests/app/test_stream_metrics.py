@@ -79,7 +79,7 @@ def test_who_lost_the_lease_shows_no_stream(scraped: tuple[StreamCollector, Coll
     board, registry = scraped
     stored, labels = {"history": codec.encode(a_backward_stream())}, {"stream": "history"}
     board.load(loaded(stored), {})
-    metrics.set_partition_metrics("facts", 0, end=9, read=5, lag_seconds=0.0, blocked_seconds=0.0)
+    metrics.set_partition_metrics("facts", 0, end_offset=9, read_offset=5, lag_seconds=0.0, blocked_seconds=0.0)
     board.forget()
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) is None
     of_partition = {"topic": "facts", "partition": "0"}

@@ -61,7 +61,7 @@ class BusyStreams:
         prev = self._stands[name]
         self._stands[name] = prev + by
         advance = WriterAdvance(_WRITER, self._epochs[name], prev, prev + by, by - unseen, unseen, 0, 0, NOW)
-        row = WriterRow(advance.writer, advance.epoch, advance.id, retired=False)
+        row = WriterRow(advance.writer, advance.epoch, advance.id, is_retired=False)
         return stream(name, advance, linear=advance.id, writers=[row], state=self._random.randbytes(120))
 
 

@@ -190,7 +190,7 @@ def _lay(dsn: str, streams: int) -> None:
         ) as to:
             for number in range(streams):
                 for row in variants[number % _VARIANTS].writers:
-                    to.write_row((_name(number), row.writer, row.epoch, row.position, row.retired, then))
+                    to.write_row((_name(number), row.writer, row.epoch, row.position, row.is_retired, then))
         cursor.execute("vacuum analyze")
 
 

@@ -30,7 +30,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
         "allocated_prev": 0,
         "allocated": max([linear, *(it.id for it in advances)], key=abs),
         "advances": list(advances),
-        "writers": [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
+        "writers": [WriterRow(it.writer, it.epoch, it.id, is_retired=False) for it in advances],
         "gaps": [],
         "closed": [],
         "late": [],

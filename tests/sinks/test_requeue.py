@@ -193,7 +193,7 @@ def test_what_nobody_expected_is_told_to_whoever_supervises(
     assert requeuer.failure is unexpected
 
 
-@pytest.mark.parametrize("later", [WriterRow("a", 2, 3, retired=False), WriterRow("a", 1, 3, retired=True)])
+@pytest.mark.parametrize("later", [WriterRow("a", 2, 3, is_retired=False), WriterRow("a", 1, 3, is_retired=True)])
 def test_a_later_epoch_or_the_writers_end_takes_it_back(store: Postgres, lease: Lease, later: WriterRow) -> None:
     """Its records would be zombies; what they might have told was settled by its JOIN or RETIRE."""
     waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2))

@@ -102,9 +102,9 @@ def test_a_refused_record_settles_no_home() -> None:
     shard.states[STREAM] = codec.forget_home(shard.states[STREAM]).whole
     zombie = replace(rdata("a", 2, 1, epoch=1), partition=1)
     alone = shard.feed_packets(packets([Sent(10, zombie)]))
-    assert (rejections(alone), shard.stream().home) == ({10: "zombie"}, None)
+    assert (rejections(alone), shard.stream().home_partition) == ({10: "zombie"}, None)
     done = shard.feed_packets(packets([Sent(11, zombie), Sent(20, replace(join("a", 3, epoch=3), partition=2))]))
-    assert (rejections(done), shard.stream().home) == ({11: "zombie"}, 2)
+    assert (rejections(done), shard.stream().home_partition) == ({11: "zombie"}, 2)
     assert [(it.topic, it.partition) for it in done.rejected] == [(FACTS, 1)]
 
 

@@ -82,7 +82,7 @@ def standing(stream: StreamState) -> object:
     """All of a state but the clocks of its gaps, which tell when a batch came."""
     return (
         stream.direction,
-        stream.home,
+        stream.home_partition,
         stream.linear.position,
         list(stream.linear.completed_ids),
         [

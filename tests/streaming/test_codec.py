@@ -112,7 +112,7 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     assert [*codec.decode(done.state).writers] == ["a"]
     assert shard.feed(rdata("a", 1, epoch=1)).retired_table is None
     for parts in (codec.forget_home(shard.states[STREAM]), codec.mark_uncertain(shard.states[STREAM])):
-        assert parts.whole == parts.state[:-1] + (parts.retired or b"")
+        assert parts.whole == parts.state[:-1] + (parts.retired_table or b"")
     assert shard.feed(join("b", 2, epoch=2)).retired_table == b"\xc0"
 
 

@@ -60,7 +60,7 @@ class Topic:
     def recall(self, at: int = 0) -> None:
         """Produce again what one of the recalls names, as the pipeline does."""
         it = self.recalls.pop(at)
-        found = self.records[it.first : it.last + 1]
+        found = self.records[it.first_offset : it.last_offset + 1]
         ours = [one for one in found if is_edge(as_json(one), STREAM.encode(), STREAM, it.writer, it.epoch)]
         self.again += len(ours)
         if ours:
@@ -226,7 +226,7 @@ def test_a_stream_whose_offsets_mean_nothing_any_more_waits_for_the_join() -> No
     for changed in (codec.forget_home, codec.mark_uncertain):
         topic = overfull(rdata("b", 4, 3, epoch=3))
         parts = changed(topic.shard.states[STREAM])
-        assert parts.whole == parts.state[:-1] + (parts.retired or b"")
+        assert parts.whole == parts.state[:-1] + (parts.retired_table or b"")
         topic.shard.states[STREAM] = parts.whole
         done = topic.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4, 6)))
         assert (topic.shard.positions, done.requeues, done.summary.deferred_writers) == ({"a": 6}, [], [])

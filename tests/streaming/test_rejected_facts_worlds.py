@@ -115,7 +115,7 @@ class World:
     def look(self, stream: StreamEffects) -> None:
         self.linear = abs(stream.linear)
         for recall in stream.requeues:
-            found = [self.kept[at] for at in range(recall.first, recall.last + 1) if at in self.kept]
+            found = [self.kept[at] for at in range(recall.first_offset, recall.last_offset + 1) if at in self.kept]
             self.topic += [
                 it
                 for it in found

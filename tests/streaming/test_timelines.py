@@ -356,7 +356,7 @@ class Relayed(Restored):
 
     @property
     def timelines(self) -> int:
-        return self.shard.stream().timeline if self.shard.states else 1
+        return self.shard.stream().timeline_number if self.shard.states else 1
 
     @rule()
     def advance(self) -> None:

@@ -235,7 +235,7 @@ class PositionFollower:
                 reader_database.publish(self._session, updates)
                 for stream, update in updates.items():
                     known = self._known_streams.get(stream, KnownStream(0, 0, "published"))
-                    newest = max([known.late, update.late_after, *(late.number for late in update.late)])
+                    newest = max([known.last_late_number, update.late_after, *(late.number for late in update.late)])
                     self._known_streams[stream] = KnownStream(update.linear, newest, "published")
 
     def _decide_source(self, stream: str, published: StreamKeys) -> bool:
@@ -282,7 +282,7 @@ class PositionFollower:
         source = reader_database.hand_over(
             self._session, stream, published.last_late_number, published.linear or 0, published.positions
         )
-        late = published.last_late_number if known.source == "database" else known.late
+        late = published.last_late_number if known.source == "database" else known.last_late_number
         self._known_streams[stream] = KnownStream(published.linear or known.linear, late, source)
         return published.linear is not None and source == "published"
 
@@ -311,9 +311,11 @@ class PositionFollower:
         known = self._known_streams.get(stream)
         if known is None:
             return StreamUpdate(published.linear, writers, late_after=published.last_late_number)
-        if published.last_late_number <= known.late:
+        if published.last_late_number <= known.last_late_number:
             return StreamUpdate(published.linear, writers)
-        events = self._read_events(stream, Place(published.linear, published.positions, known.late, is_settled=True))
+        events = self._read_events(
+            stream, Place(published.linear, published.positions, known.last_late_number, is_settled=True)
+        )
         late = [
             PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
             for event in events

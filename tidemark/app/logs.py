@@ -134,13 +134,13 @@ class RepeatedLog:
         """`log`: a structlog logger. `now`: returns seconds of a monotonic clock."""
         self._log = log
         self._now = now
-        self._windows: dict[str, _EventWindow] = {}
+        self._window_by_event: dict[str, _EventWindow] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
         """Write a line, or only count the line if its event already has `MAX_LINES` lines in the window. Shortens the
         texts in `fields`."""
         self.flush()
-        window = self._windows.setdefault(event, _EventWindow(level, self._now()))
+        window = self._window_by_event.setdefault(event, _EventWindow(level, self._now()))
         if window.written_count >= MAX_LINES:
             window.suppressed_count += 1
             return
@@ -151,9 +151,9 @@ class RepeatedLog:
         """Log the number of suppressed lines of each window that has ended. Call this method regularly, because `write`
         calls it only for the next line of a client."""
         now = self._now()
-        for event, window in [*self._windows.items()]:
+        for event, window in [*self._window_by_event.items()]:
             if now - window.began_at >= WINDOW_SECONDS:
-                del self._windows[event]
+                del self._window_by_event[event]
                 if window.suppressed_count:
                     seconds = round(now - window.began_at)
                     self._log.log(

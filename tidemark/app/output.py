@@ -45,8 +45,8 @@ def table(
         headings: the heading of each column.
         rows: the cells of each row.
         right_aligned: the headings of the columns that are aligned to the right.
-        width: the maximum width of a line in characters; None: the width of the terminal, or no maximum without a
-            terminal.
+        width: the maximum width of a line in characters. None: the width of the terminal; if there is no terminal, the
+            width has no maximum.
     """
     width = terminal_width() if width is None else width
     limit = MAX_CELL_CHARS

@@ -26,11 +26,11 @@ def require_compatible(pipeline: str, ours: str = OURS) -> None:
         raise VersionSkew(ours, pipeline)
 
 
-def require_successor(last: str, ours: str = OURS) -> None:
-    """Raise `VersionSkew` if a pipeline of this version may not continue after a pipeline of version `last`, because
-    `last` is more than one minor version newer. A version without a number, such as "", passes."""
-    if _minor_versions_ahead(last, ours) > 1:
-        raise VersionSkew(ours, last)
+def require_successor(last_version: str, ours: str = OURS) -> None:
+    """Raise `VersionSkew` if a pipeline of this version may not continue after a pipeline of version `last_version`,
+    because `last_version` is more than one minor version newer. A version without a number, such as "", passes."""
+    if _minor_versions_ahead(last_version, ours) > 1:
+        raise VersionSkew(ours, last_version)
 
 
 def _minor_versions_ahead(theirs: str, ours: str) -> int:

@@ -19,13 +19,14 @@ LOG_INTERVAL_SECONDS = 10.0  # between two log lines about the same wait
 
 
 class Backoff:
-    """Pauses that grow from `first` to `longest` seconds. Each pause is `factor` times the previous one."""
+    """Pauses that grow from `first_seconds` to `longest_seconds` seconds. Each pause is `factor` times the previous
+    one."""
 
-    def __init__(self, first: float, longest: float, factor: float = 2.0) -> None:
-        self._first = first
-        self._longest = longest
+    def __init__(self, first_seconds: float, longest_seconds: float, factor: float = 2.0) -> None:
+        self._first = first_seconds
+        self._longest = longest_seconds
         self._factor = factor
-        self._pause = first
+        self._pause = first_seconds
 
     def next(self) -> float:
         """Return the pause before the next attempt, in seconds. The following pause is longer, up to `longest`."""

@@ -71,17 +71,17 @@ def is_group_refusal(error: KafkaError) -> bool:
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
-def explain_missing_record(offset: int, first: int, end: int) -> str:
+def explain_missing_record(offset: int, first_offset: int, end_offset: int) -> str:
     """Why a partition has no record with this offset, for people.
 
     Args:
         offset: the offset.
-        first: the oldest offset of the partition.
-        end: the offset after the last one of the partition.
+        first_offset: the oldest offset of the partition.
+        end_offset: the offset after the last one of the partition.
     """
-    if offset < first:
+    if offset < first_offset:
         return "removed by retention"
-    if offset >= end:
+    if offset >= end_offset:
         return "not in Kafka: the partition ends before the offset"
     return "not in Kafka: the partition has no record with the offset"
 
@@ -165,31 +165,31 @@ class PartitionReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
+    def offsets(self, topic: str, partition: int, known_offset: int = -1) -> tuple[int, int]:
         """Query the oldest offset and the end offset of a partition.
 
         With `read_committed`, the end is the last stable offset. A broker that has just started may not show its newest
-        records. So this method waits until the end is beyond the offset `known`. After the time limit, returns the
-        offsets that Kafka shows then.
+        records. So this method waits until the end is beyond the offset `known_offset`. After the time limit, returns
+        the offsets that Kafka shows then.
 
         Args:
             topic: the topic of the partition.
             partition: the number of the partition.
-            known: the offset of a record that exists; -1: do not wait.
+            known_offset: the offset of a record that exists; -1: do not wait.
         """
         target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout_seconds
         while True:
             offsets: tuple[int, int] = self._consumer.get_watermark_offsets(
                 target, timeout=self._timeout_seconds, cached=False
             )
-            if offsets[1] > known or time.monotonic() > deadline:
+            if offsets[1] > known_offset or time.monotonic() > deadline:
                 return offsets
             time.sleep(0.1)
 
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
         """Yield the records of a partition from the offset `start`, and then None at the end of the partition.
 
-        Ends without None if the broker no longer has the next offset, for example after retention.
+        If the broker no longer has the next offset, for example after retention, ends and does not yield None.
         """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:

@@ -74,8 +74,7 @@ def detect_pooler(connection: _AnyConnection, backend: TupleRow | None) -> bool:
     A pooler sends its clients a process ID that differs from the process ID of the server.
 
     Args:
-        backend: a row whose first column is the result of `SELECT_BACKEND_PID` on `connection`; None if the query
-            returned no row.
+        backend: a row that begins with the result of `SELECT_BACKEND_PID` on `connection`; None if there is no row.
 
     Returns:
         Whether there is a pooler.
@@ -468,8 +467,7 @@ def fetch_all(
 def fetch_one(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> Row | None:
-    """Run a query, and call `row` for the first row, as `fetch_all` does. Returns the result; None if there are no
-    rows."""
+    """Run a query, and return the result of `row` for the first row (see `fetch_all`); None if there are no rows."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchone()
 

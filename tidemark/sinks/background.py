@@ -115,10 +115,10 @@ class Maintenance(LeasedThread):
         self._sinks = sinks
         self._postgres = postgres
         self._config = config
-        self._next_comparison: dict[str, float] = {}
+        self._next_comparison_by_sink: dict[str, float] = {}
         self._next_retention = -float("inf")
-        self._problems: dict[str, str] = {}
-        self._stored_faults: dict[tuple[str, str], str] | None = None
+        self._problem_by_task: dict[str, str] = {}
+        self._stored_faults: dict[tuple[str, str], str] | None = None  # (sink, stream) -> problem
 
     def work(self) -> float:
         for sink in self._sinks:
@@ -141,26 +141,26 @@ class Maintenance(LeasedThread):
         except Stop as problem:
             self.failure = problem
         except TidemarkError as problem:
-            if self._problems.get(task) != str(problem):  # once, not at every poll
+            if self._problem_by_task.get(task) != str(problem):  # once, not at every poll
                 log.warning(f"A maintenance task failed: {task}; trying again", problem=str(problem))
-            self._problems[task] = str(problem)
+            self._problem_by_task[task] = str(problem)
         else:
-            if self._problems.pop(task, None):
+            if self._problem_by_task.pop(task, None):
                 log.info(f"A maintenance task works again: {task}")
 
     def _refill(self, sink: Sink) -> None:
         """Refill the sink if it may have lost data, or if its next comparison with Postgres is due."""
         began = time.monotonic()
-        due = began >= self._next_comparison.get(sink.name, -float("inf"))
+        due = began >= self._next_comparison_by_sink.get(sink.name, -float("inf"))
         if sink.check_for_loss() or due:
             # If the refill fails, the next poll must refill again, although nothing was lost since this poll.
-            self._next_comparison.pop(sink.name, None)
+            self._next_comparison_by_sink.pop(sink.name, None)
             sink.refill()
             ended = time.monotonic()
             pause = (
                 0.0 if sink.faults() else COMPARISON_PAUSE_FACTOR * (ended - began)
             )  # a refill also retries faulty streams
-            self._next_comparison[sink.name] = ended + max(self._config.compare_seconds, pause)
+            self._next_comparison_by_sink[sink.name] = ended + max(self._config.compare_seconds, pause)
 
     def _store_faults(self) -> None:
         """Store the faults of all sinks in Postgres, if they have changed. Log new faults and repaired streams."""

@@ -191,8 +191,7 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterResult:
-    """`sent_count`: the number of dead letters. `stripped_count`: how many of these lack the key, value and headers of
-    the record."""
+    """`sent_count`: number of dead letters. `stripped_count`: number of those without the record's content."""
 
     sent_count: int = 0
     stripped_count: int = 0
@@ -278,12 +277,12 @@ class DeadLetters:
             raise KafkaException(error)
         return DeadLetterResult(sent, unacknowledged.gone_count)
 
-    def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | str]]:
-        """Yield each wanted offset, and its record or why Kafka has no such record. `wanted` is ascending."""
+    def _records(self, topic: str, partition: int, offsets: Sequence[int]) -> Iterator[tuple[int, Message | str]]:
+        """Yield each offset, and its record or why Kafka has no such record. `offsets` is ascending."""
         reader = self._kafka.reader()
-        pending = list(reversed(wanted))
+        pending = list(reversed(offsets))
         while pending:
-            first, end = reader.offsets(topic, partition, known=pending[0])
+            first, end = reader.offsets(topic, partition, known_offset=pending[0])
             while pending and not first <= pending[-1] < end:
                 yield (offset := pending.pop()), explain_missing_record(offset, first, end)
             if not pending:

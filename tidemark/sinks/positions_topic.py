@@ -115,7 +115,7 @@ class PositionsTopic:
         )
         self._lock = threading.Lock()
         self._compared_positions: dict[str, tuple[int, int]] = {}
-        self._reported_faults: dict[str, str] = {}
+        self._reported_fault_by_stream: dict[str, str] = {}
         self._has_unreported_loss = True  # for `check_for_loss`, which returns True at its first call
         self._identity: IdentifiedTopic | None = None
         self._forget_content()
@@ -142,12 +142,12 @@ class PositionsTopic:
             except BaseException:
                 self._disconnect()
                 raise
-            self._reported_faults = self._faults.copy()
+            self._reported_fault_by_stream = self._fault_by_stream.copy()
 
     def _forget_content(self) -> None:
         """Forget the content of the topic, which is then read again before the next record is written."""
         self._values: dict[str, bytes] = {}  # the last record of each stream
-        self._faults: dict[str, str] = {}
+        self._fault_by_stream: dict[str, str] = {}
         self._next_offsets: dict[int, int] = {}  # partition -> the next offset to read
         self._newest_token = 0  # the highest token in the topic
         self._is_compared_with_postgres = False
@@ -176,14 +176,14 @@ class PositionsTopic:
             stream = effects.stream
             if committed.is_repeat or stream not in self._values:
                 others.append(stream)
-            elif stream not in self._faults:
+            elif stream not in self._fault_by_stream:
                 rows = {row.writer: row.position for row in effects.writers}
                 rows |= {writer: at for (name, writer), at in committed.higher_positions.items() if name == stream}
                 values[stream] = self._merge(stream, effects.linear, rows, effects.dropped_writers)
         return self._write(producer, values | self._stored_values(others))
 
     def faults(self) -> Mapping[str, str]:
-        return self._reported_faults
+        return self._reported_fault_by_stream
 
     def compared_positions(self) -> Mapping[str, tuple[int, int]]:
         return self._compared_positions
@@ -197,7 +197,7 @@ class PositionsTopic:
 
     def refill(self) -> RefillResult:
         with self._exclusive_call():
-            if self._faults:
+            if self._fault_by_stream:
                 self._disconnect()  # the topic is read again, because a fault may be repaired
             return self._retry_if_fenced(self._refill)
 
@@ -237,21 +237,21 @@ class PositionsTopic:
         """
         values = {}
         for stream, row in self._postgres.positions(list(streams)).items():
-            if stream in self._faults:
+            if stream in self._fault_by_stream:
                 continue
             if linear is not None and stream in self._values:
                 linear[stream] = row.linear, _DECODER.decode(self._values[stream]).linear
             values[stream] = self._merge(stream, row.linear, row.positions, row.forgotten_writers)
         return values
 
-    def _merge(self, stream: str, linear: int, positions: Mapping[str, int], dropped: Iterable[str]) -> bytes:
+    def _merge(self, stream: str, linear: int, positions: Mapping[str, int], dropped_writers: Iterable[str]) -> bytes:
         """Return the next value of a stream. No position in the next value is lower than in the last value.
 
         Args:
             stream: the name of the stream.
             linear: the new linear position.
             positions: writer -> new position. Other writers keep the position of the last value.
-            dropped: writers to leave out.
+            dropped_writers: writers to leave out.
         """
         vector = dict(positions)
         if (last := self._values.get(stream)) is not None:
@@ -259,7 +259,7 @@ class PositionsTopic:
             linear = farther(linear, before.linear)
             for writer, position in before.vector.items():
                 vector[writer] = farther(vector.get(writer, position), position)
-        for writer in dropped:
+        for writer in dropped_writers:
             vector.pop(writer, None)
         vector = dict(sorted(vector.items()))
         return _ENCODER.encode(PositionRecord(stream, linear, vector, str(Token.of(linear, vector))))
@@ -278,7 +278,7 @@ class PositionsTopic:
         for stream, value in values.items():
             key = stream.encode()
             if len(value) + len(key) + FRAME_BYTES > self._max_bytes:
-                self._faults[stream] = (
+                self._fault_by_stream[stream] = (
                     f"a record of {len(value)} bytes is too large for topic {self._topic}; raise max.message.bytes of "
                     f"the topic, now {self._max_bytes}"
                 )
@@ -390,7 +390,7 @@ class PositionsTopic:
         """Store the value and the token of a record, or a fault of the stream if Tidemark did not write the record."""
         key, value = record.key() or b"", record.value()
         stream = key.decode(errors="replace")
-        self._faults.pop(stream, None)
+        self._fault_by_stream.pop(stream, None)
         if value is None:
             self._values.pop(stream, None)
             return
@@ -400,7 +400,7 @@ class PositionsTopic:
                 raise ValueError("the key is not the name of the stream")
         except ValueError as error:  # includes msgspec's errors
             self._values.pop(stream, None)
-            self._faults[stream] = (
+            self._fault_by_stream[stream] = (
                 f"the newest record, at offset {record.offset()} of partition {record.partition()} of topic "
                 f"{self._topic}, was not written by Tidemark ({error}); write a record with this key and a null value, "
                 "and Tidemark writes the position again"

@@ -97,12 +97,12 @@ class KnownStream:
 
     Attributes:
         linear: the linear position of the stream in this database.
-        late: the number of the stream's newest late completion in this database.
+        last_late_number: the number of the stream's newest late completion in this database.
         source: where the position comes from: column `tidemark_reader.positions.source`.
     """
 
     linear: int
-    late: int
+    last_late_number: int
     source: PositionSource
 
 
@@ -173,18 +173,18 @@ def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]
 
 
 def hand_over(
-    session: PostgresSession, stream: str, late: int, linear: int, positions: Mapping[str, int]
+    session: PostgresSession, stream: str, last_late_number: int, linear: int, positions: Mapping[str, int]
 ) -> PositionSource:
     """Stop this database from deciding the position of a stream, permanently. Other streams are not changed.
 
     The stream has the source `handover`, and its position does not move, until the published positions have reached the
     position in this database. Then the stream becomes `published`. Readers in this database do not get the late
-    completions up to number `late`, because these late completions are older than the first call.
+    completions up to number `last_late_number`, because these late completions are older than the first call.
 
     Args:
         session: a session in the database.
         stream: the stream.
-        late: the number of the newest published late completion.
+        last_late_number: the number of the newest published late completion.
         linear: the published linear position.
         positions: writer -> published position. A writer that is not named is at `linear`.
 
@@ -192,7 +192,7 @@ def hand_over(
         The source of the stream now.
     """
     source = session.fetch_value(
-        "select tidemark_reader.share(%s, %s, %s, %s)", [stream, late, linear, Jsonb(dict(positions))]
+        "select tidemark_reader.share(%s, %s, %s, %s)", [stream, last_late_number, linear, Jsonb(dict(positions))]
     )
     return "published" if source == "published" else "handover"
 

@@ -60,23 +60,23 @@ class RecordReader:
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
 
-    def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
+    def between(self, topic: str, partition: int, first_offset: int, end_offset: int) -> Iterator[RecordedMessage]:
         """Read the records with offsets in `[first, end)`. The range must lie within `offset_range`.
 
         Leaves out records of aborted Kafka transactions. If retention removes the next record, ends early without an
         error.
         """
-        if first >= end:
+        if first_offset >= end_offset:
             return
         try:
-            with closing(self._reader().read(topic, partition, first)) as messages:
+            with closing(self._reader().read(topic, partition, first_offset)) as messages:
                 for message in messages:
-                    if message is None or (offset := message.offset() or 0) >= end:
+                    if message is None or (offset := message.offset() or 0) >= end_offset:
                         return
                     yield RecordedMessage(
                         topic, partition, offset, message.timestamp()[1], message.key(), message.value()
                     )
-                    if offset == end - 1:
+                    if offset == end_offset - 1:
                         return
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error

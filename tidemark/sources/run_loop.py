@@ -428,16 +428,18 @@ class RunLoop(ABC):
             log.info("Facts are sent again")
             self._problem = ""
 
-    def _report(self, transactions: Sequence[OpenTransaction], blocked: Mapping[str, str]) -> None:
+    def _report(self, transactions: Sequence[OpenTransaction], blocked_reasons: Mapping[str, str]) -> None:
         """Update the metrics of open transactions, and send the OPEN records that are due.
 
         Args:
             transactions: the open transactions that block a stream.
-            blocked: stream -> why no new facts are sent. Streams with oversized records are added.
+            blocked_reasons: stream -> why no new facts are sent. Streams with oversized records are added.
         """
         now = datetime.now(UTC)
         self._loop_metrics.show_open_transactions(transactions, now)
-        for report in self._reports.take_due_records(transactions, now, {**self._oversized.cause_by_stream, **blocked}):
+        for report in self._reports.take_due_records(
+            transactions, now, {**self._oversized.cause_by_stream, **blocked_reasons}
+        ):
             self._producer.send(report.stream, records.encode(report))
 
     def _find_running_restore(self, error: TidemarkError) -> PrerequisitePending | None:

@@ -217,7 +217,7 @@ def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) ->
         facts: the name of the topic of facts.
         control: the name of the topic of control records.
         dead_letters: the name of the topic of dead letters.
-        partitions: the number of partitions of the topic of facts, which must not change later.
+        partitions: the number of partitions of the topic of facts. This number must not change later.
     """
     return (
         # 7 days: if an outage of the pipeline is shorter, no records are lost.
@@ -266,7 +266,7 @@ class Topics:
         except KafkaException as error:
             raise explain_kafka_error(error.args[0], self._where) from error
 
-    def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
+    def create_missing(self, wanted_topics: Iterable[TopicPlan]) -> list[str]:
         """Create the missing topics, with the brokers' default replication factor, and wait until they are usable.
 
         Raises `Unavailable` or `TopicMissing` if a new topic is not usable after `timeout` seconds.
@@ -276,7 +276,7 @@ class Topics:
             left out.
         """
         # Check first: a user without the right to create topics may still use existing ones.
-        missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
+        missing = {plan.name: plan for plan in wanted_topics if not self._exists(plan.name)}
         if not missing:
             return []
         topics = [
@@ -286,7 +286,7 @@ class Topics:
         answers = self._send_request(
             lambda timeout: self._admin.create_topics(topics, request_timeout=timeout),
             # Another process has created the topic, or the broker that answered `_exists` did not have the topic yet.
-            expected=KafkaError.TOPIC_ALREADY_EXISTS,
+            expected_code=KafkaError.TOPIC_ALREADY_EXISTS,
         )
         self._wait_for_leaders(missing)
         return [name for name in missing if not isinstance(answers[name], KafkaError)]
@@ -336,18 +336,18 @@ class Topics:
         ]
         return self._offsets(partitions, OffsetSpec.latest())
 
-    def details(self, name: str, *, settings: bool) -> TopicDetails:
+    def details(self, name: str, *, with_settings: bool) -> TopicDetails:
         """Query the details of a topic.
 
         Args:
             name: the name of the topic.
-            settings: whether to query the configuration, for which the user needs the right DESCRIBE_CONFIGS.
+            with_settings: whether to query the configuration, for which the user needs the right DESCRIBE_CONFIGS.
 
         Raises:
             TopicMissing: the topic does not exist.
         """
         topic = self._descriptions([name], include_operations=True)[name]
-        entries = self._configs([name])[name] if settings else {}
+        entries = self._configs([name])[name] if with_settings else {}
         operations = frozenset(operation.name for operation in topic.authorized_operations or ())
         replicas = min((len(partition.replicas) for partition in topic.partitions), default=0)
         values = {key: str(entry.value) for key, entry in entries.items()}
@@ -400,7 +400,7 @@ class Topics:
             lambda timeout: self._admin.describe_topics(
                 TopicCollection(names), include_authorized_operations=include_operations, request_timeout=timeout
             ),
-            expected=KafkaError.UNKNOWN_TOPIC_OR_PART,
+            expected_code=KafkaError.UNKNOWN_TOPIC_OR_PART,
         )
         for name in names:
             if isinstance(answers[name], KafkaError):
@@ -434,20 +434,22 @@ class Topics:
         return offsets
 
     def _send_request(
-        self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None
+        self, request: Callable[[float], Mapping[Any, Any]], expected_code: int | None = None
     ) -> dict[Any, Any]:
         """Send a request, and wait for all answers: key of the request -> answer.
 
-        An error with the code `expected` is returned as an answer. Other errors are raised.
+        An error with the code `expected_code` is returned as an answer. Other errors are raised.
         """
         try:
-            return self._wait_for_answers(request, expected)
+            return self._wait_for_answers(request, expected_code)
         except Unavailable:
             # Make a new client: after an outage of the brokers, the old one uses outdated metadata for minutes.
             self._admin = self._connect()
             raise
 
-    def _wait_for_answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
+    def _wait_for_answers(
+        self, request: Callable[[float], Mapping[Any, Any]], expected_code: int | None
+    ) -> dict[Any, Any]:
         self._errors.forget()
         try:
             futures = request(self._timeout)
@@ -462,7 +464,7 @@ class Topics:
             try:
                 answers[key] = future.result()
             except KafkaException as error:
-                if error.args[0].code() != expected:
+                if error.args[0].code() != expected_code:
                     raise self._errors.explain(error.args[0]) from error
                 answers[key] = error.args[0]
         return answers

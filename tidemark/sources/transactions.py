@@ -198,14 +198,14 @@ class SourceReports:
         return min(max(self._heartbeat, shortest), MAX_HEARTBEAT_SECONDS) if self._heartbeat else 0
 
     def take_due_records(
-        self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
+        self, transactions: Sequence[OpenTransaction], now: datetime, blocked_reasons: Mapping[str, str] = {}
     ) -> Iterator[Open]:
         """Make the OPEN records to send now, and note them as sent.
 
         Args:
             transactions: the open transactions that block streams, the oldest first.
             now: the current time. If the clock was set back, the heartbeat is due.
-            blocked: stream -> why no new facts are sent. Only blocked streams.
+            blocked_reasons: stream -> why no new facts are sent. Only blocked streams.
         """
         heartbeat = self.heartbeat
         is_due = bool(heartbeat) and not (
@@ -220,7 +220,7 @@ class SourceReports:
                 for transaction in transactions
                 if transaction.stream == name and is_reported(transaction, now)
             ]
-            cause = blocked.get(name, "")[:MAX_TRANSACTION_LENGTH]
+            cause = blocked_reasons.get(name, "")[:MAX_TRANSACTION_LENGTH]
             known = (
                 [transaction.process for transaction in old],
                 cause,
@@ -260,9 +260,9 @@ def is_reported(transaction: OpenTransaction, now: datetime) -> bool:
     return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 
-def _descriptions(old: Sequence[OpenTransaction]) -> list[str]:
+def _descriptions(old_transactions: Sequence[OpenTransaction]) -> list[str]:
     """The descriptions for an OPEN record. If there are too many, the last text is the number of the others."""
-    lines = [transaction.description[:MAX_TRANSACTION_LENGTH] for transaction in old]
+    lines = [transaction.description[:MAX_TRANSACTION_LENGTH] for transaction in old_transactions]
     if len(lines) <= MAX_TRANSACTIONS:
         return lines
     shown = lines[: MAX_TRANSACTIONS - 1]

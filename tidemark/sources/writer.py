@@ -351,12 +351,12 @@ async def _async_connection(original: Any) -> Any:
     return _require_type(connection, psycopg.AsyncConnection)
 
 
-def _require_type(connection: object, wanted: type[_Driver]) -> _Driver:
-    """Return the connection. Raises `TypeError` if it is not of the type `wanted`."""
-    if isinstance(connection, wanted):
+def _require_type(connection: object, wanted_type: type[_Driver]) -> _Driver:
+    """Return the connection. Raises `TypeError` if it is not of the type `wanted_type`."""
+    if isinstance(connection, wanted_type):
         return connection
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
-    if wanted is psycopg.Connection:
+    if wanted_type is psycopg.Connection:
         supported = "a psycopg.Connection, or a connection of SQLAlchemy or Django on psycopg"
     else:
         supported = "a psycopg.AsyncConnection, a connection of asyncpg, or a connection of SQLAlchemy on one of them"

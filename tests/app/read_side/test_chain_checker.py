@@ -20,7 +20,7 @@ class ReadProgram:
         self.last: ListEntry | None = None
 
     def on(self, *entries: ListEntry, linear: int = 0, joined: bool = True) -> list[ChainFault]:
-        found = StreamKeys(linear, {}, entries=entries, is_continuous=joined, last="9-9")
+        found = StreamKeys(linear, {}, entries=entries, is_continuous=joined, last_entry_name="9-9")
         faults = [*self.checker.check(ReadList("s", self.last), found)]
         self.last = entries[-1] if entries else self.last
         return faults
@@ -78,5 +78,5 @@ def test_a_list_that_began_anew_is_no_fault() -> None:
     assert reading.on(joined=False) == []
     reading.anew()
     assert reading.on(entry(5, 0, 3), entry(6, 3, 9)) == []
-    newest = StreamKeys(9, {}, entries=[entry(8, 40, 41)], last="8-0")
+    newest = StreamKeys(9, {}, entries=[entry(8, 40, 41)], last_entry_name="8-0")
     assert [*reading.checker.check(ReadNewest("s"), newest)] == []

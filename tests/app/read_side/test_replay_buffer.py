@@ -35,14 +35,14 @@ def grown(count: int, replay_buffer: ReplayBuffer | None = None) -> tuple[Replay
     for id in range(10, 10 + count):
         slices.append(moved(place, advance("w", id, id + 1)))
         replay_buffer.add(slices[-1])
-        place = slices[-1].after
+        place = slices[-1].place_after
     return replay_buffer, slices
 
 
 def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
     """From where it stood, as the very objects that others were given."""
     replay_buffer, slices = grown(3)
-    for missed, place in enumerate([slices[0].before, *(piece.after for piece in slices)]):
+    for missed, place in enumerate([slices[0].place_before, *(piece.place_after for piece in slices)]):
         found = replay_buffer.batches_after("s", Place(place.linear, {**place.positions}, place.late))
         assert found is not None
         assert found.place is place
@@ -58,8 +58,10 @@ def test_what_is_not_kept_is_read() -> None:
     assert replay_buffer.batches_after("s", Place(10, {"w": 10, "gone": 9})) is None
     clock[0] = slices[1].created_at + BUFFER_SECONDS + 1e-9
     replay_buffer.drop_old()
-    assert replay_buffer.batches_after("s", slices[1].before) is None
-    assert replay_buffer.batches_after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
+    assert replay_buffer.batches_after("s", slices[1].place_before) is None
+    assert replay_buffer.batches_after("s", slices[2].place_before) == BufferedReplay(
+        slices[2].place_before, slices[2:]
+    )
 
 
 def test_late_completions_are_missed_too() -> None:
@@ -77,10 +79,10 @@ def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     """Told again, it stands for no more; and for nothing where one of the streams is not known from there on."""
     replay_buffer, slices = grown(2)
     replay_buffer.add_mark(MARK)
-    later = moved(slices[-1].after, advance("w", 12, 13))
+    later = moved(slices[-1].place_after, advance("w", 12, 13))
     replay_buffer.add(later)
     replay_buffer.add_mark(MARK)
-    assert replay_buffer.batches_since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
+    assert replay_buffer.batches_since(MARK, ["s"]) == {"s": BufferedReplay(later.place_before, [later])}
     assert replay_buffer.batches_since(DurableMark(1, 6), ["s"]) == {}
     replay_buffer.begin_stream("new", Place())
     assert replay_buffer.batches_since(MARK, ["s", "new"]) == {}

@@ -102,7 +102,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
         WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
         for name, id in after.items()
     ]
-    rows = [WriterRow(name, 1, id, retired=False) for name, id in after.items()]
+    rows = [WriterRow(name, 1, id, is_retired=False) for name, id in after.items()]
     return [
         StreamEffects(
             stream=stream_name(place),

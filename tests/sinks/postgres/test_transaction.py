@@ -110,7 +110,7 @@ def test_no_order_of_writes_moves_anything_back(
     name = f"s{time.monotonic_ns()}"
     seen = 0
     for end in data.draw(st.lists(st.sampled_from(ends), min_size=1, max_size=8)):
-        row = WriterRow("w", 1, sign * end, retired=False)
+        row = WriterRow("w", 1, sign * end, is_retired=False)
         moved = [advance("w", 0, sign * end, empty=end)] if end else []
         effects = stream(name, *moved, linear=sign * end, writers=[row])
         store.apply(batch(1, effects, token=token, query=f"{name}{time.monotonic_ns()}"))
@@ -145,8 +145,8 @@ def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
     store: Postgres, sql: psycopg.Connection, token: int
 ) -> None:
     """After the time for which batches keep them; not those beyond the line, nor one that is active."""
-    gone, ahead = WriterRow("gone", 1, 5, retired=True), WriterRow("ahead", 1, 9, retired=True)
-    rows_of = [gone, ahead, WriterRow("active", 1, 7, retired=False)]
+    gone, ahead = WriterRow("gone", 1, 5, is_retired=True), WriterRow("ahead", 1, 9, is_retired=True)
+    rows_of = [gone, ahead, WriterRow("active", 1, 7, is_retired=False)]
     store.apply(batch(1, stream("s", writers=rows_of, linear=7), token=token))
     then = datetime.fromtimestamp(NOW / 1000, UTC)
     store.apply_retention(then + timedelta(days=6))
@@ -171,7 +171,7 @@ def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connectio
 def test_writer_that_stands_beyond_is_told_with_where(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Also where nothing of it was written; the others of its stream come out as the batch says."""
     store.apply(batch(1, stream("s", advance("w", 0, 9)), token=token))
-    told = [WriterRow(name, 1, id_, retired=False) for name, id_ in (("v", 3), ("w", 5))]
+    told = [WriterRow(name, 1, id_, is_retired=False) for name, id_ in (("v", 3), ("w", 5))]
     committed = store.apply(batch(2, stream("s", advance("v", 0, 3), writers=told), token=token))
     assert (committed.corrected_advances, committed.higher_positions) == ({}, {("s", "w"): 9})
     assert positions(sql) == {("s", "v"): 3, ("s", "w"): 9}

@@ -8,7 +8,7 @@ from tidemark.streaming.core.effects import WriterRow
 
 def test_a_position_to_which_an_entry_leads_is_told_once() -> None:
     """Beside the entries stand the positions of other writers, and those that are not where their entry leads."""
-    rows = [WriterRow(name, 1, id, retired=False) for name, id in (("a", 5), ("b", 9), ("c", 7))]
+    rows = [WriterRow(name, 1, id, is_retired=False) for name, id in (("a", 5), ("b", 9), ("c", 7))]
     (change,) = changes_of_batch(
         batch(3, stream("s", advance("a", 0, 5), advance("b", 0, 7), writers=rows)), CommitResult()
     )

@@ -258,7 +258,7 @@ def test_a_replica_without_the_last_move_is_noticed_by_a_retirement(pipeline: Pi
     pipeline.publish(second)
     for name, value in old.items():  # as a replica that is promoted has it
         keys.restore(name, 0, value, replace=True)
-    pipeline.publish(stream("s", linear=5, linear_prev=5, writers=[WriterRow("w", 1, 5, retired=True)]))
+    pipeline.publish(stream("s", linear=5, linear_prev=5, writers=[WriterRow("w", 1, 5, is_retired=True)]))
     assert [(it["prev"], it["id"]) for it in entries(keys)] == [("0", "3"), ("3", "5")]
     assert keys.get(key("s", "token")) == "m5"
 

@@ -218,7 +218,7 @@ def test_late_completions_are_listed_once(shown: Redis, keys: Any) -> None:
 def test_dropped_writers_leave(shown: Redis, keys: Any) -> None:
     """A writer that left the state leaves the hash and the token."""
     publish(shown, Change("s", "1", positions=[("a", "5"), ("b", "6")]))
-    publish(shown, Change("s", "1", dropped=["a"]))
+    publish(shown, Change("s", "1", dropped_writers=["a"]))
     assert keys.hgetall(key("s", "positions")) == {"b": "6"}
     assert keys.get(key("s", "token")) == "m1~b.6"
 
@@ -226,9 +226,9 @@ def test_dropped_writers_leave(shown: Redis, keys: Any) -> None:
 def test_with_its_last_writer_a_stream_gives_its_list_back(shown: Redis, keys: Any) -> None:
     """Positions, line and token stay, and the list begins anew when somebody joins again."""
     publish(shown, Change("s", "9", [entry("a", 0, 5), entry("b", 0, 9)]))
-    publish(shown, Change("s", "9", dropped=["a"]))
+    publish(shown, Change("s", "9", dropped_writers=["a"]))
     assert len(entries(keys)) == 2
-    publish(shown, Change("s", "9", dropped=["b"]))
+    publish(shown, Change("s", "9", dropped_writers=["b"]))
     assert state(keys) == ({}, "9", "m9", [])
     publish(shown, Change("s", "9", [entry("c", 9, 12)]), "known")
     assert (len(entries(keys)), keys.get(key("s", "token"))) == (1, "m9~c.12")
@@ -253,7 +253,7 @@ def test_the_token_tells_every_writer_beyond_the_line(
     keys.flushall()
     for moved, linear, dropped in calls:
         positions = [(writer, str(sign * id)) for writer, id in moved]
-        publish(shown, Change("s", str(sign * linear), positions=positions, dropped=dropped))
+        publish(shown, Change("s", str(sign * linear), positions=positions, dropped_writers=dropped))
         token = Token.parse(keys.get(key("s", "token")))
         line = int(keys.get(key("s", "linear")))
         stands = {writer: int(id) for writer, id in keys.hgetall(key("s", "positions")).items()}
@@ -314,7 +314,7 @@ def test_script_is_taught_again(shown: Redis, keys: Any) -> None:
         Change("s", "9", [entry("w", 5, 9)], allocated="9"),
         Change("s", "9", [entry("w", 0, 5)], [("v", "9")], [late(3)], allocated="9"),
         Change("s", "9", positions=[("w", "9")], allocated="9"),
-        Change("s", "9", dropped=["w"]),
+        Change("s", "9", dropped_writers=["w"]),
         Change("s", "9"),
     ],
 )

@@ -86,7 +86,13 @@ def test_compaction_keeps_a_group_that_is_the_base_of_several() -> None:
         4: StateGroup(2, own[4], 3),
     }
     after = compact_groups(chains | {5: StateGroup(4, own[5], 4), 6: StateGroup(5, own[6], 5)}, {1, 3, 4, 6})
-    assert {number: state_group.base for number, state_group in after.items()} == {1: None, 2: 1, 3: 2, 4: 2, 6: 4}
+    assert {number: state_group.base_number for number, state_group in after.items()} == {
+        1: None,
+        2: 1,
+        3: 2,
+        4: 2,
+        6: 4,
+    }
     assert rows(MemoryStateGroups(after)) == 24
 
 

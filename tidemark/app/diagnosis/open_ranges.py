@@ -397,7 +397,9 @@ def source_problems(
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
             for source in sources(stream):
-                if text := source_problem(source, stream.home, now, read_status, is_bridged=name in bridged_streams):
+                if text := source_problem(
+                    source, stream.home_partition, now, read_status, is_bridged=name in bridged_streams
+                ):
                     yield f"{name}: {text}"
 
 
@@ -407,10 +409,10 @@ def _source_ranges(
     """Yield an open range for each source that has missed its heartbeat or is blocked, because the source may
     have unsent facts. Leaves out the sources in `writers_with_range`, which have an open range already."""
     for source in sources(stream):
-        if source.writer in writers_with_range or not source_problem(source, stream.home, now, read_status):
+        if source.writer in writers_with_range or not source_problem(source, stream.home_partition, now, read_status):
             continue
         writer = stream.writers[source.writer]
-        is_silent = missed_heartbeat_seconds(source, stream.home, now, read_status) is not None
+        is_silent = missed_heartbeat_seconds(source, stream.home_partition, now, read_status) is not None
         yield OpenRange(
             name,
             source.writer,
@@ -513,7 +515,7 @@ def writer_verdict(
     source = source_of(stream, writer)
     if source is None:
         return verdict_from_records(last_seen(seen_ms), transactions, now, silent_seconds)
-    if missed_heartbeat_seconds(source, stream.home, now, read_status) is not None:
+    if missed_heartbeat_seconds(source, stream.home_partition, now, read_status) is not None:
         return "no heartbeat"
     if source.report.blocked:
         return "blocked"

@@ -94,16 +94,16 @@ class PositionSamples:
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
-        self._samples: dict[str, list[tuple[datetime, int]]] = {}
+        self._samples_by_stream: dict[str, list[tuple[datetime, int]]] = {}
 
     def linear_positions(self, streams: Collection[str]) -> dict[str, int]:
         positions = {
             stream: known.linear for stream, known in known_streams(self._session).items() if stream in streams
         }
         now = datetime.now(UTC)
-        self._samples = {stream: self._samples.get(stream, []) for stream in positions}
+        self._samples_by_stream = {stream: self._samples_by_stream.get(stream, []) for stream in positions}
         for stream, linear in positions.items():
-            samples = self._samples[stream]
+            samples = self._samples_by_stream[stream]
             if not samples or samples[-1][1] != linear:
                 samples.append((now, linear))
             if len(samples) > MAX_SAMPLES:
@@ -114,7 +114,7 @@ class PositionSamples:
         return count_late_after(self._session, pairs)
 
     def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        return next((time for time, linear in self._samples.get(stream, ()) if is_beyond(linear, id)), None)
+        return next((time for time, linear in self._samples_by_stream.get(stream, ()) if is_beyond(linear, id)), None)
 
 
 class ReaderMetrics:

@@ -125,7 +125,7 @@ class ChannelLeader:
                     checked_at = time.monotonic()
                     await self._forget_removed_writers(announced)
                 while self._announcements:
-                    await self._publish(self._next_batch(announced))
+                    await self._publish(self._take_batch(announced))
                 is_due = time.monotonic() - self._positions_sent_at >= ANSWER_INTERVAL_SECONDS
                 if self._are_positions_requested and is_due:
                     await self._send_positions(announced)
@@ -171,7 +171,7 @@ class ChannelLeader:
         for chunk in _split_into_chunks(announced.reannounce(self._hub.positions())):
             await self._publish([chunk])
 
-    def _next_batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
+    def _take_batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
         """Remove announcements from the queue, about `LINES_PER_CALL` lines of them, and return their commands. The
         commands of one announcement stay together.
         """

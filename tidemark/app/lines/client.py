@@ -90,7 +90,7 @@ class WrongServer(Stop):
         super().__init__(
             f"the server at {address} has the name {reported_name}, not {expected_name}: check the address"
         )
-        self.reported = reported_name
+        self.reported_name = reported_name
 
 
 class CertificateRefused(Stop):
@@ -104,7 +104,7 @@ class LinesClient:
     Args:
         address: host and port.
         server: the expected server name; None to accept any name.
-        tls_context: returns the TLS context of a connection; None: no TLS.
+        tls_context: returns the TLS context of a connection; None to connect without TLS.
     """
 
     def __init__(

@@ -94,16 +94,17 @@ class Hub:
             for (stream, writer), id in sorted(self._announced_positions.items())
         ]
 
-    async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """Find the writers in `announced` (writer -> announced position) whose positions subscribers no longer need.
+    async def removed_writers(self, announced_positions: Mapping[Writer, int]) -> list[Writer]:
+        """Find the writers in `announced_positions` (writer -> announced position) whose positions subscribers no
+        longer need.
 
         Such a writer retired long ago: its stream no longer lists the writer, and the linear position has passed the
         announced position. Reads the positions of streams.
         """
-        known = await self._read_side.snapshots.known_positions({stream for stream, _ in announced})
+        known = await self._read_side.snapshots.known_positions({stream for stream, _ in announced_positions})
         return [
             (stream, writer)
-            for (stream, writer), id in announced.items()
+            for (stream, writer), id in announced_positions.items()
             if stream in known and writer not in known[stream].vector and not is_beyond(id, known[stream].linear)
         ]
 
@@ -186,12 +187,12 @@ class Hub:
             [
                 announcement
                 for stream, item in listener.take(BATCHES_PER_ITERATION)
-                for announcement in self._announcements(stream, item, now)
+                for announcement in self._make_announcements(stream, item, now)
             ]
         )
         await asyncio.sleep(0)  # other tasks must run even if the queue is never empty
 
-    def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
+    def _make_announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case FollowerStarted(place):
                 self._starting_streams.discard(stream)
@@ -222,7 +223,7 @@ class Hub:
                 try:
                     progress = await self._read_side.postgres_reader.topic_progress(tail.topic)
                     has_first_record = await loop.run_in_executor(thread, tail.begin, progress.offsets)
-                    self._rows.begin_read(has_first_record, progress.allocated)
+                    self._rows.begin_read(has_first_record, progress.allocated_ids)
                     if problem is not None:
                         log.info("Rows can be read again")
                     problem = None

@@ -214,26 +214,29 @@ class RowBuffer:
         self._limit_bytes = limit_bytes
         self._announced_positions = announced_positions
         self._writers: dict[Writer, UnannouncedRows] = {}
-        self._home_partitions: dict[str, int] = {}
-        self._has_first_record: Mapping[int, bool] = {}
-        self._highest_named_ids: dict[str, int] = {}
+        self._home_partition_by_stream: dict[str, int] = {}
+        self._has_first_record_by_partition: Mapping[int, bool] = {}
+        self._highest_named_id_by_stream: dict[str, int] = {}
 
-    def begin_read(self, has_first_record: Mapping[int, bool], highest_named_ids: Mapping[str, int]) -> None:
+    def begin_read(
+        self, has_first_record_by_partition: Mapping[int, bool], highest_named_id_by_stream: Mapping[str, int]
+    ) -> None:
         """Begin a new read of the topic.
 
         Args:
-            has_first_record: partition -> whether the read begins at the first record of the partition.
-            highest_named_ids: stream -> the highest ID that earlier records, which are not read, may have named.
+            has_first_record_by_partition: partition -> whether the read begins at the first record of the partition.
+            highest_named_id_by_stream: stream -> the highest ID that earlier records, which are not read, may have
+                named.
         """
         self.clear()
-        self._has_first_record = has_first_record
-        self._highest_named_ids = dict(highest_named_ids)
+        self._has_first_record_by_partition = has_first_record_by_partition
+        self._highest_named_id_by_stream = dict(highest_named_id_by_stream)
 
     def clear(self) -> None:
         """Remove all rows. Until the next `begin_read`, all rows count as lost."""
         self._writers.clear()
-        self._home_partitions.clear()
-        self._has_first_record = {}
+        self._home_partition_by_stream.clear()
+        self._has_first_record_by_partition = {}
         self.size_bytes = 0
 
     def add(self, partition: int, record: records.Record) -> Writer | None:
@@ -242,15 +245,15 @@ class RowBuffer:
         Returns:
             The writer of the record; None if the record is ignored.
         """
-        if self._home_partitions.setdefault(record.stream, partition) != partition:
+        if self._home_partition_by_stream.setdefault(record.stream, partition) != partition:
             return None  # a stream is in one partition (docs/design.md 3)
         writer = record.stream, record.writer
         buffered = self._writers.get(writer)
         if buffered is None:
-            has_first_record = self._has_first_record[partition]
+            has_first_record = self._has_first_record_by_partition[partition]
             buffered = self._add_writer(
                 writer,
-                0 if has_first_record else self._highest_named_ids.get(record.stream, 0),
+                0 if has_first_record else self._highest_named_id_by_stream.get(record.stream, 0),
                 has_first_record=has_first_record,
             )
         before = buffered.size_bytes
@@ -267,7 +270,12 @@ class RowBuffer:
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
-        if evidence.unseen or evidence.skipped or advance.evidence_prev != advance.prev or not self._has_first_record:
+        if (
+            evidence.unseen
+            or evidence.skipped
+            or advance.evidence_prev != advance.prev
+            or not self._has_first_record_by_partition
+        ):
             return MissingRows.LOST
         buffered = self._writers.get((stream, advance.writer))
         return MissingRows.NOT_YET if buffered is None else buffered.find_facts(advance)
@@ -298,10 +306,10 @@ class RowBuffer:
             self.dropped_count += 1
         # There are too many writers: even without rows they need more than half of the limit.
         for (stream, _), buffered in self._writers.items():
-            self._highest_named_ids[stream] = farther(
-                buffered.farthest_named_id, self._highest_named_ids.get(stream, 0)
+            self._highest_named_id_by_stream[stream] = farther(
+                buffered.farthest_named_id, self._highest_named_id_by_stream.get(stream, 0)
             )
-        self._has_first_record = dict.fromkeys(self._has_first_record, False)
+        self._has_first_record_by_partition = dict.fromkeys(self._has_first_record_by_partition, False)
         self._writers.clear()
         self.size_bytes = 0
 

@@ -214,7 +214,7 @@ class LagMonitor:
             )
             seconds, blocked = lag.seconds, lag.blocked_seconds
             metrics.set_partition_metrics(
-                *key, end=end, read=read_offsets[key], lag_seconds=seconds, blocked_seconds=blocked
+                *key, end_offset=end, read_offset=read_offsets[key], lag_seconds=seconds, blocked_seconds=blocked
             )
         self._log_blocked(lags)
         self._note_lagging([_make_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])

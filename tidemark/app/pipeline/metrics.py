@@ -344,14 +344,14 @@ class PipelineHealth:
         return f"the supervising loop has not run for {STALE_SECONDS:g} s" if is_stale else None
 
 
-def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
+def _observe_latency(advances_by_time: Mapping[int, int], published_at: float) -> None:
     """Add the latencies of advances to the histogram, and count the advances with an implausible time.
 
     Args:
-        oldest: time of the oldest record of an advance (milliseconds since 1970) -> number of such advances.
+        advances_by_time: time of the oldest record of an advance (milliseconds since 1970) -> number of such advances.
         published_at: when the advances were published, in seconds since 1970.
     """
-    latencies = {published_at - time / 1000: count for time, count in oldest.items()}
+    latencies = {published_at - time / 1000: count for time, count in advances_by_time.items()}
     plausible = {
         seconds: count
         for seconds, count in latencies.items()
@@ -362,21 +362,21 @@ def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
 
 
 def set_partition_metrics(
-    topic: str, partition: int, *, end: int, read: int, lag_seconds: float, blocked_seconds: float
+    topic: str, partition: int, *, end_offset: int, read_offset: int, lag_seconds: float, blocked_seconds: float
 ) -> None:
     """Set the metrics of a partition.
 
     Args:
         topic: the name of the topic.
         partition: the number of the partition.
-        end: the offset of the next record to be written.
-        read: the offset of the next record to read.
+        end_offset: the offset of the next record to be written.
+        read_offset: the offset of the next record to read.
         lag_seconds: the age of the oldest unread record; 0 if all records are read.
         blocked_seconds: for how long an open transaction has blocked the partition; 0 if no transaction does.
     """
-    KAFKA_END.labels(topic, partition).set(end)
-    KAFKA_READ.labels(topic, partition).set(read)
-    KAFKA_LAG.labels(topic, partition).set(end - read)
+    KAFKA_END.labels(topic, partition).set(end_offset)
+    KAFKA_READ.labels(topic, partition).set(read_offset)
+    KAFKA_LAG.labels(topic, partition).set(end_offset - read_offset)
     KAFKA_LAG_SECONDS.labels(topic, partition).set(lag_seconds)
     KAFKA_BLOCKED_SECONDS.labels(topic, partition).set(blocked_seconds)
 

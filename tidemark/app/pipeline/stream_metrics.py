@@ -73,7 +73,7 @@ class StreamEntry:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all writers have retired, and no writer without a JOIN has sent a record."""
+        """Whether all writers have retired, and every writer that has sent a record has joined."""
         return not self.positions and not self.summary.unknown_writers
 
 
@@ -96,19 +96,18 @@ class StreamEntries:
         allocated_sum: the sum of the highest allocated IDs.
         position_sum: the sum of the positions of all writers that have not retired.
         writer_count: the number of writers that have not retired.
-        active: the metrics of the streams that are not quiet, by name.
-        sources: stream -> its relays and bridges that send OPEN records; without streams that have none.
+        active_entries: the metrics of the streams that are not quiet, by name.
+        sources: stream -> its relays and bridges that send OPEN records. Streams without such a source are left out.
         version: a number that rises when a stream begins or ends.
         ended_streams: the names of the streams that have ended.
     """
 
     def __init__(self, max_first: int, stored: ShardedStates) -> None:
-        self.active: dict[str, StreamEntry] = {}
+        self.active_entries: dict[str, StreamEntry] = {}
         self.sources: dict[str, Sequence[Source]] = {}
         self.linear_sum = self.allocated_sum = self.position_sum = self.writer_count = 0
-        self.version = 0
         self.ended_streams: set[str] = set()
-        self._stream_count = 0
+        self.version = self._stream_count = 0
         self._stored = stored
         self._decoded: dict[str, StreamEntry] = {}
         self._max_first = max_first
@@ -129,16 +128,14 @@ class StreamEntries:
 
     def __getitem__(self, name: str) -> StreamEntry:
         """The metrics of a stream. Raises `KeyError` if the stream is unknown or has ended."""
-        entry = self._find(name)
-        if entry is None:
+        if (entry := self._find(name)) is None:
             raise KeyError(name)
         return entry
 
     def __iter__(self) -> Iterator[str]:
+        stored = self._stored.names()
         yield from self._decoded
-        yield from (
-            name for name in self._stored.names() if name not in self._decoded and name not in self.ended_streams
-        )
+        yield from (name for name in stored if name not in self._decoded and name not in self.ended_streams)
 
     def update(self, stream: StreamEffects) -> None:
         """Apply the effects of a batch on one stream."""
@@ -150,7 +147,7 @@ class StreamEntries:
         entry.linear, entry.allocated = stream.linear, stream.allocated
         entry.summary, entry.sources = _split_sources(stream.summary)
         for row in stream.writers:
-            if row.retired:
+            if row.is_retired:
                 entry.positions.pop(row.writer, None)
             else:
                 entry.positions[row.writer] = row.position
@@ -209,7 +206,7 @@ class StreamEntries:
         return name not in self._preferred_names, name
 
     def _count(self, name: str, entry: StreamEntry, sign: int) -> None:
-        """Add the metrics of a stream to the sums and to `active` and `sources` (`sign` 1), or remove them (-1)."""
+        """Add a stream to the sums and to `active_entries` and `sources` (`sign` 1), or remove the stream (-1)."""
         self.linear_sum += sign * entry.linear
         self.allocated_sum += sign * entry.allocated
         self.position_sum += sign * sum(entry.positions.values())
@@ -222,9 +219,9 @@ class StreamEntries:
         if entry.summary == QUIET_SUMMARY:
             entry.summary = QUIET_SUMMARY
         elif sign > 0:
-            self.active[name] = entry
+            self.active_entries[name] = entry
         else:
-            del self.active[name]
+            del self.active_entries[name]
 
 
 log = get_logger(__name__)
@@ -275,11 +272,11 @@ class StreamCollector(Collector):
         self.read_offsets: dict[tuple[str, int], int] = {}
         self._entries = StreamEntries(max_streams, NO_STATES)
         self._sums_by_sink: dict[int, _Sums] = {}
+        # Cache: (version of `_entries`, policies, setting -> result of `_min_threshold_of_others`).
         self._threshold_cache: tuple[int, Policies, dict[str, int | None]] | None = None
-        """Results of `_min_threshold_of_others`: (version of `_entries`, policies, setting -> lowest threshold)."""
         self._lock = threading.Lock()
         self._now = now
-        self._began = self._reading_since = now()
+        self._began_at = self._reading_since = now()
         self._max_streams = max_streams
         self._max_writers = max_writers
         self._policies = Policies()
@@ -356,7 +353,7 @@ class StreamCollector(Collector):
             entries = self._entries
             named = {stream: entries[stream] for stream in entries.first_names()}
             others = len(entries) - len(named)
-            active = {stream: entry for stream, entry in entries.active.items() if stream not in named}
+            active = {stream: entry for stream, entry in entries.active_entries.items() if stream not in named}
             free, other_writers, other_positions = self._max_writers, entries.writer_count, entries.position_sum
             for stream, entry in named.items():
                 shown = sorted(entry.positions.items())[:free]
@@ -389,7 +386,7 @@ class StreamCollector(Collector):
         """
         now, lagging = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
-            for stream, entry in self._entries.active.items():
+            for stream, entry in self._entries.active_entries.items():
                 lag = entry.summary.linear_lag
                 seconds = self._age(lag.since, now) if lag is not None else 0.0
                 if lag is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT_SECONDS):
@@ -405,7 +402,7 @@ class StreamCollector(Collector):
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
-                for stream, entry in self._entries.active.items()
+                for stream, entry in self._entries.active_entries.items()
                 for bound, used in self._used_shares(stream, entry.summary).items()
             }
 
@@ -430,12 +427,12 @@ class StreamCollector(Collector):
         }
         return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR_BOUND_SHARE}
 
-    def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: int) -> None:
+    def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, other_count: int) -> None:
         for setting in THRESHOLDS:
             for stream in named:
                 if (value := self._policies.value(stream, setting)) is not None:
                     families[f"policy_{setting}"].add_metric([stream], value)
-            if others and (threshold := self._min_threshold_of_others(setting)):
+            if other_count and (threshold := self._min_threshold_of_others(setting)):
                 families[f"policy_{setting}"].add_metric([OTHER_STREAMS], threshold)
 
     def _min_threshold_of_others(self, setting: str) -> int | None:
@@ -452,7 +449,7 @@ class StreamCollector(Collector):
             minima[setting] = min((value for value in values if value is not None), default=None)
         return minima[setting]
 
-    def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
+    def _show_copies(self, family: GaugeMetricFamily, named: Entries, other_count: int) -> None:
         """Add the linear positions in Postgres and in each sink."""
         for number, sink in enumerate(self._sinks):
             compared = sink.compared_positions()
@@ -463,7 +460,7 @@ class StreamCollector(Collector):
                 shown = [(stream, compared[stream][index]) for stream in named if stream in compared]
                 for stream, linear in shown:
                     family.add_metric([stream, copy], linear)
-                if others:
+                if other_count:
                     family.add_metric([OTHER_STREAMS, copy], sums[index] - sum(linear for _, linear in shown))
 
     def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
@@ -488,7 +485,7 @@ class StreamCollector(Collector):
         """
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
-        for stream, entry in self._entries.active.items():
+        for stream, entry in self._entries.active_entries.items():
             if entry.summary.linear_lag is not None:
                 rows = [
                     (self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers
@@ -549,7 +546,7 @@ class StreamCollector(Collector):
 
     def _age(self, since: int | None, now: float) -> float:
         """Seconds since `since` (milliseconds since 1970); None: since this collector was created."""
-        return max(0.0, now - (self._began if since is None else since / 1000))
+        return max(0.0, now - (self._began_at if since is None else since / 1000))
 
 
 def _sum_pairs(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:

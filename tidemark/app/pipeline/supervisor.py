@@ -449,11 +449,11 @@ def is_light(streams: int, lag: int) -> bool:
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
-def _add_offsets(added: NotStorableOffsets, known: dict[str, dict[int, list[int]]]) -> None:
-    """Add the offsets in `added` to `known`."""
-    for topic, partitions in added.items():
+def _add_offsets(added_offsets: NotStorableOffsets, known_offsets: dict[str, dict[int, list[int]]]) -> None:
+    """Add the offsets in `added_offsets` to `known_offsets`."""
+    for topic, partitions in added_offsets.items():
         for partition, offsets in partitions.items():
-            known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)
+            known_offsets.setdefault(topic, {}).setdefault(partition, []).extend(offsets)
 
 
 def _exit_after_timeout() -> None:

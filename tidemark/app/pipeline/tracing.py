@@ -146,10 +146,10 @@ class _BatchSpans:
             began = self._record_span(name, began, began + int(seconds * 1e9))
         self._root.set_attribute("tidemark.repeated", result.is_repeat)
 
-    def _record_span(self, name: str, began: int, ended: int) -> int:
-        """Record a child span. Times are nanoseconds since 1970. Returns `ended`."""
-        self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
-        return ended
+    def _record_span(self, name: str, began_ns: int, ended_ns: int) -> int:
+        """Record a child span. Times are nanoseconds since 1970. Returns `ended_ns`."""
+        self._tracer.start_span(name, set_span_in_context(self._root), start_time=began_ns).end(ended_ns)
+        return ended_ns
 
 
 def _split_stage(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:

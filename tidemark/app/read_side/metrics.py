@@ -65,10 +65,10 @@ class ChainChecker:
             self._last_entry = entry.name
             if entry.fields["kind"] == "POSITION":
                 yield from self._check_advance(entry)
-        if keys.linear is not None and keys.last != NO_ENTRY:
+        if keys.linear is not None and keys.last_entry_name != NO_ENTRY:
             before, self._linear = self._linear, keys.linear
             if before is not None and is_beyond(before, keys.linear):
-                yield ChainFault("regress", None, before, keys.linear, before, keys.last)
+                yield ChainFault("regress", None, before, keys.linear, before, keys.last_entry_name)
 
     def _check_advance(self, entry: ListEntry) -> Iterator[ChainFault]:
         writer, prev, id = entry.fields["writer"], int(entry.fields["prev"]), int(entry.fields["id"])

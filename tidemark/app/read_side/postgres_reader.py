@@ -53,7 +53,7 @@ class Details:
         regressed_writers: writers whose source was restored. Their gaps below their position block the linear position.
         late: the number of late completions, and the time of the newest; None if there are none.
         transactions: writer -> the reported transactions with its open IDs.
-        linear_lag: what blocks the linear position; None if there is no linear lag and no writer that never joined.
+        linear_lag: what blocks the linear position; None if there is no linear lag and all writers have joined.
         last_seen: writer -> the batch time of its newest record (milliseconds since 1970), if known.
         deferred_writer_epochs: the (writer, epoch) pairs with deferred records.
         requeues: deferred records that are read again from Kafka, or that are lost.
@@ -84,11 +84,11 @@ class TopicProgress:
 
     Attributes:
         offsets: partition -> the next offset to read.
-        allocated: stream -> an upper bound of the IDs in records before these offsets.
+        allocated_ids: stream -> an upper bound of the IDs in records before these offsets.
     """
 
     offsets: Mapping[int, int]
-    allocated: Mapping[str, int]
+    allocated_ids: Mapping[str, int]
 
 
 class PostgresReader:
@@ -219,7 +219,10 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
             continue
         details[name] = replace(
             _stream_details(
-                decoded, late.get(name), [entry for entry in requeues if entry.stream == name], bridged=name in bridges
+                decoded,
+                late.get(name),
+                [entry for entry in requeues if entry.stream == name],
+                is_bridged=name in bridges,
             ),
             open_ranges=[entry for entry in ranges if entry.stream == name],
         )
@@ -252,7 +255,7 @@ def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStat
 
 
 def _stream_details(
-    stream: StreamState, late: LateCount | None, requeues: Sequence[RequeueStatus], *, bridged: bool
+    stream: StreamState, late: LateCount | None, requeues: Sequence[RequeueStatus], *, is_bridged: bool
 ) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
@@ -273,7 +276,7 @@ def _stream_details(
             (name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred_writers)
         ],
         requeues=requeues,
-        is_bridged=bridged,
+        is_bridged=is_bridged,
     )
 
 

@@ -174,7 +174,7 @@ class Notifications:
     def __init__(self, redis_reader: RedisReader) -> None:
         self._redis_reader = redis_reader
         # Weak references, so that requests for unknown streams do not fill the memory.
-        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._event_by_stream: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -190,14 +190,14 @@ class Notifications:
         """Return an event that the stream's next notification sets. Call this method before a read, so that no
         notification is missed, and keep a reference to the event.
         """
-        return self._waiting.setdefault(stream, asyncio.Event())
+        return self._event_by_stream.setdefault(stream, asyncio.Event())
 
     def _receive(self, message: Mapping[str, Any]) -> None:
         self.notify(stream_of(message["channel"]))
 
     def notify(self, stream: str) -> None:
         """Wake the tasks that wait for the stream."""
-        waiting = self._waiting.pop(stream, None)
+        waiting = self._event_by_stream.pop(stream, None)
         if waiting is not None:
             waiting.set()
 

@@ -83,18 +83,18 @@ class ResponseCache:
         self._responses.move_to_end(key)
         return text, after
 
-    def store(self, stream: str, place: Place, text: bytes, after: Place) -> None:
+    def store(self, stream: str, place: Place, text: bytes, place_after: Place) -> None:
         """Store a response for clients at `place`. Evicts the least recently used responses if the cache is full.
 
         A response that does not move the client is not stored, because the client would request it without end.
         """
-        if after == place:
+        if place_after == place:
             return
         key = stream, place_key(place)
         if key in self._responses:
             self._drop(key)
-        size = len(text) + BYTES_PER_POSITION * (len(place.positions) + len(after.positions))
-        self._responses[key] = self._now(), size, text, after
+        size = len(text) + BYTES_PER_POSITION * (len(place.positions) + len(place_after.positions))
+        self._responses[key] = self._now(), size, text, place_after
         self._bytes += size
         while self._bytes > MAX_CACHE_BYTES:
             self._drop(next(iter(self._responses)))
@@ -226,8 +226,12 @@ class ReplayReader:
     async def _read_since_marks(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
         answers: dict[DurableMark, MissedMoves | None] = {}
         first: DurableMark | None = None
-        for mark in sorted(marks, key=lambda mark: (mark.lease, mark.time)):
-            if first is None or first.lease != mark.lease or mark.time - first.time > MAX_SHARED_MILLISECONDS:
+        for mark in sorted(marks, key=lambda mark: (mark.lease_token, mark.time)):
+            if (
+                first is None
+                or first.lease_token != mark.lease_token
+                or mark.time - first.time > MAX_SHARED_MILLISECONDS
+            ):
                 first = mark
                 answers[mark] = await self._missed_since(mark)
             answers[mark] = answers[first]
@@ -317,7 +321,7 @@ class ReplayBuffer:
         self._move_count += len(batch.events)
         replay = self._streams[batch.stream]
         replay.batches.append((self._batch_number, batch))
-        replay.place = batch.after
+        replay.place = batch.place_after
         self._batches.append((self._batch_number, batch))
         self.drop_old()
 
@@ -353,12 +357,14 @@ class ReplayBuffer:
             return BufferedReplay(replay.place, [])
         batches = [batch for _, batch in replay.batches]
         for start in reversed(range(len(batches))):
-            if batches[start].before == place:
-                return BufferedReplay(batches[start].before, batches[start:])
+            if batches[start].place_before == place:
+                return BufferedReplay(batches[start].place_before, batches[start:])
         # The place may be between two batches, because another sidecar makes other batches.
-        if not has_reached(place, batches[0].before if batches else replay.place):
+        if not has_reached(place, batches[0].place_before if batches else replay.place):
             return None
-        start = next((at for at, batch in enumerate(batches) if not has_reached(place, batch.after)), len(batches))
+        start = next(
+            (at for at, batch in enumerate(batches) if not has_reached(place, batch.place_after)), len(batches)
+        )
         return BufferedReplay(place, batches[start:])
 
     def batches_since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
@@ -371,7 +377,7 @@ class ReplayBuffer:
             if number is None or replay is None or replay.since > number:
                 return {}
             batches = [batch for at, batch in replay.batches if at > number]
-            replays[stream] = BufferedReplay(batches[0].before if batches else replay.place, batches)
+            replays[stream] = BufferedReplay(batches[0].place_before if batches else replay.place, batches)
         return replays
 
 

@@ -65,7 +65,7 @@ class DivergenceDetector:
                 del self._differences[stream]
 
     def difference(self, stream: str) -> PositionDifference | None:
-        """The difference of the stream; None if, as far as known, neither server lacks data."""
+        """The difference of the stream; None if neither server is known to lack data."""
         difference = self._differences.get(stream)
         return difference and difference[1]
 
@@ -164,9 +164,9 @@ class Snapshots:
         self._position_reads = ReadCoalescer(self._read_positions)
         self._details_reads = ReadCoalescer(self._read_details)
         self._postgres_reads = ReadCoalescer(self._read_for_comparison)
-        self._compared_at: dict[str, float] = {}
+        self._compared_at_by_stream: dict[str, float] = {}
         self._divergence_detector = DivergenceDetector()
-        self._details: dict[str, tuple[Details, float]] = {}
+        self._details_by_stream: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
         self._names_read_at = -NAMES_CACHE_SECONDS
 
@@ -225,7 +225,7 @@ class Snapshots:
             for name, snapshot in snapshots.items()
             if snapshot.positions
             and snapshot.positions.source == "redis"
-            and now - self._compared_at.get(name, -math.inf) >= COMPARE_INTERVAL_SECONDS
+            and now - self._compared_at_by_stream.get(name, -math.inf) >= COMPARE_INTERVAL_SECONDS
         ]
         await self._read_within_timeout(self._postgres_reads, due)
 
@@ -238,7 +238,7 @@ class Snapshots:
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
         # Another request may have answered farther positions since this read.
         known = snapshot.positions and self._answered.update(snapshot.stream, snapshot.positions)
-        details, read_at = self._details.get(snapshot.stream, (None, None))
+        details, read_at = self._details_by_stream.get(snapshot.stream, (None, None))
         divergence = self._divergence_detector.difference(snapshot.stream)
         return replace(snapshot, positions=known, details=details, details_read_at=read_at, divergence=divergence)
 
@@ -286,7 +286,7 @@ class Snapshots:
 
     async def _read_for_comparison(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
         """Read the positions in Postgres, merge them into the answered positions, and compare them with Redis."""
-        self._compared_at |= dict.fromkeys(streams, self._now())
+        self._compared_at_by_stream |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             positions = await self._read_postgres(streams)
             self._divergence_detector.add_positions(
@@ -296,7 +296,7 @@ class Snapshots:
         return {}
 
     def _is_stale(self, stream: str) -> bool:
-        detailed = self._details.get(stream)
+        detailed = self._details_by_stream.get(stream)
         return detailed is None or self._now() - detailed[1] >= DETAILS_CACHE_SECONDS
 
     async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
@@ -304,5 +304,5 @@ class Snapshots:
         by_stream: Mapping[str, Details] = {}
         with suppress(Unavailable, Stop):
             by_stream = await self._postgres_reader.details(streams)
-            self._details |= {name: (details, now) for name, details in by_stream.items()}
+            self._details_by_stream |= {name: (details, now) for name, details in by_stream.items()}
         return by_stream

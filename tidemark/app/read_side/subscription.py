@@ -42,31 +42,32 @@ class StreamAdded:
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """The events that moved `stream` from `before` to `after`. `before` is the `after` of the previous batch.
+    """The events that moved `stream` from `place_before` to `place_after`. `place_before` is the `place_after` of the
+    previous batch.
 
     Attributes:
         created_at: when the batch was created (seconds, monotonic).
-        by_place: results that were computed from this item, for listeners that are not at `before`.
+        by_place: results that were computed from this item, for listeners that are not at `place_before`.
     """
 
     stream: str
-    before: Place
-    after: Place
+    place_before: Place
+    place_after: Place
     events: Sequence[Event]
     created_at: float = field(default_factory=time.monotonic)
     by_place: PlaceCache = field(default_factory=dict, init=False, repr=False)
-    _encoded: dict[Callable[["EventBatch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _result_by_function: dict[Callable[["EventBatch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def linear(self) -> int | None:
         """The linear position after the events; None if it did not move."""
-        return self.after.linear if is_beyond(self.after.linear, self.before.linear) else None
+        return self.place_after.linear if is_beyond(self.place_after.linear, self.place_before.linear) else None
 
     def encode_once(self, encode: Callable[["EventBatch"], T]) -> T:
         """Call `encode(self)`, once for all listeners, and return the result."""
-        if encode not in self._encoded:
-            self._encoded[encode] = encode(self)
-        result: T = self._encoded[encode]
+        if encode not in self._result_by_function:
+            self._result_by_function[encode] = encode(self)
+        result: T = self._result_by_function[encode]
         return result
 
 

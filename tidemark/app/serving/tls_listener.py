@@ -128,17 +128,17 @@ class IdleConnection(Generic[T]):
     since: float
 
 
-def pick_victims(idle: Sequence[IdleConnection[T]], slots: int) -> list[T]:
+def pick_victims(idle_connections: Sequence[IdleConnection[T]], slots: int) -> list[T]:
     """Pick connections to evict when every slot is taken: the oldest idle connections of the client with the most idle
     connections. Closes nothing.
 
     Returns at most 1/64 of `slots` connections, and at least one, so that a flood of connections needs few searches.
     The list is empty if no connection is idle.
     """
-    if not idle:
+    if not idle_connections:
         return []
-    [(network, _)] = Counter(network_of(other.address) for other in idle).most_common(1)
-    candidates = (other for other in idle if network_of(other.address) == network)
+    [(network, _)] = Counter(network_of(other.address) for other in idle_connections).most_common(1)
+    candidates = (other for other in idle_connections if network_of(other.address) == network)
     oldest = nsmallest(max(1, slots // EVICTION_DIVISOR), candidates, key=lambda other: other.since)
     return [victim.connection for victim in oldest]
 

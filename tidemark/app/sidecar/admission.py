@@ -305,25 +305,25 @@ class ConnectionsByNetwork:
     """Connections grouped by client network, to evict from the network with the most connections. For one thread."""
 
     def __init__(self) -> None:
-        self._all: dict[str, dict[AdmittedConnection, None]] = {}
-        self._idle: dict[str, dict[AdmittedConnection, None]] = {}  # the longest idle first
+        self._all_by_network: dict[str, dict[AdmittedConnection, None]] = {}
+        self._idle_by_network: dict[str, dict[AdmittedConnection, None]] = {}  # the longest idle first
         self._count = 0
 
     def add(self, connection: AdmittedConnection) -> None:
-        self._all.setdefault(network_of(connection.address), {})[connection] = None
+        self._all_by_network.setdefault(network_of(connection.address), {})[connection] = None
         self._count += 1
 
     def remove(self, connection: AdmittedConnection) -> None:
         self.mark_busy(connection)
-        self._count -= _remove_from(self._all, connection)
+        self._count -= _remove_from(self._all_by_network, connection)
 
     def mark_idle(self, connection: AdmittedConnection) -> None:
         """Mark the connection as waiting for its next request."""
         self.mark_busy(connection)
-        self._idle.setdefault(network_of(connection.address), {})[connection] = None
+        self._idle_by_network.setdefault(network_of(connection.address), {})[connection] = None
 
     def mark_busy(self, connection: AdmittedConnection) -> None:
-        _remove_from(self._idle, connection)
+        _remove_from(self._idle_by_network, connection)
 
     def evict(self, slots: int) -> None:
         """Make room for a new connection: close the longest idle connections of the network with the most connections.
@@ -331,8 +331,8 @@ class ConnectionsByNetwork:
         Closes at most 1/64 of `slots` connections, or one if `slots` is small. If the network has no idle connection,
         closes its newest connection, but only if the spare connections beyond `slots` are used up too.
         """
-        network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
-        victims = [*islice(self._idle.get(network, ()), max(1, slots // EVICTION_DIVISOR))]
+        network, largest = max(self._all_by_network.items(), key=lambda item: len(item[1]), default=("", {}))
+        victims = [*islice(self._idle_by_network.get(network, ()), max(1, slots // EVICTION_DIVISOR))]
         if not victims and self._count >= slots + SPARE_CONNECTIONS:
             victims = [next(reversed(largest))]
         for victim in victims:

@@ -136,7 +136,7 @@ def _invalid_cursor(text: str) -> BadRequest:
 
 def encode_mark(mark: DurableMark) -> str:
     """Encode a mark as an event ID."""
-    return f"t{mark.lease}.{mark.time}"
+    return f"t{mark.lease_token}.{mark.time}"
 
 
 def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
@@ -185,6 +185,7 @@ class SnapshotTexts:
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
         self._reads = ReadCoalescer(self._read)
+        # Stream -> when the snapshot was read (seconds, monotonic), its place, and the text of the event.
         self._texts: dict[str, tuple[float, Place, bytes]] = {}
         self._cleared_at = time.monotonic()
 
@@ -228,7 +229,7 @@ def encode_events_after(stream: str, place: Place, item: FollowerStarted | Event
     match item:
         case FollowerStarted(after):
             new_events = [event for position in after.positions.items() for event in merge.move_to(*position)]
-        case EventBatch(after=after):
+        case EventBatch(place_after=after):
             new_events = [new for event in item.events for new in _merge_event(merge, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in new_events]
     merge.mark_settled(after.linear, after.positions)
@@ -250,7 +251,7 @@ def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
 
 def encode_batch_id(batch: EventBatch) -> bytes:
     """Encode the event ID after this batch, for a client that follows only the stream of the batch."""
-    return encode_places({batch.stream: batch.after}).encode()
+    return encode_places({batch.stream: batch.place_after}).encode()
 
 
 def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:

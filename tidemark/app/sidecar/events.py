@@ -236,8 +236,8 @@ class EventsClient:
             self._request_watermarks_if_many()
             return blocks
         place = self._places[stream]
-        if isinstance(item, EventBatch) and (place is item.before or place == item.before):
-            self._places[stream] = item.after
+        if isinstance(item, EventBatch) and (place is item.place_before or place == item.place_before):
+            self._places[stream] = item.place_after
             return item.encode_once(encode_batch)
         if isinstance(item, FollowerStarted) and place == item.place:
             self._places[stream] = item.place
@@ -253,7 +253,7 @@ class EventsClient:
     def _event_id_line(self, last: Item | None) -> bytes:
         """Encode the line with the event ID after `last`, the last encoded item. If the ID is too long, returns an
         empty text, and requests watermarks: then the client gets marks as event IDs."""
-        if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
+        if isinstance(last, EventBatch) and len(self._places) == 1 and last.place_after is self._places[last.stream]:
             text = last.encode_once(encode_batch_id)
         else:
             text = encode_places(self._places).encode()

@@ -278,9 +278,11 @@ async def _run_wait(
 async def _check_reachable(call: OperationCall, token: Token) -> None:
     """Raise `UnreachableToken` if the database of the readers proves that it has not given out the token's ID.
 
-    The last ID is read after the request arrived, because an older one proves nothing. Raises nothing if the last ID is
-    not read within `LAST_ID_TIMEOUT_SECONDS`. Also raises nothing if Tidemark has read a record with an ID beyond the
-    last ID: then the database is not the writers' database, or not its primary.
+    The last ID is read after the request arrived, because an older one proves nothing. Does not raise in two cases:
+
+    - The last ID is not read within `LAST_ID_TIMEOUT_SECONDS`.
+    - Tidemark has read a record with an ID beyond the last ID. Then the database is not the writers' database, or not
+      its primary.
     """
     read_side = call.service.read_side
     known = await read_side.snapshots.positions(call.stream)

@@ -226,10 +226,10 @@ class ReconnectThrottle:
         excess = max(0.0, self._count(network_of(address)) - self.RECONNECTS_WITHOUT_DELAY)
         return min(self.MAX_DELAY_SECONDS, excess * self.DELAY_SECONDS)
 
-    def count_ended_stream(self, address: str, began: float) -> None:
-        """Count an event stream that ends now, if it was short. `began`: when it began (seconds, monotonic)."""
+    def count_ended_stream(self, address: str, began_at: float) -> None:
+        """Count an event stream that ends now, if it was short. `began_at`: when it began (seconds, monotonic)."""
         now, address = self._now(), network_of(address)
-        if now - began >= self.SHORT_LIVED_SECONDS:
+        if now - began_at >= self.SHORT_LIVED_SECONDS:
             return
         count = min(
             self._count(address) + 1, self.RECONNECTS_WITHOUT_DELAY + self.MAX_DELAY_SECONDS / self.DELAY_SECONDS

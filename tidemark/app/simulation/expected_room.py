@@ -32,12 +32,12 @@ class ExpectedRoom:
         self.all_events = {event.id: event for event in all_events}
         self._stored_kinds = stored_kinds
         self._turns = turns or {}
-        self._states: dict[str, dict[StateKey, StateEntry]] = {}
+        self._state_by_event: dict[str, dict[StateKey, StateEntry]] = {}
 
     def restricted_to(self, stored_ids: Collection[str]) -> "ExpectedRoom":
         """Return the same room, as if the tables had only the events with these IDs."""
         room = ExpectedRoom((), {id: kind for id, kind in self._stored_kinds.items() if id in stored_ids}, self._turns)
-        room.all_events, room._states = self.all_events, self._states
+        room.all_events, room._state_by_event = self.all_events, self._state_by_event
         return room
 
     @cached_property
@@ -80,7 +80,7 @@ class ExpectedRoom:
         to_visit = [id]
         while to_visit:
             event = self.all_events[to_visit[-1]]
-            unresolved = [prev for prev in self._known_prevs(event) if prev not in self._states]
+            unresolved = [prev for prev in self._known_prevs(event) if prev not in self._state_by_event]
             if unresolved:
                 to_visit += unresolved
                 continue
@@ -88,14 +88,16 @@ class ExpectedRoom:
             state = self.state_before(event)
             if event.key is not None and event.kind is not EventKind.REJECTED:
                 state[event.key] = StateEntry(event.depth, event.id)
-            self._states[event.id] = state
-        return self._states[id]
+            self._state_by_event[event.id] = state
+        return self._state_by_event[id]
 
     def state_before(self, event: RoomEvent) -> dict[StateKey, StateEntry]:
         """The state before an event: for each state key, the deepest entry in the states after its prev events."""
         state: dict[StateKey, StateEntry] = {}
         for prev in self._known_prevs(event):
-            _merge_deepest(state, self.state_at(prev) if prev not in self._states else self._states[prev])
+            _merge_deepest(
+                state, self.state_at(prev) if prev not in self._state_by_event else self._state_by_event[prev]
+            )
         return state
 
     def _known_prevs(self, event: RoomEvent) -> list[str]:

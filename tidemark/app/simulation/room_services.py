@@ -341,7 +341,7 @@ class RoomClientRole:
     Attributes:
         kinds: the kinds of the clients in this process.
         streams: the streams of the rooms.
-        writer: the name of the writer of the client of kind `OWN_EVENT`.
+        writer: the writer name with which the client of kind `OWN_EVENT` writes.
         seed: seed of the random choices.
         stores_all: whether to store all answers, for the verification. If False, only the last answer of each syncing
             client is stored, so that a simulation can run forever.

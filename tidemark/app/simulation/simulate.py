@@ -69,8 +69,8 @@ class OverridesAccepted(TidemarkError):
             f"{sent_count} operator overrides with a NUL character were sent, but Tidemark has only {rejected_count}"
             " dead letters with the reason bad_text"
         )
-        self.sent = sent_count
-        self.rejected = rejected_count
+        self.sent_count = sent_count
+        self.rejected_count = rejected_count
 
 
 def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:

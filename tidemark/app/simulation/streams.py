@@ -560,4 +560,4 @@ class StreamsWorkload(Workload):
 def _read_timelines(dsn: str) -> dict[str, int]:
     """Read stream -> number of the stream's timeline from Tidemark's Postgres."""
     with Postgres(PostgresConfig(lambda: dsn)) as postgres:
-        return {stream: decode(data).timeline for stream, data in postgres.states().items()}
+        return {stream: decode(data).timeline_number for stream, data in postgres.states().items()}

@@ -139,7 +139,7 @@ def try_replay(
             " alone",
         )
     states = {} if encoded_state is None else {record.stream: encoded_state}
-    home = 0 if encoded_state is None else (codec.decode(encoded_state).home or 0)
+    home = 0 if encoded_state is None else (codec.decode(encoded_state).home_partition or 0)
     now_ms = int(now * 1000)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_to_run(record, now_ms)]), [], [], [])
     effects = apply_batch(0, States(states), [packet], now_ms, bounds)

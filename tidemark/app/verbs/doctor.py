@@ -437,7 +437,7 @@ def _check_kafka(settings: "Settings") -> Iterator[Check]:
     for plan, operation in operations.items():
         policy = plan.settings()["cleanup.policy"]
         try:
-            details = topics.details(plan.name, settings=operation == "READ" or policy == "compact")
+            details = topics.details(plan.name, with_settings=operation == "READ" or policy == "compact")
         except TopicMissing:
             yield Check(f"Topic {plan.name}", "failed", "is missing", "Run: tidemark topics")
             continue

@@ -175,9 +175,9 @@ def _explain_stay(
     retired = _retirements(current, stay)
     # The stay may end by a batch without an advance: the linear position moved because writers retired.
     linear_move = None if stay.until is None else history.move_without_advance(stream, stay.until)
-    epochs = {} if linear_move is None else linear_move.retired
+    epochs = {} if linear_move is None else linear_move.retired_epochs
     if linear_move is not None and stay.until is not None:
-        retired |= dict.fromkeys(linear_move.retired, stay.until)
+        retired |= dict.fromkeys(linear_move.retired_epochs, stay.until)
     blockers = [
         PastBlocker(
             writer.writer,

@@ -35,7 +35,9 @@ def late() -> None:
 @late.command("list")
 @click.argument("stream", required=False)
 @click.option("--all", "with_resolved", is_flag=True, help="Also list resolved late completions.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number to show.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of completions to show."
+)
 @click.option("--check", is_flag=True, help="End with exit code 3 if any late completion is not resolved.")
 @_as_json
 def late_list(stream: str | None, limit: int, *, with_resolved: bool, check: bool, as_json: bool) -> None:

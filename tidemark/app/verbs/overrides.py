@@ -354,10 +354,8 @@ def positions_line(encoded_state: bytes, writer: str) -> str:
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
 
 
-def _last_record_text(last_seen: datetime | None, now: float) -> str:
-    return (
-        "no record was ever read" if last_seen is None else f"last record {duration(now - last_seen.timestamp())} ago"
-    )
+def _last_record_text(seen_at: datetime | None, now: float) -> str:
+    return "no record was ever read" if seen_at is None else f"last record {duration(now - seen_at.timestamp())} ago"
 
 
 Outcome = Literal["applied", "refused", "settled before", "not seen"]
@@ -484,9 +482,7 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
         "--epoch", type=click.IntRange(0), help="Epoch of the writer. Default: the current; for fence, the next."
     ),
     click.option(
-        "--beyond",
-        is_flag=True,
-        help="Allow an ID beyond the highest ID that any record has named. A position that moved never moves back.",
+        "--beyond", is_flag=True, help="Allow an ID beyond the highest ID of all records. Positions never move back."
     ),
     click.option(
         "--force", is_flag=True, help="Send even if the writer is alive or not in STREAM, or if a bridge sends STREAM."

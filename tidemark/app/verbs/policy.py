@@ -183,7 +183,10 @@ def _change(
 
 
 def _effect_lines(
-    name: str, changes: Mapping[str, int | None], streams: Sequence[str], stored: Mapping[str, Mapping[str, int]]
+    name: str,
+    changes: Mapping[str, int | None],
+    streams: Sequence[str],
+    stored_policies: Mapping[str, Mapping[str, int]],
 ) -> Iterator[str]:
     """The lines to show before the confirmation: the streams that the policy fits, and the cost of the change.
 
@@ -191,12 +194,14 @@ def _effect_lines(
         name: the name of the policy.
         changes: setting -> new value; None removes the setting.
         streams: the streams that the policy fits.
-        stored: all policies before the change.
+        stored_policies: all policies before the change.
     """
     named = ", ".join(streams[:MAX_SHOWN]) + (
         f" and {len(streams) - MAX_SHOWN} more" if len(streams) > MAX_SHOWN else ""
     )
     yield f"the policy {name} fits {named}" if streams else f"no stream fits {name} yet"
-    changed = {setting: value for setting, value in {**stored.get(name, {}), **changes}.items() if value is not None}
-    if Policies({**stored, name: changed}).bounds() != Policies(stored).bounds():
+    changed = {
+        setting: value for setting, value in {**stored_policies.get(name, {}), **changes}.items() if value is not None
+    }
+    if Policies({**stored_policies, name: changed}).bounds() != Policies(stored_policies).bounds():
         yield "the pipeline restarts its query after the current batch: readers wait a few seconds longer"

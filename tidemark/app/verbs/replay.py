@@ -371,15 +371,15 @@ def _advance_to(
 
 
 def _find_divergence(
-    stream: str, state: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]
+    stream: str, state: Replayed, batch: StoredBatch, stored_evidence: Mapping[str, Evidence]
 ) -> Divergence | None:
     """Compare the replay with the positions and the evidence after a batch. Returns None if they are equal.
 
-    `stored`: writer -> sum of the evidence in the history up to the batch.
+    `stored_evidence`: writer -> sum of the evidence in the history up to the batch.
     """
     for move in batch.advances:
         replayed = state.positions.get(move.writer, 0)
-        counts = stored[move.writer], state.evidence_by_writer.get(move.writer, NO_EVIDENCE)
+        counts = stored_evidence[move.writer], state.evidence_by_writer.get(move.writer, NO_EVIDENCE)
         if replayed != move.id or counts[0] != counts[1]:
             evidence = counts if replayed == move.id else None
             return Divergence(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)

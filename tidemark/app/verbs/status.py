@@ -134,7 +134,7 @@ def _stream_status(
         for writer, known in sorted(stream.writers.items())
     ]
     linear, summary = signed(stream.linear.position), summarize(stream)
-    return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, read_status)
+    return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home_partition, read_status)
 
 
 def read_stream_statuses(

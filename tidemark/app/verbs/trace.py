@@ -199,7 +199,7 @@ def _writers_below(current: StreamState, id: int) -> Iterator[WriterAtId]:
 
 def home_partition(encoded_state: bytes) -> int | None:
     """The number of the Kafka partition with the stream's records; None if no record has been read yet."""
-    return codec.decode(encoded_state).home
+    return codec.decode(encoded_state).home_partition
 
 
 def add_records(
@@ -359,7 +359,7 @@ def add_dead_letters(trace: IdTrace, dead_letters: Sequence[DeadLetter]) -> None
             trace.dead_letters.append(dead_letter)
 
 
-def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
+def add_published(trace: IdTrace, read_move_time: Callable[[str, str, int], int | None]) -> None:
     """Add the time at which the position of the ID's writer in Redis passed the ID.
 
     If the writer of the ID is unknown, but the linear position has passed the ID, the last writer that passed the ID is
@@ -367,10 +367,10 @@ def add_published(trace: IdTrace, published: Callable[[str, str, int], int | Non
 
     Args:
         trace: the trace.
-        published: returns the time in milliseconds since 1970, for stream, writer and ID; None if unknown.
+        read_move_time: returns the time in milliseconds since 1970, for stream, writer and ID; None if unknown.
     """
     writer = trace.settled[-1].writer if trace.settled and (trace.passed or trace.writer is not None) else None
-    if writer is not None and (time := published(trace.stream, writer, trace.id)) is not None:
+    if writer is not None and (time := read_move_time(trace.stream, writer, trace.id)) is not None:
         trace.published = moment(time)
 
 

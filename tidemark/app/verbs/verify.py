@@ -41,7 +41,7 @@ class ReplicaPositions:
         linear: the linear position.
         positions: writer -> position.
         allocated: the highest allocated ID.
-        late: the number of the newest late completion.
+        last_late_number: the number of the newest late completion.
         has_all_writers: whether `positions` has all writers. If False, a writer that is not in `positions` is at or
             below the linear position.
         is_in_stream_names: whether the replica's set of stream names has the stream.
@@ -51,7 +51,7 @@ class ReplicaPositions:
     linear: int | None
     positions: Mapping[str, int] = field(default_factory=dict)
     allocated: int | None = None
-    late: int | None = None
+    last_late_number: int | None = None
     has_all_writers: bool = True
     is_in_stream_names: bool = True
     problem: str | None = None
@@ -165,10 +165,10 @@ class Sidecar:
                 positions[row["stream"]] = ReplicaPositions(row["linear"], row["vector"])
         return positions
 
-    def _pages(self, after: str | None, last: str | None) -> list[dict[str, Any]]:
-        """Read the streams with names beyond `after` page by page; with `last`, at least up to this name."""
+    def _pages(self, after: str | None, last_name: str | None) -> list[dict[str, Any]]:
+        """Read the streams with names beyond `after` page by page; with `last_name`, at least up to this name."""
         rows: list[dict[str, Any]] = []
-        while after is not None and (last is None or after < last):
+        while after is not None and (last_name is None or after < last_name):
             page = self._get_json(f"/v1/streams?limit={PAGE_SIZE}&after={quote(after, safe='')}")
             rows += page["streams"]
             after = page["next"]
@@ -249,7 +249,7 @@ class VerifyReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference and no fault of the history was found."""
+        """Whether neither a difference nor a fault of the history was found."""
         return not self.differences and not self.history
 
 
@@ -365,7 +365,7 @@ def _compared_values(rows: AuditedStream, in_replica: ReplicaPositions) -> list[
     return [
         ("linear", in_replica.linear, rows.linear),
         ("allocated", in_replica.allocated, rows.allocated),
-        ("late completions", in_replica.late, rows.late),
+        ("late completions", in_replica.last_late_number, rows.late),
     ]
 
 

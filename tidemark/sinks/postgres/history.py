@@ -128,12 +128,12 @@ limit %s
 
 
 def advances_since(
-    connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, limit: int | None = None
+    connection: Connection, known_positions: Iterable[tuple[str, str, int]], per_writer: int, limit: int | None = None
 ) -> dict[tuple[str, str], list[StoredAdvance]]:
     """Read the advances of writers that end beyond given positions.
 
     Args:
-        known: (stream, writer, position) for each writer.
+        known_positions: (stream, writer, position) for each writer.
         per_writer: the largest number of advances of each writer; the oldest ones are left out.
         limit: the largest number of all advances; None for no limit. If the result has this number, the last chain may
             be incomplete, and other chains may be missing.
@@ -142,7 +142,7 @@ def advances_since(
         (stream, writer) -> advances, oldest first. Writers without advances beyond their position are left out.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
-    rows = execute(connection, _CHAINS, known, per_writer, limit, limit)
+    rows = execute(connection, _CHAINS, known_positions, per_writer, limit, limit)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows or ():
         advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
         chains.setdefault((stream, writer), []).append(StoredAdvance(advance, linear, batch, time))
@@ -150,13 +150,13 @@ def advances_since(
 
 
 def page_after(
-    connection: Connection, stream: str, position_of: Callable[[str], int], late: int, bounds: PageBounds
+    connection: Connection, stream: str, position_of: Callable[[str], int], last_late_number: int, bounds: PageBounds
 ) -> StoredPage:
     """Read the next page of the history of `stream` for a reader, in one transaction.
 
     Args:
         position_of: takes the name of a writer, and returns the reader's position for the writer.
-        late: the number of the newest late completion that the reader has; 0 for none.
+        last_late_number: the number of the newest late completion that the reader has; 0 for none.
         bounds: the limits of the page. A statement that takes longer than `bounds.timeout` raises an error of psycopg.
     """
     with connection.transaction():
@@ -169,7 +169,7 @@ def page_after(
         }
         known = [(stream, writer, position_of(writer)) for writer in moved]
         stored = advances_since(connection, known, bounds.per_writer, bounds.limit)
-        lates = late_since(connection, [(stream, late)], bounds.limit, "oldest").get(stream, [])
+        lates = late_since(connection, [(stream, last_late_number)], bounds.limit, "oldest").get(stream, [])
     is_cut = sum(map(len, stored.values())) == bounds.limit
     chains = {writer: (moved[writer], advances) for (_, writer), advances in stored.items()}
     if is_cut:
@@ -181,12 +181,15 @@ def page_after(
 
 
 def late_since(
-    connection: Connection, known: Iterable[tuple[str, int]], limit: int, keep: Literal["newest", "oldest"] = "newest"
+    connection: Connection,
+    known_numbers: Iterable[tuple[str, int]],
+    limit: int,
+    keep: Literal["newest", "oldest"] = "newest",
 ) -> dict[str, list[StoredLate]]:
     """Read the late completions of streams after given numbers.
 
     Args:
-        known: (stream, number). Late completions with higher numbers are read.
+        known_numbers: (stream, number). Late completions with higher numbers are read.
         limit: the largest number of late completions for each stream.
         keep: whether to return the `newest` or the `oldest` ones, if a stream has more than `limit`.
 
@@ -207,7 +210,7 @@ def late_since(
         ) late
         order by stream, late.number
         """,
-        known,
+        known_numbers,
         limit,
     )
     for stream, number, writer, epoch, prev, id_, facts, why, batch, time in rows or ():
@@ -224,11 +227,11 @@ class DurableMark(msgspec.Struct, frozen=True):
     within one lease, because each pipeline has its own clock.
 
     Attributes:
-        lease: the token of the lease.
+        lease_token: the token of the lease.
         time: the time of the newest batch, milliseconds since 1970; 0 before the first batch.
     """
 
-    lease: int
+    lease_token: int
     time: int
 
 
@@ -293,7 +296,7 @@ def current_mark(connection: Connection) -> DurableMark:
     mark = fetch_one(
         connection,
         DurableMark,
-        "select (select token from tidemark.query_lease) as lease,"
+        "select (select token from tidemark.query_lease) as lease_token,"
         " coalesce((extract(epoch from max(updated_at)) * 1000)::bigint, 0) as time from tidemark.streams",
     )
     return mark or DurableMark(0, 0)
@@ -373,11 +376,12 @@ from tidemark.late_completions where stream = any(%s) and time >= to_timestamp(%
 
 def _begin_time(since: DurableMark, now: DurableMark) -> int:
     """The time from which to read the changes since the mark `since`, if the current mark is `now`. ms since 1970."""
-    return since.time if since.lease == now.lease else since.time - CLOCK_TOLERANCE_MS
+    return since.time if since.lease_token == now.lease_token else since.time - CLOCK_TOLERANCE_MS
 
 
-def _changed_streams(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
-    """Stream -> its change, for streams with a batch at or after `begin` (ms since 1970). `streams`: None for all."""
+def _changed_streams(connection: Connection, begin_ms: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
+    """Stream -> its change, for streams with a batch at or after `begin_ms` (ms since 1970). `streams`: None for
+    all."""
     names = (None if streams is None else list(streams),)
     positions: dict[str, dict[str, int]] = defaultdict(dict)
     changed = {
@@ -387,10 +391,10 @@ def _changed_streams(connection: Connection, begin: int, streams: Collection[str
             " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0)"
             " from tidemark.streams s where updated_at >= to_timestamp(%s / 1000.0)"
             " and (%s::text[] is null or stream = any(%s::text[]))",
-            (begin, *names, *names),
+            (begin_ms, *names, *names),
         )
     }
-    for stream, writer, position in positions_since(connection, changed, begin):
+    for stream, writer, position in positions_since(connection, changed, begin_ms):
         positions[stream][writer] = position
     return changed
 

@@ -121,11 +121,11 @@ class OffsetRange:
 class MoveWithoutAdvance:
     """A batch that moved the linear position of a stream, but no writer position.
 
-    `batch`: the number of the batch. `retired`: writer -> epoch, for the writers that retired in the batch.
+    `batch`: the number of the batch. `retired_epochs`: writer -> epoch, for the writers that retired in the batch.
     """
 
     batch: int
-    retired: dict[str, int]
+    retired_epochs: dict[str, int]
 
     @classmethod
     def of_row(cls, batch: int, retired: Sequence[str], epochs: Sequence[int]) -> Self:

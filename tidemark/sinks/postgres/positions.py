@@ -182,7 +182,7 @@ def _writer_rows(batch: Batch) -> Iterator[_Row]:
         stream, linear, now = s.stream, s.linear, shard.now
         advances = {advance.writer: advance for advance in s.advances}
         for w in s.writers:
-            row = stream, w.writer, w.epoch, w.position, w.retired, now
+            row = stream, w.writer, w.epoch, w.position, w.is_retired, now
             a = advances.pop(w.writer, None)
             if a is None:
                 yield *row, 0, 0, 0, 0, 0, 0, 0, 0, 0
@@ -197,11 +197,11 @@ def _writer_rows(batch: Batch) -> Iterator[_Row]:
             number += 1
 
 
-def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
+def corrected_advances(changed_rows: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
     """Find the advances of which only a part, or nothing, was written.
 
     Args:
-        changed: the rows that `write_positions` returned.
+        changed_rows: the rows that `write_positions` returned.
 
     Returns:
         (stream, writer) -> the written part; None if the whole advance was already stored.
@@ -210,7 +210,7 @@ def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], Wri
         ChainBroken: an advance begins beyond the stored position.
     """
     corrected: dict[tuple[str, str], WriterAdvance | None] = {}
-    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, claimed, stored, _ in changed:
+    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, claimed, stored, _ in changed_rows:
         if claimed in (id_, stored):
             continue
         if abs(stored) < abs(claimed):
@@ -220,20 +220,20 @@ def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], Wri
     return corrected
 
 
-def higher_positions(changed: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
+def higher_positions(changed_rows: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
     """(stream, writer) -> the stored position, if this position is beyond the position of the batch.
 
-    `changed`: the rows that `write_positions` returned.
+    `changed_rows`: the rows that `write_positions` returned.
     """
     return {
         (stream, writer): stored
-        for stream, writer, *_, stored, position in changed
+        for stream, writer, *_, stored, position in changed_rows
         if position is not None and abs(stored) > abs(position)
     }
 
 
-def forget_retired(connection: Connection, before: datetime) -> None:
-    """Mark retired writers up to the linear position as forgotten, in streams without a batch since `before`.
+def forget_retired(connection: Connection, no_batch_since: datetime) -> None:
+    """Mark retired writers up to the linear position as forgotten, in streams without a batch since `no_batch_since`.
 
     In other streams, the batches drop such writers.
     """
@@ -244,12 +244,13 @@ def forget_retired(connection: Connection, before: datetime) -> None:
         where s.stream = p.stream and s.updated_at < %s and p.retired and not p.forgotten
             and abs(p.position) <= abs(s.linear)
         """,
-        (before,),
+        (no_batch_since,),
     )
 
 
-def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
-    """Delete the numbers of forgotten writers whose newest advance is before `oldest`. Call this in a transaction.
+def forget_writer_numbers(connection: Connection, no_advance_since: datetime) -> None:
+    """Delete the numbers of forgotten writers whose newest advance is before `no_advance_since`. Call this in a
+    transaction.
 
     Locks the row of the lease until the end of the transaction, so that no batch runs meanwhile: a forgotten writer may
     join again, and its batch would use the number.
@@ -258,7 +259,7 @@ def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
     connection.execute(
         "delete from tidemark.writer_numbers n using tidemark.stream_positions p"
         " where (p.stream, p.writer) = (n.stream, n.writer) and p.forgotten and p.advanced < %s",
-        (row_place_of(int(oldest.timestamp() * 1000), 0),),
+        (row_place_of(int(no_advance_since.timestamp() * 1000), 0),),
     )
 
 
@@ -279,15 +280,16 @@ def stored_positions(connection: Connection, streams: Collection[str]) -> list[T
     ).fetchall()
 
 
-def positions_since(connection: Connection, streams: Collection[str], begin: int) -> list[TupleRow]:
-    """(stream, writer, position) for the writers of `streams` that a batch changed at or after `begin` (ms since 1970).
+def positions_since(connection: Connection, streams: Collection[str], begin_ms: int) -> list[TupleRow]:
+    """(stream, writer, position) for the writers of `streams` that a batch changed at or after `begin_ms` (ms since
+    1970).
 
     Forgotten writers are left out.
     """
     return connection.execute(
         "select stream, writer, position from tidemark.stream_positions"
         " where stream = any(%s) and updated_at >= to_timestamp(%s / 1000.0) and not forgotten",
-        (list(streams), begin),
+        (list(streams), begin_ms),
     ).fetchall()
 
 
@@ -370,7 +372,7 @@ def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedR
         connection,
         "insert into tidemark.requeues (stream, writer, epoch, partition, next, last)"
         " select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::int[], %s::bigint[], %s::bigint[])",
-        ((stream, r.writer, r.epoch, r.partition, r.first, r.last) for stream, r in requeues),
+        ((stream, r.writer, r.epoch, r.partition, r.first_offset, r.last_offset) for stream, r in requeues),
     )
 
 

@@ -58,12 +58,13 @@ class DropResult:
     """The outcome of `drop_before`.
 
     Attributes:
-        dropped: names of the dropped partitions.
-        in_use: name of a partition that could not be dropped -> the sessions with a lock on it or its table, as text.
+        dropped_partitions: names of the dropped partitions.
+        sessions_by_partition: name of a partition that could not be dropped -> the sessions with a lock on it or its
+            table, as text.
     """
 
-    dropped: Sequence[str]
-    in_use: dict[str, str]
+    dropped_partitions: Sequence[str]
+    sessions_by_partition: dict[str, str]
 
 
 def drop_before(connection: Connection, day: date) -> DropResult:

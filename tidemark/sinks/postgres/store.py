@@ -182,15 +182,15 @@ class Postgres:
         with self._requeues.use() as connection:
             note_requeue(connection, requeue, problem)
 
-    def give_up_requeues(self, deferred: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
+    def give_up_requeues(self, deferred_ranges: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
         """Store the deferred records as requeues, and give up all requeues, because their offsets are no longer valid.
 
         Args:
-            deferred: (stream, range of offsets).
+            deferred_ranges: (stream, range of offsets).
             why: the problem to store with each requeue.
         """
         with self._batches.use() as connection, connection.transaction():
-            add_requeues(connection, deferred)
+            add_requeues(connection, deferred_ranges)
             give_up_requeues(connection, why)
 
     def note_lagging_partitions(
@@ -225,7 +225,7 @@ class Postgres:
                 "update tidemark.streams s set state = given.state, retired = given.retired"
                 " from unnest(%s::text[], %s::bytea[], %s::bytea[]) as given (stream, state, retired)"
                 " where s.stream = given.stream",
-                ((stream, state.state, state.retired) for stream, state in states.items()),
+                ((stream, state.state, state.retired_table) for stream, state in states.items()),
             )
 
     def offsets(self) -> dict[str, dict[int, int]]:
@@ -305,17 +305,19 @@ class Postgres:
             for stream, linear, allocated in rows
         }
 
-    def page_after(self, stream: str, position_of: Callable[[str], int], late: int, bounds: PageBounds) -> StoredPage:
+    def page_after(
+        self, stream: str, position_of: Callable[[str], int], last_late_number: int, bounds: PageBounds
+    ) -> StoredPage:
         """Read the next page of a stream's history for a reader: see `history.page_after`."""
         with self._reads.use() as connection:
-            return history.page_after(connection, stream, position_of, late, bounds)
+            return history.page_after(connection, stream, position_of, last_late_number, bounds)
 
     def advances_since(
-        self, known: Iterable[tuple[str, str, int]], per_writer: int
+        self, known_positions: Iterable[tuple[str, str, int]], per_writer: int
     ) -> dict[tuple[str, str], list[StoredAdvance]]:
         """Read the advances of writers beyond given positions: see `history.advances_since`."""
         with self._reads.use() as connection:
-            return history.advances_since(connection, known, per_writer)
+            return history.advances_since(connection, known_positions, per_writer)
 
     def changes_since(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
         """Read the streams that changed since a mark: see `history.changes_since`."""
@@ -327,10 +329,10 @@ class Postgres:
         with self._reads.use() as connection:
             return history.full_changes_since(connection, since, limit, timeout)
 
-    def late_since(self, known: Iterable[tuple[str, int]], limit: int) -> dict[str, list[StoredLate]]:
+    def late_since(self, known_numbers: Iterable[tuple[str, int]], limit: int) -> dict[str, list[StoredLate]]:
         """Read late completions of streams after given numbers: see `history.late_since`."""
         with self._reads.use() as connection:
-            return history.late_since(connection, known, limit)
+            return history.late_since(connection, known_numbers, limit)
 
     def apply_retention(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, delete expired history, and forget retired writers.
@@ -354,8 +356,11 @@ class Postgres:
         with self._reads.use() as connection:
             retention.delete_expired(connection, today, self._config.retention)
             forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement_ms))
-        if result.dropped:
-            log.info("Dropped history that is past its retention", partitions=result.dropped)
-        if result.in_use:
-            log.info("History past its retention is still being read; dropping it later", readers=result.in_use)
-        return not result.in_use
+        if result.dropped_partitions:
+            log.info("Dropped history that is past its retention", partitions=result.dropped_partitions)
+        if result.sessions_by_partition:
+            log.info(
+                "History past its retention is still being read; dropping it later",
+                readers=result.sessions_by_partition,
+            )
+        return not result.sessions_by_partition

@@ -211,8 +211,8 @@ def _write_linear_moves(connection: Connection, batch: Batch) -> None:
                 s.stream,
                 s.linear_prev,
                 s.linear,
-                " ".join(w.writer for w in s.writers if w.retired),  # no name has a space
-                " ".join(str(w.epoch) for w in s.writers if w.retired),
+                " ".join(w.writer for w in s.writers if w.is_retired),  # no name has a space
+                " ".join(str(w.epoch) for w in s.writers if w.is_retired),
                 shard.now,
             )
             for shard, s in batch.streams()

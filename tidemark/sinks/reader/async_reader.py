@@ -111,8 +111,8 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
             rows: the largest number of rows of a batch, at least 1. A fact with more rows is a batch by itself.
             primary: the address of the primary, if `source` is a replica; None: `source` is not a replica. The reader
                 waits until the replica has all published rows.
-            partitions: the number of partitions, from 1 to 1000. The running copies share the partitions. None: no
-                partitions. Needs `key` and the linear mode.
+            partitions: the number of partitions, from 1 to 1000. The running copies share the partitions. Needs
+                `key` and the linear mode. None for a reader without partitions.
             key: the column of the table that determines the partition of a row. Rows with equal values are in one
                 partition, and are read in order.
             stopping: once this event is set, the loop ends between two batches.

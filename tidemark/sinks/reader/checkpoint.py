@@ -139,14 +139,18 @@ class CheckpointStore:
         return (locked[0]["version"], locked[0]["transaction"]) if locked else None
 
     def save(
-        self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact], removed: Iterable[int], transaction: str
+        self,
+        checkpoint: ReaderCheckpoint,
+        added_facts: Iterable[DeliveredFact],
+        removed_ids: Iterable[int],
+        transaction: str,
     ) -> Generator[Request, Answer, int]:
         """Store the checkpoint in the open transaction. Does not commit.
 
         Args:
             checkpoint: the new checkpoint. Its `version` and `delivered_facts` are not stored.
-            added: facts to add to the stored delivered facts.
-            removed: IDs of facts to remove from the stored delivered facts.
+            added_facts: facts to add to the stored delivered facts.
+            removed_ids: IDs of facts to remove from the stored delivered facts.
             transaction: the ID of the open transaction, as returned by `lock`.
 
         Returns:
@@ -175,7 +179,7 @@ class CheckpointStore:
         if not written:
             yield from self._check_rows_visible()
             raise TransactionEnded(self.reader, self._stream)
-        facts = [*added]
+        facts = [*added_facts]
         if facts:
             yield from self._rows(
                 "insert into tidemark_reader.delivered (reader, stream, id, writer, epoch)"
@@ -185,7 +189,7 @@ class CheckpointStore:
                 writers=[fact.writer for fact in facts],
                 epochs=[fact.epoch for fact in facts],
             )
-        if ids := [*removed]:
+        if ids := [*removed_ids]:
             yield from self._rows(
                 "delete from tidemark_reader.delivered"
                 " where reader = {reader} and stream = {stream} and id = any({ids}::bigint[])",

@@ -54,7 +54,7 @@ class LinearEvidence:
 
     def __init__(self, linear: int) -> None:
         self.linear = linear
-        self._watched_from: int | None = None
+        self._watched_from_id: int | None = None
         self._events: list[Advance | Reread] = []
 
     def add_event(self, event: Advance | Reread) -> None:
@@ -64,7 +64,7 @@ class LinearEvidence:
 
     def mark_uncertain(self) -> None:
         """Record that advances may have been missed: the next moves are not `known`."""
-        self._watched_from = None
+        self._watched_from_id = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
         """Yield the move to the linear position `linear`; nothing if `linear` is not beyond the last move.
@@ -76,8 +76,8 @@ class LinearEvidence:
         if is_beyond(linear, self.linear):
             overlapping = [event for event in self._events if is_beyond(linear, event.prev)]
             known = (
-                self._watched_from is not None
-                and not is_beyond(self._watched_from, self.linear)
+                self._watched_from_id is not None
+                and not is_beyond(self._watched_from_id, self.linear)
                 and not any(is_beyond(linear, position) for position in writers.values())
                 and not any(isinstance(event, Reread) for event in overlapping)
             )
@@ -85,8 +85,8 @@ class LinearEvidence:
             prev, self.linear = self.linear, linear
             self._events = [event for event in self._events if is_beyond(event.id, linear)]
             yield LinearMove(prev, linear, advances, known)
-        if self._watched_from is None:
-            self._watched_from = max((linear, *writers.values()), key=abs)
+        if self._watched_from_id is None:
+            self._watched_from_id = max((linear, *writers.values()), key=abs)
 
 
 class EventMerge:
@@ -498,4 +498,4 @@ class FollowProgram:
 
     def _await_entry(self, keys: StreamKeys) -> Generator[Request, Answer, None]:
         """Wait until the list has an entry after the last one in `keys`, or for `LONGEST_WAIT_SECONDS`."""
-        yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last, LONGEST_WAIT_SECONDS))
+        yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last_entry_name, LONGEST_WAIT_SECONDS))

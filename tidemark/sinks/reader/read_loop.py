@@ -252,18 +252,18 @@ class CatchUpLog:
         self._rows = self._ids = 0
         self._is_logged = False
 
-    def note_page(self, rows: int, passed: int, remaining: int) -> None:
+    def note_page(self, row_count: int, passed_ids: int, remaining_ids: int) -> None:
         """Add a committed page to the progress. Logs the progress once in `PROGRESS_LOG_SECONDS`, while IDs remain.
 
         Args:
-            rows: the number of rows of the page.
-            passed: the number of IDs by which the page moved the place.
-            remaining: the number of IDs still to read.
+            row_count: the number of rows of the page.
+            passed_ids: the number of IDs by which the page moved the place.
+            remaining_ids: the number of IDs still to read.
         """
-        self._rows += rows
-        self._ids += passed
+        self._rows += row_count
+        self._ids += passed_ids
         now = time.monotonic()
-        if now - self._logged_at < PROGRESS_LOG_SECONDS or not remaining:
+        if now - self._logged_at < PROGRESS_LOG_SECONDS or not remaining_ids:
             return
         self._logged_at, self._is_logged = now, True
         seconds = now - self._began_at
@@ -272,8 +272,8 @@ class CatchUpLog:
             stream=self._stream,
             rows=self._rows,
             rows_per_second=round(self._rows / seconds),
-            remaining_ids=remaining,
-            remaining_seconds=round(remaining * seconds / self._ids) if self._ids else None,
+            remaining_ids=remaining_ids,
+            remaining_seconds=round(remaining_ids * seconds / self._ids) if self._ids else None,
         )
 
     def end(self) -> None:
@@ -495,19 +495,20 @@ class ReadProgram:
         return self._current_portion
 
     def _find_withdrawn(
-        self, span: Range, own: Sequence[Row]
+        self, span: Range, own_rows: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """Query the IDs whose earlier facts no longer exist: all IDs of `span` without rows of other writers. `own` has
-        the rows of the late completion. Returns the ID up to which `span` was checked, and the `absent_ranges`."""
+        """Query the IDs whose earlier facts no longer exist: all IDs of `span` without rows of other writers.
+        `own_rows`: rows of the late completion. Returns the ID up to which `span` was checked, and the
+        `absent_ranges`."""
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
         with_rows = yield from fetch_rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
         present = [row[column] for row in with_rows]
         done = present[-1] if len(present) == IDS_PER_QUERY else span.id
-        own_ids = {row[column] for row in own}
+        own_ids = {row[column] for row in own_rows}
         if self._config.table.where is not None:  # rows of the writer that `where` excludes
-            own_rows = yield from fetch_rows(RunSql("source", self._config.table.ids(span, IDS_PER_QUERY)))
-            own_ids |= {row[column] for row in own_rows}
+            writer_rows = yield from fetch_rows(RunSql("source", self._config.table.ids(span, IDS_PER_QUERY)))
+            own_ids |= {row[column] for row in writer_rows}
         return done, absent_ranges(span.prev, done, [id for id in present if id not in own_ids])
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
@@ -533,16 +534,13 @@ class ReadProgram:
         self._transaction_id = locked[1]
 
     def _save(
-        self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact] = (), expired: Iterable[int] = ()
+        self, checkpoint: ReaderCheckpoint, added_facts: Iterable[DeliveredFact] = (), expired_ids: Iterable[int] = ()
     ) -> Generator[Request, Answer, None]:
         """Store the checkpoint, commit the transaction, and report the progress."""
-        new, removed = {fact.id: fact for fact in added}, {*expired}
+        new, removed = {fact.id: fact for fact in added_facts}, {*expired_ids}
         delivered = {id: fact for id, fact in {**checkpoint.delivered_facts, **new}.items() if id not in removed}
-        checkpoint = replace(
-            checkpoint,
-            must_read_ranges=unread_ranges(checkpoint.must_read_ranges, checkpoint.place),
-            delivered_facts=delivered,
-        )
+        must_read = unread_ranges(checkpoint.must_read_ranges, checkpoint.place)
+        checkpoint = replace(checkpoint, must_read_ranges=must_read, delivered_facts=delivered)
         version = yield from self.checkpoint_store.save(checkpoint, new.values(), removed, self._transaction_id)
         yield CommitTransaction()
         self._checkpoint = replace(checkpoint, version=version)

@@ -184,14 +184,14 @@ class _SharedWatch:
         self._client = client
         self._waiting_by_stream: dict[str, dict[asyncio.Future[None], tuple[int, int]]] = {}
         self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by connection; True: the first one
-        self._tasks: dict[bool, asyncio.Task[None]] = {}
+        self._tasks: dict[bool, asyncio.Task[None]] = {}  # by connection, as in `_watched`
 
     async def wait(self, request: AwaitEntry) -> None:
         """Wait until the list has an entry after `request.after`, at most `request.seconds`.
 
         Raises errors of redis-py.
         """
-        done, after = asyncio.get_running_loop().create_future(), _parse_entry_number(request.after)
+        done, after = asyncio.get_running_loop().create_future(), _parse_entry_number(request.entry_name)
         self._waiting_by_stream.setdefault(request.stream, {})[done] = after
         if True not in self._tasks:
             self._tasks[True] = asyncio.create_task(self._run(is_first=True))
@@ -442,7 +442,7 @@ def await_entry(session: RedisSession | CallerSession, request: AwaitEntry) -> N
     """
     milliseconds = max(1, round(1000 * request.seconds))  # 0 would block without a limit
     with session.use() as client:
-        client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
+        client.xread({key(request.stream, "advances"): request.entry_name}, count=1, block=milliseconds)
 
 
 def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
@@ -477,7 +477,7 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
         entries=entries,
         is_continuous=is_continuous,
         has_more=has_more,
-        last=last,
+        last_entry_name=last,
     )
 
 

@@ -81,7 +81,7 @@ class StreamKeys:
         is_continuous: False if the entry `after` of a `ReadList` is no longer on the list, or if the keys come from
             Postgres. Otherwise True.
         has_more: whether another `ReadList` gets more entries.
-        last: the name of the last entry that was read; `0-0` if none was read.
+        last_entry_name: the name of the last entry that was read; `0-0` if none was read.
     """
 
     linear: int | None
@@ -91,14 +91,15 @@ class StreamKeys:
     entries: Sequence[ListEntry] = ()
     is_continuous: bool = True
     has_more: bool = False
-    last: str = "0-0"
+    last_entry_name: str = "0-0"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckStreamName(Request):
     """Query whether a stream with this name may exist. The answer is a bool.
 
-    False: Postgres does not know the stream, or, without Postgres, a Redis that is filled does not know the stream.
+    With Postgres, the answer is False if Postgres does not know the stream. Without Postgres, the answer is False if
+    Redis is filled and does not know the stream.
     """
 
     stream: str
@@ -106,13 +107,13 @@ class CheckStreamName(Request):
 
 @dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
-    """Wait for an entry after the entry named `after` on the list of advances of `stream`, at most `seconds`.
+    """Wait for an entry after the entry named `entry_name` on the list of advances of `stream`, at most `seconds`.
 
     No answer.
     """
 
     stream: str
-    after: str
+    entry_name: str
     seconds: float
 
 

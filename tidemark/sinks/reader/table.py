@@ -202,10 +202,11 @@ def read_table_page(table: Table, ranges: Sequence[Range], limit: int) -> Genera
     return TablePage(rows_of_facts, [rest for span in ranges if (rest := span.after(last))])
 
 
-def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as inclusive pairs (lower, higher)."""
+def absent_ranges(prev: int, id: int, present_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """The IDs of `(prev, id]` that are not in `present_ids` (sorted away from 0), as inclusive pairs (lower,
+    higher)."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
-    for high in (*map(abs, present), abs(id) + 1):
+    for high in (*map(abs, present_ids), abs(id) + 1):
         if high - low > 1:
             first, last = sorted((sign * (low + 1), sign * (high - 1)))
             absent.append((first, last))

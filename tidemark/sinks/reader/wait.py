@@ -120,25 +120,25 @@ class MonotonicPositions(Generic[P]):
     """
 
     def __init__(self) -> None:
-        self._farthest: dict[str, P] = {}
+        self._farthest_positions: dict[str, P] = {}
         self._lock = threading.Lock()
 
     def __contains__(self, stream: str) -> bool:
-        return stream in self._farthest
+        return stream in self._farthest_positions
 
     def get(self, stream: str) -> P | None:
         """The positions that `update` returned last for the stream; None if there are none."""
-        return self._farthest.get(stream)
+        return self._farthest_positions.get(stream)
 
     def items(self) -> Iterable[tuple[str, P]]:
         """Each stream, and the positions that `update` returned last for it."""
-        return self._farthest.items()
+        return self._farthest_positions.items()
 
     def update(self, stream: str, published: P) -> P:
-        """Store and return `published`, with each position that is lower than before replaced by the one before."""
+        """Store and return `published`. A position that is lower than the stored position is replaced by the latter."""
         with self._lock:
-            before = self._farthest.get(stream)
-            farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
+            before = self._farthest_positions.get(stream)
+            farthest = self._farthest_positions[stream] = published if before is None else self.merge(before, published)
         return farthest
 
     def merge(self, before: P, published: P) -> P:
@@ -163,7 +163,8 @@ class MonotonicPositions(Generic[P]):
 
 
 def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
-    """Return `keys` with no position lower than the ones that were returned before, and store the positions.
+    """Store the positions in `keys`, and return `keys`. A position that is lower than the stored one is replaced by
+    the latter.
 
     If the stream is unknown, `keys` is returned unchanged.
     """
@@ -254,7 +255,7 @@ def wait_for_token(
                 allocated=keys.allocated,
                 seconds=round(now - began),
             )
-        yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT_SECONDS, deadline - now))
+        yield AwaitEntry(stream, keys.last_entry_name, min(LONGEST_WAIT_SECONDS, deadline - now))
 
 
 def target_token(until: Token | str | int, writer: str | None) -> Token:

@@ -401,7 +401,7 @@ def channel_in_database(channel: str, database: int) -> str:
 
 
 def database_suffix(database: int) -> str:
-    """The suffix of the names of channels of a Redis database; empty for database 0."""
+    """The suffix of channel names in a Redis database; empty for database 0."""
     return f"/{database}" if database else ""
 
 

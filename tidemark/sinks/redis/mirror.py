@@ -115,7 +115,7 @@ class Mirror:
 
     def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
         """Compare `streams`, and write what Redis lacks. Adds the compared linear positions to `linear`."""
-        outdated = self._outdated_streams(streams, linear)
+        outdated = self._find_outdated_streams(streams, linear)
         writers = sum(outdated.values())
         per_writer = max(1, MAX_REFILL_ENTRIES // max(1, writers))
         entries = 0
@@ -130,7 +130,7 @@ class Mirror:
             log.info("Refilled Redis from Postgres", streams=len(outdated), writers=writers, entries=entries)
         return RefillResult(len(outdated), entries)
 
-    def _outdated_streams(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
+    def _find_outdated_streams(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
         """Find streams with missing or outdated data in Redis: stream -> number of writers with a wrong position.
 
         Adds to `linear` the linear positions in Postgres and in Redis, for `compared_positions`. Removes repaired

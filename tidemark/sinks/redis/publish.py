@@ -226,7 +226,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
         entries: advances; the entries of one writer are in the order of its chain.
         positions: (writer, position). In a change of a batch, only positions at which no entry of the writer ends.
         late: late completions, in ascending order of number.
-        dropped: writers to remove.
+        dropped_writers: writers to remove.
         allocated: the highest ID that any record has named.
     """
 
@@ -235,7 +235,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     entries: list[AdvanceEntry] = []
     positions: list[tuple[str, str]] = []
     late: list[LateEntry] = []
-    dropped: list[str] = []
+    dropped_writers: list[str] = []
     allocated: str = "0"
 
 
@@ -299,7 +299,7 @@ def change_of_history(
         ],
         positions=[(writer, str(position)) for writer, position in stored.positions.items()],
         late=[_late_entry(item.number, item.late, str(item.batch), str(item.time)) for item in late],
-        dropped=sorted(stored.forgotten_writers),
+        dropped_writers=sorted(stored.forgotten_writers),
         allocated=str(stored.allocated),
     )
 

@@ -65,7 +65,7 @@ class _UndecidedGroup:
     def without_ended(
         self, running_transactions: frozenset[int], lock_owners: frozenset[LockOwner] | None
     ) -> "_UndecidedGroup":
-        """A copy without the owners that have ended. If the locks were queried, also without owners that hold no lock.
+        """A copy without the owners that have ended. If the locks were queried, owners without a lock are left out too.
 
         If a transaction has left `owners`, the outbox must be read again: all IDs of the copy are `unread_ids`.
         """

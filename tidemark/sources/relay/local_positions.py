@@ -47,7 +47,7 @@ class _DecidedStream:
         version: the version of the stream when the stream was loaded.
         evidence: the evidence for the stream's IDs.
         position: the stored linear position (a magnitude).
-        timeline: the number of the timeline of the stored position; None if no position is stored.
+        timeline_number: the number of the timeline of the stored position; None if no position is stored.
         lock_keys: name of a writer -> the second half of the key of the writer's lock. Only named writers.
         writers: name of a writer -> the writer's position that this process has stored (a magnitude).
     """
@@ -56,7 +56,7 @@ class _DecidedStream:
     version: int
     evidence: StreamEvidence
     position: int
-    timeline: int | None
+    timeline_number: int | None
     lock_keys: Mapping[str, int]
     writers: Mapping[str, int] = field(default_factory=dict)
 
@@ -249,7 +249,7 @@ class PositionDecider:
         moves = [
             state
             for number, state in self._streams.items()
-            if state.timeline is None or positions[number][0] > state.position or positions[number][1]
+            if state.timeline_number is None or positions[number][0] > state.position or positions[number][1]
         ]
         if not moves:
             return False
@@ -264,12 +264,12 @@ class PositionDecider:
                 [state.stream.name for state in moves],
                 linears,
                 vectors,
-                [state.timeline for state in moves],
+                [state.timeline_number for state in moves],
             ],
         ).fetchone()
         moved = set[str](row[0] if row else ())
         for state in moves:
-            if state.stream.name in moved and state.timeline is not None:
+            if state.stream.name in moved and state.timeline_number is not None:
                 state.position, vector = positions[state.stream.number]
                 state.writers = {**state.writers, **vector}
             else:  # load the new row, or the row that another process has changed

@@ -330,8 +330,8 @@ class AppendRelay(RunLoop):
         self._configured_writer = writer
         self._writer = writer or ""
         self._metrics = metrics
-        self._unknown_writers: dict[int, dict[str, int]] = {}
-        self._blocked: dict[str, str] = {}
+        self._unknown_writers: dict[int, dict[str, int]] = {}  # see `Decider.unknown_writers`
+        self._blocked_reasons: dict[str, str] = {}
         self._streams_without_common_cut: set[queries.AppendStream] = set()
         self._unsent: deque[Decision] = deque()
         self._in_flight: list[InFlightDecision] = []
@@ -441,16 +441,16 @@ class AppendRelay(RunLoop):
         metric.
         """
         blocked = {stream: str(problem) for stream, problem in decider.blocked.items()}
-        if blocked == self._blocked:
+        if blocked == self._blocked_reasons:
             return
-        for stream in {*blocked, *self._blocked}:
-            if blocked.get(stream) != self._blocked.get(stream):
+        for stream in {*blocked, *self._blocked_reasons}:
+            if blocked.get(stream) != self._blocked_reasons.get(stream):
                 if stream in blocked:
                     log.warning("A stream is blocked", stream=stream, problem=blocked[stream])
                 else:
                     log.info("A stream continues", stream=stream)
             self._metrics.blocked.labels(stream).set(stream in blocked)
-        self._blocked = blocked
+        self._blocked_reasons = blocked
 
     def _report_without_common_cut(self, connection: Connection, decider: Decider) -> None:
         """Log each stream for which the lock of common cuts was free at the last call, and is not free now."""
@@ -467,9 +467,9 @@ class AppendRelay(RunLoop):
         return MAX_UNACKNOWLEDGED_BYTES - sum(in_flight.size_bytes for in_flight in self._in_flight)
 
     def _send(self, decision: Decision) -> None:
-        self._in_flight.append(send_decision(self._producer, self._without_oversized(decision), self._max_run_facts))
+        self._in_flight.append(send_decision(self._producer, self._remove_oversized(decision), self._max_run_facts))
 
-    def _without_oversized(self, decision: Decision) -> Decision:
+    def _remove_oversized(self, decision: Decision) -> Decision:
         """Copy the decision without the facts that have a record too large for the topic. Reports these facts.
 
         No record of such a fact may be sent. Otherwise Kafka would accept the fact's smaller records. If the last
@@ -508,7 +508,7 @@ class AppendRelay(RunLoop):
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.ids_above_floor.items():
             self._metrics.outbox_ids.labels(name).set(count)
-        self._report(queries.read_blockers(connection) if decider.undecided_streams else [], self._blocked)
+        self._report(queries.read_blockers(connection) if decider.undecided_streams else [], self._blocked_reasons)
 
 
 def _run_steps(steps: Generator[str, None, Any]) -> Any:

@@ -86,14 +86,14 @@ class SequenceState:
         remedy = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.direction.signed(1)} CACHE 1 NO CYCLE"
         return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", remedy)
 
-    def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
+    def lag_problem(self, stream: AppendStream, highest_id: int) -> UnsuitableSequence:
         """The problem, and what to do, if the sequence has not given out the ID of a row in the outbox.
 
         Args:
             stream: the stream of the sequence.
-            highest: the highest ID in use, to which the sequence must be set (a magnitude).
+            highest_id: the highest ID in use, to which the sequence must be set (a magnitude).
         """
-        id = stream.direction.signed(highest)
+        id = stream.direction.signed(highest_id)
         problem = f"it has not given out the ID of a row in tidemark.append_outbox; the highest ID in use is {id}"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
 

@@ -133,7 +133,7 @@ class RoomStore:
                 to take the next ID.
 
         Returns:
-            The stream ID of the event; None for an outlier that is not out-of-band, which is not published.
+            The stream ID of the event; None if the event is not published: it is an outlier and not out-of-band.
 
         Raises:
             BadEvent: the event is refused, and nothing was written. The transaction can continue.
@@ -227,7 +227,7 @@ class RoomStore:
             newest_group: the group of the state after the event, if the event replaced its prev events as a forward
                 extremity. Then this state includes the states after the prev events. Otherwise None.
         """
-        current = locked_room.group
+        current = locked_room.group_number
         current_groups = dict.fromkeys(group for _, group in tables.load_forward_extremities(connection, room).values())
         if newest_group is not None and current is not None and len(current_groups) > 1:
             current_groups = dict.fromkeys([current, newest_group])
@@ -299,8 +299,8 @@ def _caches_to_invalidate(room: str, members: Sequence[str]) -> Iterator[tuple[s
         yield from ((JOINED_ROOMS_CACHE, [member]) for member in members)
 
 
-def _store_event(connection: Connection, event: RoomEvent, group: int | None) -> None:
-    """Store an event, or replace a stored outlier. `group`: the group of the state after the event; None for an
+def _store_event(connection: Connection, event: RoomEvent, group_number: int | None) -> None:
+    """Store an event, or replace a stored outlier. `group_number`: the group of the state after the event; None for an
     outlier."""
     connection.execute(
         "insert into rooms.events (event, room, type, sender, prevs, depth, state_key, content, held_as, state_group)"
@@ -309,7 +309,7 @@ def _store_event(connection: Connection, event: RoomEvent, group: int | None) ->
         " where events.held_as in ('outlier', 'out-of-band')",
         [
             *(event.id, event.room, event.type, event.sender, [*event.prevs], event.depth, event.state_key),
-            *(tables.as_json(event.content), event.kind.value, group),
+            *(tables.as_json(event.content), event.kind.value, group_number),
         ],
     )
 

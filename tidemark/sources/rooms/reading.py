@@ -36,7 +36,7 @@ class VectorPosition:
         return row.stream_ordering <= self.position_of(row.writer)
 
     def merge(self, other: "VectorPosition") -> "VectorPosition":
-        """The lowest position that covers every row which this or the other position covers."""
+        """Merge two positions into the lowest position that covers all rows of both."""
         names = {*self.positions, *other.positions}
         linear = max(self.linear, other.linear)
         return VectorPosition(

@@ -134,7 +134,7 @@ class RelatedEvents:
 
 @dataclass(frozen=True, slots=True)
 class RoomChange:
-    """The effects of persisting an event. An event that is not an outlier is no longer a backward extremity.
+    """The effects of persisting an event. If the event is no outlier, it is not a backward extremity any more.
 
     Attributes:
         edges: the IDs of the prev events to which the event has an edge; empty for an outlier.
@@ -326,12 +326,12 @@ class StateGroup(NamedTuple):
     """A state group, as it is stored.
 
     Attributes:
-        base: the number of the base, from which `delta` differs; None if the group has no base.
+        base_number: the number of the base, from which `delta` differs; None if the group has no base.
         delta: the entries in which the group differs from its base; all entries if the group has no base.
         chain_length: the number of groups in the chain of bases, including the group itself; 0 if not known.
     """
 
-    base: int | None
+    base_number: int | None
     delta: State
     chain_length: int
 
@@ -339,10 +339,10 @@ class StateGroup(NamedTuple):
 class StateGroups(Protocol):
     """Stores the state groups of a room. A group is named by its number. The state of a group never changes."""
 
-    def state(self, group: int) -> State:
+    def state(self, group_number: int) -> State:
         """The whole state of a group."""
 
-    def chain(self, group: int) -> Sequence[int]:
+    def chain(self, group_number: int) -> Sequence[int]:
         """The numbers of the group, its base, the base of the base, and so on."""
 
     def add(self, state_group: StateGroup) -> int:
@@ -443,17 +443,17 @@ def merge_groups(stored_groups: Sequence[int], other_state: State | None, own_st
     return groups.add(make_group_with_base(nearest, deltas[nearest], groups))
 
 
-def make_group_with_base(base: int, delta: State, groups: StateGroups) -> StateGroup:
-    """Make a group whose state is the state of the group `base`, updated by `delta`. Does not add the group to
+def make_group_with_base(base_number: int, delta: State, groups: StateGroups) -> StateGroup:
+    """Make a group whose state is the state of the group `base_number`, updated by `delta`. Does not add the group to
     `groups`.
 
-    If the chain of `base` has `MAX_CHAIN_LENGTH` groups, the base of the new group is the group in the middle of this
-    chain, or the new group has no base.
+    If the chain of `base_number` has `MAX_CHAIN_LENGTH` groups, the base of the new group is the group in the middle of
+    this chain, or the new group has no base.
     """
-    chain = groups.chain(base)
+    chain = groups.chain(base_number)
     if len(chain) < MAX_CHAIN_LENGTH:
-        return StateGroup(base, delta, len(chain) + 1)
-    state = {**groups.state(base), **delta}
+        return StateGroup(base_number, delta, len(chain) + 1)
+    state = {**groups.state(base_number), **delta}
     middle = chain[len(chain) // 2]
     delta_to_middle = difference(state, groups.state(middle))
     if len(delta_to_middle) < len(state):
@@ -479,24 +479,24 @@ class MemoryStateGroups:
     stored: dict[int, StateGroup] = field(default_factory=dict)
     last_number: int = 0
 
-    def state(self, group: int) -> State:
+    def state(self, group_number: int) -> State:
         state: dict[StateKey, StateEntry] = {}
-        for number in reversed(self.chain(group)):
+        for number in reversed(self.chain(group_number)):
             state.update(self.stored[number].delta)
         return state
 
-    def chain(self, group: int) -> Sequence[int]:
+    def chain(self, group_number: int) -> Sequence[int]:
         chain = []
-        current: int | None = group
+        current: int | None = group_number
         while current is not None:
             chain.append(current)
-            current = self.stored[current].base
+            current = self.stored[current].base_number
         return chain
 
     def changed_entries(self, old_group: int | None, new_group: int) -> State:
         """The entries of the group `new_group` that differ from the group `old_group`; all entries if `old_group` is
         None."""
-        if self.stored[new_group].base == old_group:
+        if self.stored[new_group].base_number == old_group:
             return self.stored[new_group].delta
         return difference(self.state(new_group), {} if old_group is None else self.state(old_group))
 
@@ -537,7 +537,7 @@ def _groups_to_keep(stored: Mapping[int, StateGroup], used_groups: Collection[in
     for group in sorted(stored, reverse=True):  # a group has a higher number than its base
         if dependents[group] > 1:
             kept.add(group)
-        base = stored[group].base
+        base = stored[group].base_number
         if base is not None:
             dependents[base] += 1 if group in kept else dependents[group]
     return kept

@@ -49,15 +49,15 @@ class PostgresStateGroups:
     def __init__(self, connection: Connection, room: str) -> None:
         self._connection = connection
         self._room = room
-        self._states: dict[int, State] = {}
+        self._state_by_group: dict[int, State] = {}
 
-    def state(self, group: int) -> State:
-        if group not in self._states:
-            self._states[group] = load_state(self._connection, group)
-        return self._states[group]
+    def state(self, group_number: int) -> State:
+        if group_number not in self._state_by_group:
+            self._state_by_group[group_number] = load_state(self._connection, group_number)
+        return self._state_by_group[group_number]
 
-    def chain(self, group: int) -> Sequence[int]:
-        rows = self._connection.execute(f"{_CHAIN_CTE} select id from chain order by place".encode(), [group])
+    def chain(self, group_number: int) -> Sequence[int]:
+        rows = self._connection.execute(f"{_CHAIN_CTE} select id from chain order by place".encode(), [group_number])
         return [id for (id,) in rows.fetchall()]
 
     def add(self, state_group: StateGroup) -> int:
@@ -71,18 +71,18 @@ class PostgresStateGroups:
                 )
             select id from made
             """,
-            [self._room, state_group.base, types, keys, events, depths],
+            [self._room, state_group.base_number, types, keys, events, depths],
         ).fetchone()
         assert row is not None
         return int(row[0])
 
 
-def load_state(connection: Connection, group: int) -> State:
+def load_state(connection: Connection, group_number: int) -> State:
     """Load the whole state of a group."""
     rows = connection.execute(
         f"""{_CHAIN_CTE} select distinct on (type, state_key) type, state_key, depth, event
             from chain join rooms.state_deltas on state_group = chain.id order by type, state_key, place""".encode(),
-        [group],
+        [group_number],
     )
     return {(kind, key): StateEntry(depth, event) for kind, key, depth, event in rows.fetchall()}
 
@@ -91,13 +91,13 @@ class LockedRoom(NamedTuple):
     """A room whose lock is taken.
 
     Attributes:
-        group: the number of the group of the room's current state; None if the room has no forward extremities.
+        group_number: the number of the group of the room's current state; None if the room has no forward extremities.
         version: the number of changes of the room's current state.
         lock_count: the number of times that the room's lock was taken: the turn of the event that this transaction
             persists (see `rules.Stay`).
     """
 
-    group: int | None
+    group_number: int | None
     version: int
     lock_count: int
 
@@ -266,10 +266,12 @@ def compact_states(connection: Connection, room: str) -> int:
         )
         after = compact_groups(stored, {group for (group,) in rows.fetchall()})
         for group, state_group in after.items():
-            if state_group.base == stored[group].base and state_group.delta == stored[group].delta:
+            if state_group.base_number == stored[group].base_number and state_group.delta == stored[group].delta:
                 continue
             connection.execute("delete from rooms.state_deltas where state_group = %s", [group])
-            connection.execute("update rooms.state_groups set base = %s where id = %s", [state_group.base, group])
+            connection.execute(
+                "update rooms.state_groups set base = %s where id = %s", [state_group.base_number, group]
+            )
             connection.execute(
                 "insert into rooms.state_deltas (state_group, type, state_key, event, depth)"
                 " select %s, delta.* from unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) as delta",
@@ -330,7 +332,7 @@ class Caches:
     """
 
     def __init__(self, caches_by_group: Mapping[str, Collection[str]], max_entries: int = 10_000) -> None:
-        self._groups = caches_by_group
+        self._caches_by_group = caches_by_group
         self._max_entries = max_entries
         self._values: dict[CacheKey, Any] = {}
         self._running_loads: dict[CacheKey, list[set[str]]] = {}
@@ -374,7 +376,7 @@ class Caches:
             keys: the key of the value; None to remove all values.
         """
         with self._lock:
-            for name in self._groups.get(cache, (cache,)):
+            for name in self._caches_by_group.get(cache, (cache,)):
                 self._forget(
                     [cache_key for cache_key in (*self._values, *self._running_loads) if cache_key[0] == name]
                     if keys is None

@@ -36,18 +36,18 @@ class OutboxRecord:
     value: bytes
 
 
-def read_outbox(connection: Connection, after: Mapping[str, int]) -> list[OutboxRecord]:
+def read_outbox(connection: Connection, after_numbers: Mapping[str, int]) -> list[OutboxRecord]:
     """Read the records of the outbox in the order of sending.
 
     Args:
         connection: to the bridge's database.
-        after: stream -> the outbox number above which records are read. Other streams are left out.
+        after_numbers: stream -> the outbox number above which records are read. Other streams are left out.
     """
     rows = connection.execute(
         "select number, stream, value from tidemark.synapse_outbox"
         " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
         " order by number",
-        [[*after], [*after.values()]],
+        [[*after_numbers], [*after_numbers.values()]],
     ).fetchall()
     return [OutboxRecord(*row) for row in rows]
 

@@ -213,7 +213,7 @@ class StreamPublisher:
             if self.has_begun:
                 self._samples.note(own, now, self.head, self.bridged.stream.kept_seconds)
 
-    def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
+    def audit(self, synapse: Connection, own: Connection, fact_count: int | None = None) -> list[StreamFact]:
         """Compare Synapse's tables with the published facts. If facts at or below published positions are not
         published, publish them as late, at most `MAX_LATE_FACTS` in a call, and log an error.
 
@@ -222,7 +222,7 @@ class StreamPublisher:
         Args:
             synapse: Synapse's database.
             own: the bridge's database.
-            newest: compare only this many of the newest published facts; None for a full audit of all stored facts.
+            fact_count: compare only this many of the newest published facts; None for a full audit of all stored facts.
 
         Raises:
             FactsReplaced: other rows have IDs that were published.
@@ -230,7 +230,7 @@ class StreamPublisher:
         if self.progress is None:
             return []
         assert self.published is not None
-        low = self.published.since_id if newest is None else self.published.id_below_newest(newest)
+        low = self.published.since_id if fact_count is None else self.published.id_below_newest(fact_count)
         sent_upto = {
             writer: at
             for writer, at in self.progress.all_sent_upto.items()
@@ -254,7 +254,7 @@ class StreamPublisher:
                 " whether two processes have the same worker_name, and whether a sequence was set back",
                 stream=self.bridged.name, ids=[fact.id for fact in late][:20], count=len(missing),
             )  # fmt: skip
-        if newest is None:
+        if fact_count is None:
             evidence.trim(own, self.bridged.name, self.published)
         return late
 

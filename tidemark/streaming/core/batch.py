@@ -123,7 +123,7 @@ class StreamBatch:
 
     Args:
         name: name of the stream.
-        stored: the encoded state before the batch; None for a new stream.
+        encoded_state: the encoded state before the batch; None for a new stream.
         now: time (ms) of the batch.
         bounds: bounds of the stream's state.
 
@@ -136,9 +136,9 @@ class StreamBatch:
         encoded: the new state; set by `finish`.
     """
 
-    def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
+    def __init__(self, name: str, encoded_state: bytes | None, now: int, bounds: Bounds) -> None:
         self.name = name
-        self.stream = StreamState() if stored is None else codec.decode(stored)
+        self.stream = StreamState() if encoded_state is None else codec.decode(encoded_state)
         self.outcome = BatchOutcome(now)
         self.rejections: list[tuple[str, int, Rejection]] = []
         self.overrides: list[tuple[Marker, str, str]] = []
@@ -151,26 +151,28 @@ class StreamBatch:
     def feed(self, stream_input: StreamInput) -> None:
         """Apply all records of the batch, then the bounds of the state."""
         partitions = sorted(stream_input.partitions() | stream_input.possible_facts.keys())
-        home = self.stream.home
+        home = self.stream.home_partition
         if home is None:
             home = min((partition for _, partition in stream_input.partitions()), default=None)
         # Records of other partitions have no order relative to the rest.
         self._feed_as_rejected(stream_input, [key for key in partitions if key[1] != home])
         for partition in partitions:
-            if self.stream.home in (None, partition[1]):
+            if self.stream.home_partition in (None, partition[1]):
                 count = self.outcome.counts.total()
                 self._feed_facts(
                     *partition, [*stream_input.items(partition), *stream_input.possible_facts.get(partition, ())]
                 )
                 if self.outcome.counts.total() > count:  # rejected records do not set the home partition
-                    self.stream.home = partition[1]
+                    self.stream.home_partition = partition[1]
             else:
                 self._reject_wrong_partition(*partition, stream_input.items(partition))
-        self._feed_as_rejected(stream_input, [key for key in partitions if self.stream.home not in (None, key[1])])
+        self._feed_as_rejected(
+            stream_input, [key for key in partitions if self.stream.home_partition not in (None, key[1])]
+        )
         for (topic, number), marker in sorted(stream_input.control, key=lambda item: (item[0], item[1].offset)):
             self._apply_marker(topic, number, marker)
         self.stream.apply_bounds(self._bounds, self.outcome)
-        if (home := self.stream.home) is not None:
+        if (home := self.stream.home_partition) is not None:
             self.requeues = [
                 RequeuedRange(name, epoch, home, deferred.first_offset, deferred.last_offset)
                 for name, epoch, deferred in self.stream.pop_deferred(self._bounds)
@@ -308,7 +310,7 @@ class StreamBatch:
             {name: count for name, count in sorted(outcome.counts.items()) if count},
             summarize(stream),
             self.encoded.state,
-            self.encoded.retired,
+            self.encoded.retired_table,
             self.requeues,
         )
 

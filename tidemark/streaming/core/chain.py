@@ -234,17 +234,17 @@ class Chain:
         """Record that a rejected record may contain facts with IDs up to `id`."""
         self.uncertain_up_to = max(self.uncertain_up_to, id)
 
-    def defer(self, deferred: DeferredRange, highest: int) -> None:
+    def defer(self, deferred: DeferredRange, highest_id: int) -> None:
         """Store the offsets of records whose edges have no room, to read the records again later.
 
-        Also marks IDs up to `highest` as uncertain, because Kafka may remove the records before they are read again.
+        Also marks IDs up to `highest_id` as uncertain, because Kafka may remove the records before they are read again.
 
         Args:
             deferred: the records.
-            highest: the highest ID in the records.
+            highest_id: the highest ID in the records.
         """
         self.deferred = merge_ranges([*self.deferred, deferred])
-        self.mark_uncertain_up_to(highest)
+        self.mark_uncertain_up_to(highest_id)
 
     def pop_deferred(self, spans_max: int) -> DeferredRange | None:
         """Remove and return the next deferred range to read again.

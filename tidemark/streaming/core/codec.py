@@ -59,17 +59,17 @@ class _FormatOnly(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
     """The encoded form of a `StreamState`.
 
-    `completed` is packed by `Intervals.pack`. `writers`, `active`, `waiting` and `retired` are the four groups of
+    `completed_ids` is packed by `Intervals.pack`. `writers`, `active`, `waiting` and `retired` are the four groups of
     `core.writer_table`.
     """
 
     direction: int
-    home: int | None
+    home_partition: int | None
     linear: int
-    completed: bytes
+    completed_ids: bytes
     writers: list[StoredWriter]
     unjoined: list[_StoredUnjoined]
-    timeline: int
+    timeline_number: int
     database: str | None
     highest_retired_position: int
     active: StoredTable | None
@@ -103,7 +103,7 @@ def encode_parts(stream: StreamState) -> EncodedState:
         StoredStream(
             FORMAT,
             stream.direction,
-            stream.home,
+            stream.home_partition,
             stream.linear.position,
             stream.linear.completed_ids.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
@@ -113,7 +113,7 @@ def encode_parts(stream: StreamState) -> EncodedState:
                 )
                 for (name, epoch), writer in sorted(stream.unjoined.items())
             ],
-            stream.timeline,
+            stream.timeline_number,
             stream.database,
             stream.highest_retired_position,
             StoredTable.of(active),
@@ -127,7 +127,9 @@ def encode_parts(stream: StreamState) -> EncodedState:
         ),
         table,
     )
-    return encoded if retired is stream.writers.stored_retired else encoded._replace(retired=_encoder.encode(table))
+    return (
+        encoded if retired is stream.writers.stored_retired else encoded._replace(retired_table=_encoder.encode(table))
+    )
 
 
 def encode_stored(stored: StoredStream, retired: StoredTable | None) -> EncodedState:
@@ -162,8 +164,8 @@ def decode(data: bytes) -> StreamState:
     stored = decode_stored(data)
     return StreamState(
         Direction(stored.direction),
-        stored.home,
-        LinearPosition(stored.linear, Intervals.unpack(stored.completed), stored.heads),
+        stored.home_partition,
+        LinearPosition(stored.linear, Intervals.unpack(stored.completed_ids), stored.heads),
         Writers(
             {writer.name: writer.decode() for writer in stored.writers},
             _decode_table(stored.active),
@@ -178,7 +180,7 @@ def decode(data: bytes) -> StreamState:
                 for writer in stored.unjoined
             }
         ),
-        stored.timeline,
+        stored.timeline_number,
         stored.database,
         stored.highest_retired_position,
         stored.uncertain_up_to,
@@ -200,7 +202,7 @@ def forget_home(data: bytes) -> EncodedState:
         The new state. `retired` has the table of retired writers even if it has not changed.
     """
     stream = decode(data)
-    stream.home = None
+    stream.home_partition = None
     stream.forget_offsets()
     return _encode_all_parts(stream)
 
@@ -227,7 +229,9 @@ def deferred_ranges(data: bytes) -> Iterator[RequeuedRange]:
     chains += [(name, epoch, writer.chain) for (name, epoch), writer in stream.unjoined.items()]
     for name, epoch, chain in chains:
         for deferred_range in chain.deferred:
-            yield RequeuedRange(name, epoch, stream.home or 0, deferred_range.first_offset, deferred_range.last_offset)
+            yield RequeuedRange(
+                name, epoch, stream.home_partition or 0, deferred_range.first_offset, deferred_range.last_offset
+            )
 
 
 def _encode_all_parts(stream: StreamState) -> EncodedState:

@@ -134,7 +134,7 @@ class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     writer: str
     epoch: int
     position: int
-    retired: bool
+    is_retired: bool
 
 
 class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -172,7 +172,8 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The offsets `first` to `last` (included) of a partition, with deferred records of a writer that now have room.
+    """The offsets `first_offset` to `last_offset` (included) of a partition, with deferred records of a writer that now
+    have room.
 
     The publisher produces the records of this writer and epoch in the range to the facts topic again.
     """
@@ -180,8 +181,8 @@ class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
     writer: str
     epoch: int
     partition: int
-    first: int
-    last: int
+    first_offset: int
+    last_offset: int
 
 
 class OperatorOverride(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -297,12 +297,12 @@ class CandidateRuns:
             if is_in_order:
                 yield InOrderStream(candidate, direction, head_before, head, count, merged_runs[begin:end])
 
-    def _drop(self, dropped: set[int]) -> "CandidateRuns":
-        """A copy without the candidates at the indexes `dropped`."""
-        remains = np.array([index not in dropped for index in range(len(self.candidates))])
+    def _drop(self, dropped_candidates: set[int]) -> "CandidateRuns":
+        """A copy without the candidates at the indexes `dropped_candidates`."""
+        remains = np.array([index not in dropped_candidates for index in range(len(self.candidates))])
         runs = remains[self.run_candidates]
         return CandidateRuns(
-            [candidate for index, candidate in enumerate(self.candidates) if index not in dropped],
+            [candidate for index, candidate in enumerate(self.candidates) if index not in dropped_candidates],
             self.columns,
             self.run_indexes[runs],
             self.writer_numbers[runs],
@@ -399,12 +399,12 @@ def _make_result(stream: InOrderStream, now: int) -> StreamResult:
         StoredStream(
             FORMAT,
             direction,
-            stored.home,
+            stored.home_partition,
             head,
             b"",
             writers,
             [],
-            stored.timeline,
+            stored.timeline_number,
             stored.database,
             stored.highest_retired_position,
             None,
@@ -426,7 +426,7 @@ def _make_result(stream: InOrderStream, now: int) -> StreamResult:
         sign * head_before,
         sign * head,
         advances,
-        [WriterRow(advance.writer, advance.epoch, advance.id, retired=False) for advance in advances],
+        [WriterRow(advance.writer, advance.epoch, advance.id, is_retired=False) for advance in advances],
         [],
         [],
         [],
@@ -461,7 +461,7 @@ def _advanced_writer(writer: StoredWriter, run: MergedRun, now: int) -> StoredWr
         None,
         [],
         writer.published_position,
-        writer.timeline,
+        writer.timeline_number,
         writer.start_token,
         max(writer.last_seen, now),
         writer.join_crc,
@@ -524,7 +524,7 @@ def _candidate_state(
         if len(retired) > own.retired or int(retired.min()) <= now - own.retirement_ms:
             return None
     ((_, partition),) = stream_input.runs
-    return stored if partition == stored.home else None
+    return stored if partition == stored.home_partition else None
 
 
 def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[int]:
@@ -533,7 +533,7 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
     known = {writer.name: number for number, writer in enumerate(stored.writers, first)}
     numbers = [known.get(name, -1) for name in names]
     for number in {*numbers}:
-        if number < 0 or not _is_in_order(stored.writers[number - first], stored.timeline):
+        if number < 0 or not _is_in_order(stored.writers[number - first], stored.timeline_number):
             return []
     return numbers
 
@@ -541,7 +541,7 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
 def _has_only_positions(stored: StoredStream) -> bool:
     """True if nothing is pending, buffered or deferred, no writer in `stored.writers` is retired, and the stream has so
     few writers that all of them are decoded."""
-    if stored.completed or stored.unjoined or stored.active or stored.waiting:
+    if stored.completed_ids or stored.unjoined or stored.active or stored.waiting:
         return False
     for writer in stored.writers:  # a generator would be slower; at a start, a million streams are checked
         if writer.chain.pending or writer.chain.deferred or writer.retired_at is not None:
@@ -554,7 +554,7 @@ def _head(stored: StoredStream) -> int:
     return max([_highest_inactive_position(stored), *(writer.chain.position for writer in stored.writers)])
 
 
-def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
+def _is_in_order(writer: StoredWriter, timeline_number: int) -> bool:
     """True if runs that continue the writer's chain change only the chain.
 
     The writer has no late ranges, joined in the current timeline, was not set back, and declared no empty ranges beyond
@@ -564,6 +564,6 @@ def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
     return (
         not writer.late_ranges
         and writer.published_position <= position
-        and writer.timeline == timeline
+        and writer.timeline_number == timeline_number
         and last_bound(writer.chain.empty_ranges) <= position
     )

@@ -66,12 +66,13 @@ class StreamState:
 
     Attributes:
         direction: the sign of the IDs; set by the first accepted record with an ID other than 0.
-        home: Kafka partition of the stream; None before its first accepted record, and after `codec.forget_home`.
+        home_partition: Kafka partition of the stream; None before its first accepted record, and after
+            `codec.forget_home`.
         linear: the linear position, with the completed IDs above it.
         writers: writers that have joined, by name.
         unjoined: incarnations that have sent records without a JOIN. While there is one, the linear position does not
             move (docs/design.md 3).
-        timeline: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
+        timeline_number: number of the timeline. It rises when IDs above `timeline_start_id` may be given out again.
         database: the newest `DatabaseStart.database` that a JOIN named; None if no JOIN named one.
         highest_retired_position: the highest position that a writer of this timeline had when it retired.
         uncertain_up_to: rejected records may contain facts up to this ID, of writers that are not in `writers` or
@@ -79,15 +80,15 @@ class StreamState:
         timeline_start_id: the ID at which the timeline began; 0 for the first timeline.
         active_count: number of active writers that joined in this timeline.
         transactions: writer -> open transactions that its last OPEN reported, one line of text each, for people.
-        reports: writer -> the rest of its last OPEN; not for an OPEN without `blocked` and `heartbeat`.
+        reports: writer -> `blocked` and `heartbeat` of its last OPEN. Has the writers whose last OPEN has one of them.
     """
 
     direction: Direction = Direction.UNKNOWN
-    home: int | None = None
+    home_partition: int | None = None
     linear: LinearPosition = field(default_factory=LinearPosition)
     writers: Writers = field(default_factory=Writers)
     unjoined: UnjoinedWriters = field(default_factory=UnjoinedWriters)
-    timeline: int = 1
+    timeline_number: int = 1
     database: str | None = None
     highest_retired_position: int = 0
     uncertain_up_to: int = 0
@@ -159,7 +160,7 @@ class StreamState:
         writer = self.writers.get(marker.writer)
         if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if writer is not None and is_repeated_join(writer, marker, self.timeline, self.database):
+        if writer is not None and is_repeated_join(writer, marker, self.timeline_number, self.database):
             return self._repeat_join(writer, marker, batch)
         batch.counts["applied"] += 1
         writer, retire = self._begin_epoch(marker, batch)
@@ -309,7 +310,7 @@ class StreamState:
         """The position of the writer's chain; at most `timeline_start_id` for a writer of an earlier timeline."""
         return (
             writer.chain.position
-            if writer.timeline == self.timeline
+            if writer.timeline_number == self.timeline_number
             else min(writer.chain.position, self.timeline_start_id)
         )
 
@@ -347,7 +348,7 @@ class StreamState:
             The writer, and the ID of the RETIRE that was buffered for this JOIN; None if there is no such RETIRE.
         """
         known = self.writers.get(marker.writer)
-        if (why := detect_rollback(known, self.unjoined, marker, self.timeline, self.database)) is not None:
+        if (why := detect_rollback(known, self.unjoined, marker, self.timeline_number, self.database)) is not None:
             self._begin_timeline(marker, known, why, batch)
         elif known is not None and known.retired_at is not None and known.chain.position > marker.no_reuse_up_to:
             # For example, an operator retired the writer with an ID beyond this JOIN.
@@ -360,10 +361,12 @@ class StreamState:
                 [min(self.highest_retired_position, marker.no_reuse_up_to), *map(self.position_in_timeline, retired)]
             )
         self._forget_report(marker.writer)
-        self.active_count += known is None or known.retired_at is not None or known.timeline < self.timeline
+        self.active_count += (
+            known is None or known.retired_at is not None or known.timeline_number < self.timeline_number
+        )
         writer, retire = begin_epoch(self.writers, self.unjoined, marker, self.uncertain_up_to, batch)
         self.writers.refresh_floor(marker.writer)
-        writer.timeline = self.timeline
+        writer.timeline_number = self.timeline_number
         self._store_join_evidence(writer, marker)
         return writer, retire
 
@@ -385,9 +388,9 @@ class StreamState:
         position = 0 if known is None else known.position
         follows_older_start = known is not None and has_another_start(known, marker)
         limit = marker.id if follows_older_start else marker.no_reuse_up_to
-        self.timeline, self.timeline_start_id = self.timeline + 1, limit
+        self.timeline_number, self.timeline_start_id = self.timeline_number + 1, limit
         self.active_count, self.highest_retired_position = 0, min(self.highest_retired_position, limit)
-        batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))
+        batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline_number, why))
         for name, writer in self.writers.find_beyond(limit):
             writer.roll_back(limit, name, batch)
             self.writers.refresh_floor(name)
@@ -396,13 +399,13 @@ class StreamState:
         if marker.timeline is not None and marker.published is not None:
             for writer in self.writers.values():
                 if writer.start_token == marker.timeline.start:
-                    writer.timeline = self.timeline
+                    writer.timeline_number = self.timeline_number
                     self.active_count += writer.retired_at is None
 
     def _retire_writer(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> None:
         settle_by_marker(writer, 0, marker, "retired", batch)
         writer.chain.deferred.clear()
-        self.active_count -= writer.timeline == self.timeline and writer.retired_at is None
+        self.active_count -= writer.timeline_number == self.timeline_number and writer.retired_at is None
         self.highest_retired_position = max(self.highest_retired_position, self.position_in_timeline(writer))
         writer.retired_at = batch.now
         self._forget_report(marker.writer)
@@ -494,7 +497,9 @@ class StreamState:
                     # The stream stays new: a writer of epoch 0 may still be the first one.
                     self.uncertain_up_to = max(self.uncertain_up_to, item.reach)
                     continue
-                writer = WriterState(0, Chain(uncertain_up_to=self.uncertain_up_to), timeline=self.timeline)
+                writer = WriterState(
+                    0, Chain(uncertain_up_to=self.uncertain_up_to), timeline_number=self.timeline_number
+                )
                 self.writers[item.writer] = writer
                 self.active_count += 1
             if writer is not None and item.epoch < writer.epoch:
@@ -525,7 +530,7 @@ class StreamState:
     def _apply_runs(self, runs: Sequence[Run], bounds: Bounds, batch: BatchOutcome) -> Iterator[CompletedRun]:
         for run in runs:
             writer = self.writers[run.writer]
-            timeline_start_id = self.timeline_start_id if writer.timeline == self.timeline else 0
+            timeline_start_id = self.timeline_start_id if writer.timeline_number == self.timeline_number else 0
             late_ranges, published_position = writer.late_ranges, writer.published_position
             updater = ChainUpdater(
                 writer.chain, bounds.pending, batch, "applied", late_ranges, published_position, timeline_start_id
@@ -560,7 +565,7 @@ class StreamState:
         records were in flight when the database was restored. The restored database gives out these IDs again.
         """
         writer = self.writers.get(run.writer)
-        if writer is None or writer.epoch != run.epoch or writer.timeline == self.timeline:
+        if writer is None or writer.epoch != run.epoch or writer.timeline_number == self.timeline_number:
             return np.ones(len(run), np.bool_)
         return run.ids <= self.timeline_start_id
 

@@ -85,7 +85,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     retired_at: int | None
     late_ranges: Pairs
     published_position: int
-    timeline: int
+    timeline_number: int
     start_token: str | None
     last_seen: int
     join_crc: int
@@ -99,7 +99,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
             writer.retired_at,
             list(writer.late_ranges),
             writer.published_position,
-            writer.timeline,
+            writer.timeline_number,
             writer.start_token,
             writer.last_seen,
             writer.join_crc,
@@ -116,7 +116,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
             self.retired_at,
             Intervals.of(self.late_ranges),
             self.published_position,
-            self.timeline,
+            self.timeline_number,
             self.start_token,
             self.last_seen,
             self.join_crc,
@@ -254,22 +254,22 @@ class PackedTable:
         columns["uncertain"] = True
         return PackedTable(columns.tobytes(), self.rows)
 
-    def with_changes(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
-        """A copy without the rows with the numbers `removed`, and with the writers `added`.
+    def with_changes(self, removed_rows: Collection[int], added_writers: Mapping[str, WriterState]) -> "PackedTable":
+        """A copy without the rows with the numbers `removed_rows`, and with the writers `added_writers`.
 
         The number of Python steps depends on the number of changes only: other rows are copied in blocks.
         """
-        if not removed and not added:
+        if not removed_rows and not added_writers:
             return self
         rows: list[bytes] = []
         columns: list[npt.NDArray[np.void]] = []
-        insertions = [(self._insertion_row(name), 0, name) for name in sorted(added)]
+        insertions = [(self._insertion_row(name), 0, name) for name in sorted(added_writers)]
         start = 0
-        for row, width, name in sorted([*insertions, *((row, 1, "") for row in removed)]):
+        for row, width, name in sorted([*insertions, *((row, 1, "") for row in removed_rows)]):
             rows.append(self.rows[self._start(start) : self._start(row)])
             columns.append(self.columns[start:row])
             if not width:
-                writer = added[name]
+                writer = added_writers[name]
                 rows.append(_encoder.encode(StoredWriter.of(name, writer)))
                 uncertain = writer.chain.uncertain_up_to == UNBOUNDED
                 numbers = (len(rows[-1]), uncertain, writer.chain.position, writer.position, writer.retired_at or 0)
@@ -576,9 +576,9 @@ class _PackedWriters:
         if len(self):
             self._table = self._table.with_all_uncertain()
 
-    def with_added(self, added: Mapping[str, WriterState]) -> PackedTable:
-        """A copy of the table without the removed rows, and with the writers `added`."""
-        return self._table.with_changes(self._removed_rows, added)
+    def with_added(self, added_writers: Mapping[str, WriterState]) -> PackedTable:
+        """A copy of the table without the removed rows, and with the writers `added_writers`."""
+        return self._table.with_changes(self._removed_rows, added_writers)
 
     def unpack(self) -> dict[str, WriterState]:
         return {self.name(row): self._table.writer(row) for row in self._rows().tolist()}

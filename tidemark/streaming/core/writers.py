@@ -44,7 +44,7 @@ class WriterState:
         published_position: the position that was published before the chain was set back; 0 if this never happened.
         late_ranges: ranges in which the next completion of an ID is late. Up to `published_position`, the position had
             passed the ID before the chain was set back. Beyond `published_position`, an operator settled the ID.
-        timeline: number of the newest timeline that the writer has joined.
+        timeline_number: number of the newest timeline that the writer has joined.
         start_token: token of the writer's last start (`DatabaseStart.start`); None if no JOIN named a token.
         last_seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
         join_crc: checksum of the JOIN that began the epoch (`join_checksum`); 0 if an operator or no JOIN began it.
@@ -55,7 +55,7 @@ class WriterState:
     retired_at: int | None = None
     late_ranges: Intervals = NO_INTERVALS
     published_position: int = 0
-    timeline: int = 1
+    timeline_number: int = 1
     start_token: str | None = None
     last_seen: int = 0
     join_crc: int = 0
@@ -145,12 +145,12 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
 
     def __init__(self, unjoined: Mapping[Incarnation, UnjoinedWriter] | None = None) -> None:
         self._all: dict[Incarnation, UnjoinedWriter] = {}
-        self._epochs: dict[str, set[int]] = {}
+        self._epochs_by_name: dict[str, set[int]] = {}
         self.update(unjoined or {})
 
     def incarnations(self, name: str) -> list[Incarnation]:
         """Incarnations of one writer, in the order of their epochs."""
-        return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
+        return [(name, epoch) for epoch in sorted(self._epochs_by_name.get(name, ()))]
 
     def __getitem__(self, incarnation: Incarnation) -> UnjoinedWriter:
         return self._all[incarnation]
@@ -158,14 +158,14 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
     def __setitem__(self, incarnation: Incarnation, unjoined: UnjoinedWriter) -> None:
         name, epoch = incarnation
         self._all[incarnation] = unjoined
-        self._epochs.setdefault(name, set()).add(epoch)
+        self._epochs_by_name.setdefault(name, set()).add(epoch)
 
     def __delitem__(self, incarnation: Incarnation) -> None:
         name, epoch = incarnation
         del self._all[incarnation]
-        self._epochs[name].remove(epoch)
-        if not self._epochs[name]:
-            del self._epochs[name]
+        self._epochs_by_name[name].remove(epoch)
+        if not self._epochs_by_name[name]:
+            del self._epochs_by_name[name]
 
     def __iter__(self) -> Iterator[Incarnation]:
         return iter(self._all)
@@ -228,7 +228,7 @@ def join_checksum(marker: Marker) -> int:
 
 
 def detect_rollback(
-    writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
+    writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline_number: int, database: str | None
 ) -> RollbackSignal | None:
     """Return the evidence in a JOIN that the writer's database was restored; None if there is no such evidence.
 
@@ -242,7 +242,7 @@ def detect_rollback(
         writer: the writer that joins, in its state before the JOIN; None if it never joined.
         unjoined: incarnations that have not joined.
         marker: the JOIN.
-        timeline: number of the stream's current timeline.
+        timeline_number: number of the stream's current timeline.
         database: the newest `DatabaseStart.database` that a JOIN of the stream named; None if no JOIN named one.
     """
     if _has_another_database(marker, database):
@@ -251,14 +251,14 @@ def detect_rollback(
     earlier = (unjoined[incarnation].chain for incarnation in incarnations if incarnation[1] < marker.epoch)
     if any(chain.has_pending_beyond(marker.no_reuse_up_to) for chain in earlier):
         return "position"
-    if writer is None or writer.timeline < timeline:
+    if writer is None or writer.timeline_number < timeline_number:
         return None
     if marker.no_reuse_up_to < writer.highest_settled_by_writer:
         return "position"
     return "start" if has_another_start(writer, marker) else None
 
 
-def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
+def is_repeated_join(writer: WriterState, marker: Marker, timeline_number: int, database: str | None) -> bool:
     """True if a JOIN names the current epoch of its writer and is consistent with the JOIN that began the epoch.
 
     - An operator's JOIN is consistent, and so is a JOIN with the same checksum.
@@ -274,7 +274,10 @@ def is_repeated_join(writer: WriterState, marker: Marker, timeline: int, databas
     if marker.is_override or writer.join_crc == join_checksum(marker):
         return True
     if writer.join_crc:
-        return writer.timeline == timeline and detect_rollback(writer, _NO_UNJOINED, marker, timeline, database) is None
+        return (
+            writer.timeline_number == timeline_number
+            and detect_rollback(writer, _NO_UNJOINED, marker, timeline_number, database) is None
+        )
     if marker.timeline is None or marker.timeline.start == writer.start_token:
         return True
     return not (_has_another_database(marker, database) or has_another_start(writer, marker))

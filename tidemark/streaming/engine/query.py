@@ -132,9 +132,9 @@ def collect(batch: DataFrame) -> list[bytes]:
     return [bytes(row["effects"]) for row in batch.collect()]
 
 
-def decode_effects(encoded: list[bytes]) -> list[effects.ShardEffects]:
+def decode_effects(encoded_effects: list[bytes]) -> list[effects.ShardEffects]:
     """Decode effects, and sort them by shard."""
-    return sorted(map(effects.decode, encoded), key=lambda shard_effects: shard_effects.shard)
+    return sorted(map(effects.decode, encoded_effects), key=lambda shard_effects: shard_effects.shard)
 
 
 _Words = npt.NDArray[np.uint32]

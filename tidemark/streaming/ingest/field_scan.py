@@ -53,7 +53,7 @@ _USUAL_WORDS, _USUAL_LENGTHS = np.array([*map(_encode_word, _USUAL_FIELDS)]), np
 RDATA, VOID, POSITION, RUN = map(_encode_word, ("RDATA", "VOID", "POSITION", "RUN"))
 """Values of `Fields.kind`: the name of the kind as a little-endian number."""
 
-# Bits of `Fields.present`.
+# Bits of `Fields.present_mask`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
 _MAX_DIGITS: Final = 18  # a number with this many digits always fits into 64 bits
@@ -63,7 +63,7 @@ class Fields(NamedTuple):
     """The fields of a scanned record.
 
     Attributes:
-        present: a bit (`HAS_...`) for each field that occurs; 0 if the record is not certain to be valid JSON.
+        present_mask: a bit (`HAS_...`) for each field that occurs; 0 if the record is not certain to be valid JSON.
         kind: `RDATA`, `VOID`, `POSITION`, `RUN`, or another value for all other kinds.
         stream, stream_end: the bounds of the stream's name in the array of bytes.
         writer, writer_end: the bounds of the writer's name.
@@ -72,11 +72,11 @@ class Fields(NamedTuple):
         row_list_count: the length of `rows` in a RUN.
     """
 
-    present: int
+    present_mask: int
     kind: int
-    stream: int
+    stream_begin: int
     stream_end: int
-    writer: int
+    writer_begin: int
     writer_end: int
     epoch: int
     prev: int
@@ -305,8 +305,10 @@ def _mix_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 @compiled(inline=True)
 def hash_of(table: WriterEpochTable, data: Bytes, record: Fields) -> int:
     """The hash of a record's writer epoch, which depends on both names and the epoch."""
-    hashed = _mix_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
-    return _mix(_mix_name(hashed, data, record.writer, record.writer_end), record.epoch)
+    hashed = _mix_name(
+        table.seed ^ (record.stream_end - record.stream_begin), data, record.stream_begin, record.stream_end
+    )
+    return _mix(_mix_name(hashed, data, record.writer_begin, record.writer_end), record.epoch)
 
 
 @compiled(inline=True)
@@ -315,8 +317,8 @@ def _matches(table: WriterEpochTable, number: int, data: Bytes, record: Fields) 
     known: bool = table.bounds[number, 3] == record.epoch
     return (
         known
-        and are_same(table.names, stream, writer, data, record.stream, record.stream_end)
-        and are_same(table.names, writer, end, data, record.writer, record.writer_end)
+        and are_same(table.names, stream, writer, data, record.stream_begin, record.stream_end)
+        and are_same(table.names, writer, end, data, record.writer_begin, record.writer_end)
     )
 
 
@@ -338,15 +340,15 @@ def _add(table: WriterEpochTable, data: Bytes, record: Fields, hashed: int, slot
     """
     number: int = table.counts[0]
     begin: int = table.counts[1]
-    middle = begin + record.stream_end - record.stream
-    end = middle + record.writer_end - record.writer
+    middle = begin + record.stream_end - record.stream_begin
+    end = middle + record.writer_end - record.writer_begin
     if number == len(table.hashes) or end > len(table.names):
         return -1
-    if record.writer_end - record.writer == 1 and data[record.writer] == _STAR:
+    if record.writer_end - record.writer_begin == 1 and data[record.writer_begin] == _STAR:
         return -1
-    if not _copy_name(data, record.stream, record.stream_end, table.names, begin):
+    if not _copy_name(data, record.stream_begin, record.stream_end, table.names, begin):
         return -1
-    if not _copy_name(data, record.writer, record.writer_end, table.names, middle):
+    if not _copy_name(data, record.writer_begin, record.writer_end, table.names, middle):
         return -1
     table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2] = begin, middle, end
     table.bounds[number, 3] = record.epoch
@@ -425,7 +427,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 @compiled(inline=True)
 def _prev_of(record: Fields) -> int:
     """The `prev` of a record. For an RDATA without this field, the result of `records.effective_prev`."""
-    if record.kind != RDATA or record.present & HAS_PREV:
+    if record.kind != RDATA or record.present_mask & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
 
@@ -433,21 +435,24 @@ def _prev_of(record: Fields) -> int:
 @compiled(inline=True)
 def _is_valid(record: Fields, edges: Edges, count: int) -> bool:
     """Whether the record is a valid edge, batch row or RUN. Does not check whether its names are legal, or its key."""
-    if record.present & _REQUIRED != _REQUIRED or record.epoch < 0:
+    if record.present_mask & _REQUIRED != _REQUIRED or record.epoch < 0:
         return False
-    if record.stream_end - record.stream > _MAX_NAME_BYTES or record.writer_end - record.writer > _MAX_NAME_BYTES:
+    if (
+        record.stream_end - record.stream_begin > _MAX_NAME_BYTES
+        or record.writer_end - record.writer_begin > _MAX_NAME_BYTES
+    ):
         return False
     if record.kind == RUN:
         return (
-            record.present & HAS_PREV != 0
+            record.present_mask & HAS_PREV != 0
             and record.id_count == record.row_list_count
             and _is_chain(record.prev, edges, count, count + record.id_count)
         )
-    if not record.present & HAS_ID or not (record.is_batch_row or _is_valid_range(_prev_of(record), record.id)):
+    if not record.present_mask & HAS_ID or not (record.is_batch_row or _is_valid_range(_prev_of(record), record.id)):
         return False
     if record.kind == RDATA:
-        return record.present & HAS_ROW != 0
-    return record.kind in (VOID, POSITION) and record.present & HAS_PREV != 0 and not record.is_batch_row
+        return record.present_mask & HAS_ROW != 0
+    return record.kind in (VOID, POSITION) and record.present_mask & HAS_PREV != 0 and not record.is_batch_row
 
 
 @compiled(inline=True)
@@ -513,13 +518,13 @@ def scan(
         key, key_end = batch.key_bounds[at], batch.key_bounds[at + 1]
         is_legal = False
         if _is_valid(record, edges, edge_count) and are_same(
-            keys, key, key_end, data, record.stream, record.stream_end
+            keys, key, key_end, data, record.stream_begin, record.stream_end
         ):
             hashed = hash_of(table, data, record)
             number = find_or_add(table, data, record, hashed)
             if number < 0:
                 missing = MissingWriterEpoch(
-                    record.stream, record.stream_end, record.writer, record.writer_end, record.epoch, hashed
+                    record.stream_begin, record.stream_end, record.writer_begin, record.writer_end, record.epoch, hashed
                 )
                 return ScanResult(NEW_WRITER_EPOCH, at, edge_count, undecided_count, missing)
             is_legal = table.are_legal[number]

@@ -186,27 +186,29 @@ class EndOffsets:
         self._errors = ErrorListener(client["bootstrap.servers"])
         self._consumer: Consumer | None = None
 
-    def fetch(self, known: TopicOffsets) -> TopicOffsets:
-        """Fetch the end offsets of all partitions in `known`.
+    def fetch(self, known_offsets: TopicOffsets) -> TopicOffsets:
+        """Fetch the end offsets of all partitions in `known_offsets`.
 
         Args:
-            known: the next offset to read of each partition.
+            known_offsets: the next offset to read of each partition.
 
         Raises:
             Unavailable: the brokers did not answer for `patience` seconds, or the end of a partition stays below its
-                offset in `known`.
+                offset in `known_offsets`.
             Refused: a person must resolve the problem.
         """
         started = last_opened = time.monotonic()
         while True:
             patience = self._patience
             try:
-                ends = self._query(known)
-                regressed = [(topic, number) for topic, number, end in _flatten(ends) if end < known[topic][number]]
+                ends = self._query(known_offsets)
+                regressed = [
+                    (topic, number) for topic, number, end in _flatten(ends) if end < known_offsets[topic][number]
+                ]
                 if not regressed:
                     return ends
                 topic, number = regressed[0]
-                end, next_offset = ends[topic][number], known[topic][number]
+                end, next_offset = ends[topic][number], known_offsets[topic][number]
                 problem = f"{topic}[{number}] ends at offset {end}, but the next to read is {next_offset}"
                 failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
             except Unavailable as error:
@@ -223,19 +225,19 @@ class EndOffsets:
             self._consumer.close()
             self._consumer = None
 
-    def _query(self, known: TopicOffsets) -> TopicOffsets:
+    def _query(self, known_offsets: TopicOffsets) -> TopicOffsets:
         self._errors.forget()
         with self._errors.translate_errors():
             if self._consumer is None:
                 self._consumer = Consumer({**self._client, **CONSUMER_SETTINGS, "error_cb": self._errors})
-            latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _flatten(known)]
+            latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _flatten(known_offsets)]
             try:
                 answers = self._consumer.offsets_for_times(latest, _ANSWER_SECONDS)
             except KafkaException:
                 self._consumer.poll(0.1)  # calls the error listener with the cause
                 self._errors.raise_refusal()
                 raise
-            ends: TopicOffsets = {topic: {} for topic in known}
+            ends: TopicOffsets = {topic: {} for topic in known_offsets}
             for answer in answers:
                 if answer.error is not None:
                     raise KafkaException(answer.error)

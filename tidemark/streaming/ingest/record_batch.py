@@ -163,9 +163,9 @@ class WriterEpochTable(NamedTuple):
 class MissingWriterEpoch(NamedTuple):
     """A writer epoch that is not in the table. The names are given by their bounds in `RecordBatch.values`."""
 
-    stream: int
+    stream_begin: int
     stream_end: int
-    writer: int
+    writer_begin: int
     writer_end: int
     epoch: int
     hash: int
@@ -203,8 +203,8 @@ class WriterEpochs:
             values: the array of bytes that contains the names.
         """
         stream, writer = (
-            values[missing.stream : missing.stream_end].tobytes(),
-            values[missing.writer : missing.writer_end].tobytes(),
+            values[missing.stream_begin : missing.stream_end].tobytes(),
+            values[missing.writer_begin : missing.writer_end].tobytes(),
         )
         number, begin = self.table.counts.tolist()
         middle, end = begin + len(stream), begin + len(stream) + len(writer)

@@ -163,12 +163,12 @@ class EncodedState(NamedTuple):
     Attributes:
         whole: the complete state. If there are retired writers, their table replaces the last byte of `state`.
         state: the state without the table of retired writers. Can be decoded alone.
-        retired: the encoded table of retired writers; None if the table need not be stored again.
+        retired_table: the encoded table of retired writers; None if the table need not be stored again.
     """
 
     whole: bytes
     state: bytes
-    retired: bytes | None
+    retired_table: bytes | None
 
 
 def replace_unprintable(text: str) -> str:

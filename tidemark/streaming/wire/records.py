@@ -33,7 +33,7 @@ MAX_TRANSACTIONS: Final = 10
 """The largest number of `transactions` of an OPEN."""
 
 MAX_TRANSACTION_LENGTH: Final = 500
-"""The largest number of characters of each of the `transactions` of an OPEN, and of `blocked`."""
+"""The largest number of characters in one item of `transactions` and in `blocked` of an OPEN."""
 
 MAX_HEARTBEAT_SECONDS: Final = 7 * 24 * 3600
 """The largest `heartbeat` of an OPEN, in seconds."""
