@@ -63,17 +63,24 @@ def test_settings_are_the_defaults_of_policies(setenv: SetEnv) -> None:
         ("BATCH_CPU_SHARE", "1,5", "a number > 0"),
         ("UP_KAFKA_PORT", "70000", "an integer >= 0 and <= 65535"),
         ("LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
-        ("KAFKA_FACTS_TOPIC", "two words", "text that matches ^[a-zA-Z0-9._-]{1,249}$"),
-        ("KAFKA_FACTS_TOPIC", "topic\n", "text that matches"),
-        ("KAFKA_POSITIONS_TOPIC", "topic\n", "text that matches"),
-        ("SPARK_MASTER", "local\n", "text that matches"),
-        ("SPARK_DRIVER_MEMORY", "1g\n", "such as 512m or 2g"),
+        (
+            "KAFKA_FACTS_TOPIC",
+            "two words",
+            "expected 1 to 249 characters of a-z, A-Z, 0-9, dot, hyphen and underscore (",
+        ),
+        ("KAFKA_FACTS_TOPIC", "topic\n", "1 to 249 characters of"),
+        ("KAFKA_POSITIONS_TOPIC", "topic\n", "1 to 249 characters of"),
+        ("SPARK_MASTER", "local\n", "local, local[N], local[*], spark://host:port or k8s://https://host:port"),
+        ("SPARK_DRIVER_MEMORY", "1g\n", "an integer with the unit k, m, g or t, such as 512m or 2g"),
         ("SPARK_DRIVER_MEMORY", "lots", "such as 512m or 2g"),
         ("KAFKA_CREATE_TOPICS", "perhaps", "true or false"),
         ("LINES_LISTEN", "9481", "such as 127.0.0.1:9481 or [::1]:9481"),
         ("LINES_LISTEN", "localhost:70000", "such as 127.0.0.1:9481"),
-        ("LINES_REDIS_CHANNEL", "two words", "text that matches"),
-        ("LINES_REDIS_CHANNEL", "a\n", "text that matches"),
+        ("LINES_REDIS_CHANNEL", "two words", "1 to 255 characters without white space"),
+        ("LINES_REDIS_CHANNEL", "a\n", "1 to 255 characters without white space"),
+        ("CHECKPOINT_STORE", "/shared", "a URI such as s3a://bucket/tidemark"),
+        ("HISTORY_DAYS", "1000000", "an integer >= 1 and <= 36500"),
+        ("HOME", "~/tide", "only a shell replaces ~"),
     ],
 )
 def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, value: str, allowed: str) -> None:
@@ -132,6 +139,22 @@ def test_settings_are_frozen(setenv: SetEnv) -> None:
         settings.shards = 5  # type: ignore[misc]
     with pytest.raises(ValueError, match="TIDEMARK_KAFKA_SSL_CERTIFICATE_FILE is not set"):
         msgspec.structs.replace(settings, kafka_ssl_key_file=Path("key"))
+
+
+def test_a_pattern_is_described_in_words() -> None:
+    """An operator need not read a regular expression."""
+    for field in FIELDS.values():
+        patterns = [item for item in field.metadata if isinstance(item, msgspec.Meta) and item.pattern is not None]
+        assert all(item.description for item in patterns), field.name
+
+
+@pytest.mark.parametrize("password", ["p@hunter2", "p/hunter2", "p@ss/hunter2", "hunter2/p", "hunter2%2"])
+def test_unencoded_password_is_not_taken_for_an_address(setenv: SetEnv, password: str) -> None:
+    """libpq would take a part of the password for the host or the database, which messages show."""
+    setenv("POSTGRES_DSN", f"postgresql://ada:{password}@db:5432/tide")
+    with pytest.raises(BadSetting, match=r"TIDEMARK_POSTGRES_DSN: .*percent-encoded") as caught:
+        load()
+    assert "hunter" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["POSTGRES_DSN", "REDIS_URL"])
@@ -220,6 +243,20 @@ def test_secret_file_must_be_readable(setenv: SetEnv, tmp_path: Path) -> None:
     setenv("POSTGRES_DSN_FILE", str(tmp_path / "nowhere"))
     with pytest.raises(BadSetting, match=r"TIDEMARK_POSTGRES_DSN_FILE: cannot read .*nowhere: No such file"):
         load()
+
+
+def test_secret_file_must_be_text(setenv: SetEnv, tmp_path: Path) -> None:
+    """The error does not show the content of the file. If a rotation writes such a file, the earlier secret counts."""
+    (tmp_path / "secret").write_text("one")
+    setenv("KAFKA_PASSWORD_FILE", str(tmp_path / "secret"))
+    settings = load()
+    (tmp_path / "secret").write_bytes(b"hunter2\xff")
+    with pytest.raises(
+        BadSetting, match=r"TIDEMARK_KAFKA_PASSWORD_FILE: cannot read .*: the file is not text"
+    ) as caught:
+        load()
+    assert "hunter" not in str(caught.value)
+    assert settings.kafka.password == "one"
 
 
 def test_secret_may_be_given_only_once(setenv: SetEnv, tmp_path: Path) -> None:
@@ -353,7 +390,10 @@ def test_trusted_proxies_are_addresses_or_networks(setenv: SetEnv) -> None:
 def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
     """A variable that is no setting is named, with the setting that was probably meant."""
     setenv("SHARD", "8")
-    assert "TIDEMARK_SHARD is not a setting; did you mean TIDEMARK_SHARDS?" in list(settings_lines(load()))
+    setenv("JAVA", "/opt/java")
+    lines = list(settings_lines(load()))
+    assert "TIDEMARK_SHARD is not a setting; did you mean TIDEMARK_SHARDS?" in lines
+    assert "TIDEMARK_JAVA is not a setting; did you mean JAVA_HOME?" in lines
 
 
 def test_settings_never_show_a_secret_by_accident(setenv: SetEnv) -> None:

@@ -9,7 +9,7 @@ from psycopg.conninfo import make_conninfo
 from tests.fix_tls import SSL_REQUEST, Authority, tls_front
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
-from tidemark.common.postgres_session import address
+from tidemark.common.postgres_address import address
 from tidemark.sinks.postgres.database import session_of
 
 
@@ -79,6 +79,9 @@ def test_address_that_cannot_be_read_is_not_quoted() -> None:
     """A malformed DSN is named without its password."""
     with pytest.raises(BadSetting) as caught:
         session_of("host=h secret word", "test")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(BadSetting, match="percent-encoded") as caught:
+        session_of("postgresql://ada:p/secret@db/tide", "test")
     assert "secret" not in str(caught.value)
 
 

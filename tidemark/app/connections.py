@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-import psycopg
 from msgspec import Meta
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
+from tidemark.common.postgres_address import parse_dsn
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ class SecretStr:
 
 
 def _check_conninfo(secret: SecretStr) -> None:
-    try:
-        conninfo_to_dict(secret.get_secret_value())
-    except psycopg.ProgrammingError:  # the original error may quote the password
-        raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
+    parse_dsn(secret.get_secret_value())
 
 
 def _check_redis_url(secret: SecretStr) -> None:
@@ -121,7 +118,7 @@ def mask_url(text: str) -> str:
 
 def _check_web_url(secret: SecretStr) -> None:
     if not re.match(r"https?://", secret.get_secret_value()):
-        raise ValueError("not a URL (https://...)")
+        raise ValueError("not a URL that begins with https:// or http://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class Maskable:
 
 
 # In the metadata of a type, a text describes the setting. A function checks the value of the setting, and raises
-# `ValueError` if the value is not allowed.
+# `ValueError` if the value is not allowed. The description of a `Meta` with a pattern names the allowed values.
 WebUrl = Annotated[SecretStr, _check_web_url, Maskable(is_web_url=True)]
 PostgresDsn = Annotated[SecretStr, _check_conninfo, Maskable()]
 RedisUrl = Annotated[SecretStr, _check_redis_url, Maskable()]
@@ -141,7 +138,13 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1)]
 AnyPort = Annotated[int, Meta(ge=0, le=65535)]
 HostPort = Annotated[str, parse_host_port]
-TopicName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9._-]{1,249}\Z")]
+TopicName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-zA-Z0-9._-]{1,249}\Z",
+        description="1 to 249 characters of a-z, A-Z, 0-9, dot, hyphen and underscore",
+    ),
+]
 
 _LOGIN_SETTINGS = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
 _OAUTHBEARER_SETTINGS = tuple(
@@ -264,11 +267,11 @@ class Connections(msgspec.Struct, frozen=True, kw_only=True):
     def secret(self, name: str) -> str | None:
         """The current value of the secret setting `name`; None if the setting is not set.
 
-        If the secret is in a file, reads the file at each call. If the file cannot be read, returns the value at the
-        time when the settings were loaded.
+        If the secret is in a file, reads the file at each call. If the file cannot be read or is not text, returns the
+        value at the time when the settings were loaded.
         """
         path = os.environ.get(f"{variable(name)}_FILE")
-        with suppress(OSError):
+        with suppress(OSError, UnicodeDecodeError):
             if path:
                 return read_secret(Path(path))
         known: SecretStr | None = getattr(self, name)

@@ -100,7 +100,7 @@ def _check_proxies(text: str) -> None:
             ) from None
 
 
-ServerName = Annotated[str, Meta(pattern=r"^\S{1,255}\Z")]
+ServerName = Annotated[str, Meta(pattern=r"^\S{1,255}\Z", description="1 to 255 characters without white space")]
 
 
 class SidecarSettings(Connections, frozen=True, kw_only=True):
@@ -175,8 +175,11 @@ def _split_list(text: str) -> list[str]:
 # Variables in `stack.env` that only users and their programs read.
 USER_VARIABLES = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 
-StoreUri = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*:/.+")]
-MemorySize = Annotated[str, Meta(pattern=r"^[1-9][0-9]*[kmgt]\Z")]
+StoreUri = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*:/.+", description="a URI such as s3a://bucket/tidemark")]
+MemorySize = Annotated[
+    str, Meta(pattern=r"^[1-9][0-9]*[kmgt]\Z", description="an integer with the unit k, m, g or t, such as 512m or 2g")
+]
+Days = Annotated[int, Meta(ge=1, le=36_500)]
 
 
 class Settings(SidecarSettings, frozen=True, kw_only=True):
@@ -197,7 +200,10 @@ class Settings(SidecarSettings, frozen=True, kw_only=True):
     ] = None
     spark_master: Annotated[
         str,
-        Meta(pattern=r"^(local(\[(\*|[1-9][0-9]*)\])?|spark://.+|k8s://.+)\Z"),
+        Meta(
+            pattern=r"^(local(\[(\*|[1-9][0-9]*)\])?|spark://.+|k8s://.+)\Z",
+            description="local, local[N], local[*], spark://host:port or k8s://https://host:port",
+        ),
         "Where Spark runs: local (all available cores), local[N], spark://host:7077, k8s://https://host.",
     ] = "local"
     spark_driver_memory: Annotated[MemorySize, "Heap of Spark's driver, such as 512m or 2g."] = "1g"
@@ -253,8 +259,8 @@ class Settings(SidecarSettings, frozen=True, kw_only=True):
         int, Meta(ge=0), "Writers, of all streams, with their own series. The others are aggregated in one."
     ] = 5000
 
-    history_days: Annotated[Positive, "Days that Postgres keeps the history of advances and of gaps."] = 7
-    audit_days: Annotated[Positive, "Days that Postgres keeps operator overrides and late completions."] = 400
+    history_days: Annotated[Days, "Days that Postgres keeps the history of advances and of gaps."] = 7
+    audit_days: Annotated[Days, "Days that Postgres keeps operator overrides and late completions."] = 400
     redis_advances_max: Annotated[Positive, "Maximum of advances of each stream that Redis keeps."] = 10_000
     pending_bound: Annotated[
         Positive, "Maximum of completed intervals above a gap, for one writer. Further edges are deferred."
@@ -262,7 +268,7 @@ class Settings(SidecarSettings, frozen=True, kw_only=True):
     completed_bound: Annotated[
         Positive, "Maximum of completed intervals above a linear position. Beyond it, the position moves later."
     ] = 10_000
-    retirement_days: Annotated[Positive, "Days after which a retired writer is removed from the state."] = 7
+    retirement_days: Annotated[Days, "Days after which a retired writer is removed from the state."] = 7
     retired_bound: Annotated[Positive, "Maximum of retired writers of one stream that are stored."] = 10_000
     alert_gap_seconds: Annotated[
         Positive, "Age of a gap in seconds, and seconds for which a linear position is blocked, that cause an alert."
@@ -336,10 +342,12 @@ class SettingField(msgspec.Struct, frozen=True):
             *others, last = map(repr, get_args(self.kind))
             return f"{', '.join(others)} or {last}"
         limits = [item for item in self.metadata if isinstance(item, Meta)]
+        if patterns := [item.description for item in limits if item.pattern is not None]:
+            return str(patterns[0])
         texts = []
-        for words, bound in ((">", "gt"), (">=", "ge"), ("<=", "le"), ("that matches", "pattern")):
+        for words, bound in ((">", "gt"), (">=", "ge"), ("<=", "le")):
             texts += [f"{words} {value}" for item in limits if (value := getattr(item, bound)) is not None]
-        return f"{_NOUNS.get(self.kind, 'text')} {' and '.join(texts)}".rstrip().replace(r"\Z", "$")
+        return f"{_NOUNS.get(self.kind, 'text')} {' and '.join(texts)}".rstrip()
 
     def convert(self, value: Any) -> Any:
         """The valid value of the setting, from the text of a variable or from a value of its type.
@@ -353,6 +361,8 @@ class SettingField(msgspec.Struct, frozen=True):
             valid = msgspec.convert(value, self.type, dec_hook=_construct)
         except ValueError:
             raise ValueError(f"expected {self.allowed}") from None
+        if isinstance(valid, Path) and str(valid).startswith("~"):
+            raise ValueError("only a shell replaces ~; write the path of the home directory")
         for check in self.metadata:
             if callable(check) and valid is not None:
                 check(valid)
@@ -435,6 +445,8 @@ def _secret_of_file(field: SettingField) -> str | None:
         return read_secret(Path(path))
     except OSError as error:
         raise BadSetting(f"{direct}_FILE", f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:  # the original error has the content
+        raise BadSetting(f"{direct}_FILE", f"cannot read {path}: the file is not text in UTF-8") from None
 
 
 def variable_of(name: str) -> str:
@@ -499,9 +511,10 @@ def effective_settings(settings: Settings) -> list[EffectiveSetting]:
 
 
 def unknown_settings() -> list[UnknownVariable]:
-    known = [variable_of(name) for name in FIELDS]
+    known = {variable_of(name).removeprefix(PREFIX): variable_of(name) for name in FIELDS}
     return [
-        UnknownVariable(name, next(iter(get_close_matches(name, known, n=1)), None)) for name in unknown_variables()
+        UnknownVariable(name, next(map(known.get, get_close_matches(name.removeprefix(PREFIX), known, n=1)), None))
+        for name in unknown_variables()
     ]
 
 

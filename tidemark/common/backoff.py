@@ -19,8 +19,7 @@ LOG_INTERVAL_SECONDS = 10.0  # between two log lines about the same wait
 
 
 class Backoff:
-    """Pauses that grow from `first_seconds` to `longest_seconds` seconds. Each pause is `factor` times the previous
-    one."""
+    """Pauses that grow from `first_seconds` to `longest_seconds`. Each pause is `factor` times the previous one."""
 
     def __init__(self, first_seconds: float, longest_seconds: float, factor: float = 2.0) -> None:
         self._first = first_seconds
@@ -29,12 +28,12 @@ class Backoff:
         self._pause = first_seconds
 
     def next(self) -> float:
-        """Return the pause before the next attempt, in seconds. The following pause is longer, up to `longest`."""
+        """Return the seconds until the next attempt. The following pause is longer, up to `longest_seconds`."""
         pause, self._pause = self._pause, min(self._factor * self._pause, self._longest)
         return pause
 
     def reset(self) -> None:
-        """Begin with the pause `first` again. Call this after a success."""
+        """Begin with the pause `first_seconds` again. Call this after a success."""
         self._pause = self._first
 
 

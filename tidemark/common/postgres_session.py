@@ -22,12 +22,12 @@ from typing import Any, LiteralString, Self, TypeAlias, TypeVar
 import psycopg
 from psycopg import sql
 from psycopg.abc import Params
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import LockNotAvailable
-from psycopg.pq import Conninfo, PGconn, Ping, PipelineStatus, TransactionStatus
+from psycopg.pq import PGconn, Ping, PipelineStatus, TransactionStatus
 from psycopg.rows import TupleRow, kwargs_row
 
-from tidemark.common.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
+from tidemark.common.errors import Refused, Slow, TidemarkError, Unavailable
+from tidemark.common.postgres_address import address, conninfo
 
 SESSION_SETTINGS: Mapping[str, str] = {
     # The formats in which psycopg expects dates, intervals and text.
@@ -268,16 +268,6 @@ BRIDGE_LOCK_SPACE = 1414087748
 Dsn: TypeAlias = str | Callable[[], str]
 """An address, or a function that returns an address. Each new connection calls the function: passwords may change."""
 
-# If the host of the server fails, a batch must not wait for two hours, which is the default of TCP.
-_CONNECTION_DEFAULTS = {
-    "connect_timeout": "5",
-    "keepalives_idle": "5",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "15000",
-    "client_encoding": "UTF8",
-}
-
 # SQLSTATE classes and codes of temporary errors: lost connections, resources, rollbacks by the server, restarts.
 _RETRIED_SQLSTATE_CLASSES = ("08", "40", "53", "58")
 _STATEMENT_TIMEOUT_SQLSTATE = "57014"  # statement time-out
@@ -332,17 +322,6 @@ class DatabaseUse:
     pooler_remedy: str = ""
 
 
-def address(dsn: str, setting: str = "dsn") -> str:
-    """The host, port and database of `dsn`, without user and password, for messages. `setting`: see `conninfo`."""
-    parts = {**_environment_defaults(), **_parse(dsn, setting)}
-    return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
-
-
-def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """Add `application` and other defaults for parameters that `dsn` omits. `setting` names `dsn` in a `BadSetting`."""
-    return make_conninfo(**{**_CONNECTION_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
-
-
 def explain_error(
     error: psycopg.Error, where: str, remedies: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
@@ -379,20 +358,6 @@ def is_outage(error: psycopg.Error) -> bool:
 def is_reachable(dsn: str) -> bool:
     """Try to connect to `dsn`. Returns whether a server accepts connections, even if it refuses the login."""
     return PGconn.ping(dsn.encode()) == Ping.OK
-
-
-def _environment_defaults() -> dict[str, str]:
-    """The defaults of libpq, from `PGHOST` and other variables, for parameters that an address omits."""
-    return {option.keyword.decode(): option.val.decode() for option in Conninfo.get_defaults() if option.val}
-
-
-def _parse(dsn: str, setting: str) -> dict[str, str]:
-    try:
-        return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
-    except psycopg.ProgrammingError:
-        # The original error would quote the address with the password.
-        problem = "is not a Postgres address; write postgresql://user:password@host:5432/database"
-        raise BadSetting(setting, problem) from None
 
 
 def _is_pooled(connection: Connection, full_dsn: str) -> bool:

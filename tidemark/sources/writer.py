@@ -21,7 +21,8 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
-from tidemark.common.postgres_session import address, explain_row_security, first_line
+from tidemark.common.postgres_address import address
+from tidemark.common.postgres_session import explain_row_security, first_line
 from tidemark.streaming.wire.records import encode_row, explain_bad_name, is_name, is_writer_name
 
 MAX_ROW_BYTES = 900_000

@@ -135,9 +135,8 @@ class LagMonitor:
         self._partitions = {name: topic.partitions for name, topic in remembered_topics.items()}
         self._collector = collector
         self._note = note
-        self._last_notes: tuple[float, Sequence[LagNote]] | None = (
-            None  # time (seconds, monotonic) and argument of `note`
-        )
+        # Time (seconds, monotonic) and argument of the last call of `note`.
+        self._last_notes: tuple[float, Sequence[LagNote]] | None = None
         self._lag_tracker = LagTracker()
         self._blocked_offsets: dict[Partition, int] = {}  # partitions that were logged as blocked, with the offset
         self._closing = threading.Event()

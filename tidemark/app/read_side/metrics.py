@@ -17,7 +17,7 @@ from tidemark.streaming.values.direction import is_beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_ENTRY = "0-0"  # `StreamKeys.last` of keys from Postgres, whose positions may be briefly ahead of Redis
+NO_ENTRY = "0-0"  # `StreamKeys.last_entry_name` of keys from Postgres, whose positions may be briefly ahead of Redis
 EVIDENCE_COUNTS = ("facts", "empty", "unseen", "skipped")
 
 

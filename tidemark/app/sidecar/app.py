@@ -246,9 +246,8 @@ def _create_endpoint(operation: Operation, tokens: BearerTokens | None) -> Calla
         status = 500
         try:
             call = _check_request(request)
-            if (
-                request.method == "HEAD" and operation.media_type == EVENT_STREAM
-            ):  # an event stream does not end by itself
+            # An event stream does not end by itself.
+            if request.method == "HEAD" and operation.media_type == EVENT_STREAM:
                 response = Response(media_type=EVENT_STREAM)
             else:
                 response = await operation.handle(call)

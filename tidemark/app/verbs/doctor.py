@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,16 +186,12 @@ def _check_packages() -> Iterator[Check]:
 
 
 def _check_settings() -> Check:
-    from tidemark.app.settings import FIELDS, unknown_variables, variable_of
+    from tidemark.app.settings import unknown_settings
 
-    unknown = unknown_variables()
+    unknown = unknown_settings()
     if not unknown:
         return Check("Settings", "ok", "valid; tidemark config shows the settings")
-    known = [variable_of(name) for name in FIELDS]
-    hints = []
-    for variable in unknown:
-        close = get_close_matches(variable, known, n=1)
-        hints.append(variable + (f" (did you mean {close[0]}?)" if close else ""))
+    hints = [item.name + (f" (did you mean {item.similar}?)" if item.similar else "") for item in unknown]
     fault = "is not a setting" if len(unknown) == 1 else "are not settings"
     return Check("Settings", "warning", f"{', '.join(hints)} {fault}", "Correct the name, or unset the variable.")
 

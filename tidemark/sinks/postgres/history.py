@@ -472,7 +472,7 @@ class _LagSteps(msgspec.Struct):
         self.known_id_by_step[step] = max(self.known_id_by_step.get(step, 0), id)
 
     def lag(self, count: int) -> Iterator[int]:
-        """Yield the lag at the end of each of `count` steps, as a number of steps. `linear` must have step 0."""
+        """Yield the lag at the end of each of `count` steps, in steps. `linear_by_step` must have step 0."""
         waiting: list[tuple[int, int]] = []  # (step, ID): each ID was the highest when it became known
         highest = position = 0
         for step in range(count):

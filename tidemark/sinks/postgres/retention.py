@@ -127,9 +127,8 @@ def _partitions_before(connection: Connection, day: date) -> list[HistoryPartiti
 
 def _drop(connection: Connection, old_partition: HistoryPartition, day: date) -> list[str]:
     name = sql.Identifier("tidemark", old_partition.name)
-    needs_session = (
-        old_partition.parent is not None and not old_partition.is_pending
-    )  # CONCURRENTLY is refused in a transaction
+    # CONCURRENTLY is refused in a transaction.
+    needs_session = old_partition.parent is not None and not old_partition.is_pending
     if not old_partition.is_owned or (needs_session and _is_pooled(connection)):
         return [gone for (gone,) in connection.execute("select tidemark.drop_history_before(%s)", (day,))]
     if old_partition.parent is not None:

@@ -442,9 +442,8 @@ class Audit:
                 query = {"stream": stream, "limit": limit, "parts": parts, "part": part}
                 faults += fetch_all(connection, HistoryFault, _FAULTS, query)
                 on_part()
-        return sorted(faults, key=lambda fault: (fault.stream, fault.writer))[
-            :limit
-        ]  # stable: by place within a writer
+        faults.sort(key=lambda fault: (fault.stream, fault.writer))  # stable: by place within a writer
+        return faults[:limit]
 
     def count_advances(self) -> int:
         """The number of stored advances."""

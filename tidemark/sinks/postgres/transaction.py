@@ -76,8 +76,8 @@ def apply(connection: Connection, batch: Batch) -> CommitResult:
 
     Raises:
         LeaseLost: another query has the lease. Nothing is written.
-        ChainBroken: `batch.after` was not applied last, or an advance begins beyond the stored position. Nothing is
-            written.
+        ChainBroken: `batch.previous_batch` was not applied last, or an advance begins beyond the stored position.
+            Nothing is written.
         psycopg.Error: Postgres refuses the content of the batch (`is_about_content`). Nothing is written.
     """
     with connection.pipeline(), connection.transaction():
@@ -142,7 +142,7 @@ def _lock_lease_and_detect_repeat(connection: Connection, batch: Batch) -> bool:
 
     Raises:
         LeaseLost: the token is not the newest one.
-        ChainBroken: Postgres has not applied `batch.after` last.
+        ChainBroken: Postgres has not applied `batch.previous_batch` last.
     """
     # KEY SHARE does not block a renewal. It blocks a takeover, which changes the key.
     lease = connection.execute("select token from tidemark.query_lease for key share")

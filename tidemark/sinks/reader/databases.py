@@ -28,10 +28,9 @@ from psycopg.pq import TransactionStatus
 
 from tidemark.common.errors import BadSetting, BatchTimedOut, Refused, RowUnreadable, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
+from tidemark.common.postgres_address import address, conninfo
 from tidemark.common.postgres_session import (
     SessionConnection,
-    address,
-    conninfo,
     describe_lock_timeout,
     explain_error,
     first_line,

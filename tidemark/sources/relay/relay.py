@@ -103,7 +103,7 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
 
 
 def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
-    """The ranges with which `decision.previously_published` is announced.
+    """The ranges with which `decision.previously_published_ids` is announced.
 
     The IDs may have had facts, so they are announced and not declared void. If the stream has one writer, neighbouring
     IDs share a range: each earlier edge had one ID, so every range ends at an earlier edge. Otherwise each range has

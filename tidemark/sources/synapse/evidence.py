@@ -29,8 +29,8 @@ class PublishedFacts:
         marks: the marks of the facts that are stored already; None for none.
     """
 
-    def __init__(self, since: int, marks: Mapping[int, Marks] | None = None) -> None:
-        self.since_id = since
+    def __init__(self, since_id: int, marks: Mapping[int, Marks] | None = None) -> None:
+        self.since_id = since_id
         self._marks = dict(marks or {})
 
     def __len__(self) -> int:

@@ -199,7 +199,7 @@ def forget_home(data: bytes) -> EncodedState:
     """Remove the home partition and the deferred offsets from a state, because the stream's partition may have changed.
 
     Returns:
-        The new state. `retired` has the table of retired writers even if it has not changed.
+        The new state. `retired_table` has the table of retired writers even if it has not changed.
     """
     stream = decode(data)
     stream.home_partition = None
@@ -213,7 +213,7 @@ def mark_uncertain(data: bytes) -> EncodedState:
     For a stream whose records may have been removed from Kafka before they were read.
 
     Returns:
-        The new state. `retired` has the table of retired writers even if it has not changed.
+        The new state. `retired_table` has the table of retired writers even if it has not changed.
     """
     stream = decode(data)
     stream.mark_uncertain()

@@ -65,8 +65,8 @@ class Fields(NamedTuple):
     Attributes:
         present_mask: a bit (`HAS_...`) for each field that occurs; 0 if the record is not certain to be valid JSON.
         kind: `RDATA`, `VOID`, `POSITION`, `RUN`, or another value for all other kinds.
-        stream, stream_end: the bounds of the stream's name in the array of bytes.
-        writer, writer_end: the bounds of the writer's name.
+        stream_begin, stream_end: the bounds of the stream's name in the array of bytes.
+        writer_begin, writer_end: the bounds of the writer's name.
         is_batch_row: True if `id` is `"batch"`.
         id_count: the length of `ids` in a RUN.
         row_list_count: the length of `rows` in a RUN.

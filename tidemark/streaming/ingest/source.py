@@ -48,7 +48,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         client: librdkafka's settings of the connection. They must be valid on all hosts with workers.
-        facts, control: the names of the topics.
+        facts_topic, control_topic: the names of the topics.
         start_offsets: for each partition, the offset at which the query begins.
         first_max_records: the largest number of records of the first batch.
         max_records: the largest number of records of any batch.
