@@ -452,9 +452,9 @@ def test_a_source_that_misses_its_heartbeat_or_holds_back_has_a_series() -> None
     assert values() == [5066.0 - 1001, None]
     shard.now = 5_066_000
     done = shard.feed(opened("shop", heartbeat=30, blocked="the sequence has a CACHE"))
-    board.set_reading(is_reading=False)
+    board.set_kafka_answers(is_answering=False)
     assert values() == [None, None]
-    board.set_reading(is_reading=True)
+    board.set_kafka_answers(is_answering=True)
     clock[0] = 5131.0
     assert values() == [None, None]
     clock[0] = 5132.0

@@ -191,8 +191,8 @@ class Maintenance(LeasedThread):
         did_differ, self._do_clocks_differ = self._do_clocks_differ, abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS
         if self._do_clocks_differ and not did_differ:
             log.warning(
-                "The clocks of this host and of Postgres differ; set them (NTP). The history has times of this host,"
-                " and retention drops at most one day at a time",
+                "The clocks of this host and of Postgres differ; synchronize them (NTP). Until then, the times in the"
+                " history are those of this host, and retention deletes at most one day of history at a time",
                 seconds_ahead=round(difference),
             )
         elif did_differ and not self._do_clocks_differ:

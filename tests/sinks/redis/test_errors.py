@@ -8,7 +8,7 @@ from redis.exceptions import RedisClusterException
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.sinks.redis.client import Remedies, explain_redis_error, is_about_stream
 
-REMEDIES = Remedies(access="access", transport="transport", rights="rights")
+REMEDIES = Remedies(login="access", transport="transport", rights="rights")
 
 
 def answered(text: str) -> Exception:

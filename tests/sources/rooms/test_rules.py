@@ -211,7 +211,8 @@ ROOT = an_event("root")
         ),
         (
             an_event("gap", ROOT, replace(ROOT, id="unknown")),
-            "its prev event unknown is not stored, or only as an outlier, and the state before the event was not given",
+            "its prev event unknown is not stored, or is stored only as an outlier. Then the state before this event"
+            " must be given",
         ),
     ],
 )

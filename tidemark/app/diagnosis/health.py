@@ -92,8 +92,8 @@ class PipelineCondition:
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
-            f" since {timestamp(lag.blocked_since)}; {count(lag.records, 'record')} cannot be read, and streams that"
-            f" only these records name are not listed. Find the producer: {tool} describe-producers {spec}. If the"
+            f" since {timestamp(lag.blocked_since)}; {count(lag.records, 'record')} cannot be read. A stream"
+            f" that only these records name is not listed. Find the producer: {tool} describe-producers {spec}. If the"
             f" producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"
         )
 

@@ -49,8 +49,8 @@ def should_print(command: Command, streams: Collection[str]) -> bool:
 
 
 def to_colored_text(command: Command) -> str:
-    """The received line, with terminal colours: a move green, a POSITION that makes clients fetch rows yellow, an ERROR
-    red."""
+    """The received line, with terminal colours: green for a move, yellow for a POSITION after which clients fetch rows,
+    red for an ERROR."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)

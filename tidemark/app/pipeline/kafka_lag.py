@@ -173,14 +173,14 @@ class LagMonitor:
                     require_policy(self._topics.describe(self._remembered_topics).values())
                 if outage_began is not None:
                     log.info("Kafka answers again")
-                    self._collector.set_reading(is_reading=True)
+                    self._collector.set_kafka_answers(is_answering=True)
                 outage_began = None
             except Retry as error:
                 missing = 0
                 if outage_began is None:
                     log.warning("Waiting for Kafka", problem=str(error))
                     outage_began = time.monotonic()
-                    self._collector.set_reading(is_reading=False)
+                    self._collector.set_kafka_answers(is_answering=False)
                 self._note_all_lagging(time.monotonic() - outage_began)
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:

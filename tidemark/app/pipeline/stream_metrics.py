@@ -276,7 +276,7 @@ class StreamCollector(Collector):
         self._threshold_cache: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
-        self._began_at = self._reading_since = now()
+        self._began_at = self._answering_since = now()
         self._max_streams = max_streams
         self._max_writers = max_writers
         self._policies = Policies()
@@ -314,12 +314,12 @@ class StreamCollector(Collector):
         finally:
             self._sinks = ()
 
-    def set_reading(self, *, is_reading: bool) -> None:
+    def set_kafka_answers(self, *, is_answering: bool) -> None:
         """Set whether Kafka answers. While Kafka does not answer, no relay or bridge counts as silent.
 
         When Kafka answers again, each heartbeat timeout starts again.
         """
-        self._reading_since = self._now() if is_reading else math.inf
+        self._answering_since = self._now() if is_answering else math.inf
 
     def forget(self) -> None:
         """Remove the values of all streams and the Kafka gauges, but keep `read_offsets`. Called after another process
@@ -330,7 +330,7 @@ class StreamCollector(Collector):
 
     def _begin(self, entries: StreamEntries) -> None:
         with self._lock:
-            self._reading_since = self._now()
+            self._answering_since = self._now()
             entries.prefer(self._policies.by_name)
             self._entries, self._sums_by_sink, self._threshold_cache = entries, {}, None
 
@@ -507,7 +507,7 @@ class StreamCollector(Collector):
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
-                if (seconds := source.overdue_seconds(now, self._reading_since)) is not None:
+                if (seconds := source.overdue_seconds(now, self._answering_since)) is not None:
                     silent_rows.append((seconds, stream, source.writer))
                 elif source.report.blocked:
                     blocked_rows.append((now - source.report.since / 1000, stream, source.writer))

@@ -45,7 +45,7 @@ from tidemark.streaming.values.limits import Evidence
 TIMEOUT_SECONDS = 5.0  # seconds for a connection or an answer
 
 REMEDIES = Remedies(
-    access="check user and password of the Redis address",
+    login="check user and password of the Redis address",
     transport="check the Redis address (rediss:// for TLS, and the host name) and the CA file",
     rights="allow the user to read the keys tidemark:* (+@read +multi +exec)",
 )

@@ -64,12 +64,12 @@ class Remedies:
     """Texts for error messages: what an operator can do about a refusal.
 
     Attributes:
-        access: for a refused login.
+        login: for a refused login.
         transport: for a failure of TLS or of the protocol.
         rights: for a refused command.
     """
 
-    access: str
+    login: str
     transport: str
     rights: str
 
@@ -111,7 +111,7 @@ def explain_redis_error(error: Exception, where: str, remedies: Remedies) -> Tid
     # client's error.
     for cause in _causes(error):
         if isinstance(cause, exceptions.AuthenticationError | exceptions.AuthorizationError):
-            return Refused("Redis", where, str(cause), remedies.access)
+            return Refused("Redis", where, str(cause), remedies.login)
         if isinstance(cause, exceptions.NoPermissionError):
             return Refused("Redis", where, str(cause), remedies.rights)
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):

@@ -224,7 +224,8 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         linear: the new linear position.
         entries: advances; the entries of one writer are in the order of its chain.
-        positions: (writer, position). In a change of a batch, only positions at which no entry of the writer ends.
+        positions: new positions, as (writer, position). The change of a batch leaves out a position at which an entry
+            in `entries` already ends.
         late: late completions, in ascending order of number.
         dropped_writers: writers to remove.
         allocated: the highest ID that any record has named.
@@ -335,7 +336,7 @@ Mode = Literal["new", "known", "repair", "rebuild"]
 _Call = tuple[Mode, Change]
 
 _REMEDIES = Remedies(
-    access="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
+    login="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
     transport="check TIDEMARK_REDIS_URL (rediss:// for TLS, and the host name) and TIDEMARK_REDIS_CA_FILE",
     rights="give the user all rights on the keys and channels tidemark:*; no other program may write these keys",
 )

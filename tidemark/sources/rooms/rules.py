@@ -381,8 +381,8 @@ def check_state_before(
     if state_ids is None:
         raise BadEvent(
             event.id,
-            f"its prev event {change.missing_prevs[0]} is not stored, or only as an outlier, and the state before the"
-            " event was not given",
+            f"its prev event {change.missing_prevs[0]} is not stored, or is stored only as an outlier. Then the state"
+            " before this event must be given",
         )
     state: dict[StateKey, StateEntry] = {}
     for id in state_ids:

@@ -120,8 +120,8 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         facts: number of IDs whose fact was read, from an RDATA or a RUN.
-        empty: number of IDs that their writer declared void, and the widths of the ranges that the writer announced, or
-            settled as empty by its JOIN or RETIRE.
+        empty: number of IDs without a fact: the IDs that their writer declared void, plus the widths of the ranges that
+            the writer announced as empty, or that its JOIN or RETIRE settled as empty.
         unseen: the widths of the ranges that a JOIN or RETIRE settled, and that may have facts that nobody announced.
         skipped: the widths of the ranges that an operator settled.
     """

@@ -172,8 +172,9 @@ class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
 
     Attributes:
         unseen: True if open IDs up to `id` may be facts that nobody announced.
-        published: according to the database, earlier epochs of the writer published no ID beyond this one, and no
-            published fact up to this ID is lost. The new epoch publishes facts beyond `id` again. None: not known.
+        published: an upper bound: according to the database, earlier epochs of the writer published no ID beyond it.
+            The database still has all published facts up to this ID, and the new epoch publishes those beyond `id`
+            again. None: not known.
         timeline: the writer's database and start; None if the writer does not report them.
     """
 
