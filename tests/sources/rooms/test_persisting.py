@@ -146,7 +146,7 @@ REFUSED = [
     (replace(ROOT, room="!other"), "another event has this ID"),
     (an_event("far", ROOT, room="!other"), "is of another room"),
     (replace(ROOT, id="deep", depth=2**63), "its depth 9223372036854775808"),
-    (an_event("gap", replace(ROOT, id="unknown")), "the state before the event was not given"),
+    (an_event("gap", replace(ROOT, id="unknown")), "Then the state before this event must be given"),
     (an_event("second", replace(ROOT, id="first", depth=5)), "a cycle: it and first name each other"),
     (replace(an_event("second", ROOT), prevs=("third",), depth=5), "its depth is 5, and an event after these"),
     (replace(ROOT, id="nul", content={"text": "\0"}), "the character NUL"),

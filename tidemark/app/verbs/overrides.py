@@ -485,9 +485,7 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
         "--beyond", is_flag=True, help="Allow an ID beyond the highest ID of all records. Positions never move back."
     ),
     click.option(
-        "--force",
-        is_flag=True,
-        help="Send even if the writer is alive, if STREAM has no such writer, or if a bridge sends STREAM.",
+        "--force", is_flag=True, help="Send even if the writer is alive or unknown, or if a bridge sends STREAM."
     ),
 ]
 
