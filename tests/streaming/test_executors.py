@@ -47,8 +47,8 @@ def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
 
 def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
     """Apart, a task waits for the executor that has its state; with a store another may take it over."""
-    apart = Cluster("10.0.0.1", executor_count=2, cores_per_executor=1, memory="1g").settings()
-    assert (apart["spark.dynamicAllocation.enabled"], apart["spark.locality.wait"]) == ("false", "60s")
+    without_store = Cluster("10.0.0.1", executor_count=2, cores_per_executor=1, memory="1g").settings()
+    assert (without_store["spark.dynamicAllocation.enabled"], without_store["spark.locality.wait"]) == ("false", "60s")
     shared = Cluster(
         "10.0.0.1", executor_count=2, cores_per_executor=2, memory="1g", has_store=True, max_executors=5
     ).settings()

@@ -69,7 +69,7 @@ class Compared(RuleBasedStateMachine):
         self.queue: list[Record] = []
         self.history: list[Record] = []
         self.no_reuse_up_to: dict[str, int] = {}
-        self.apart = b"\xc0"
+        self.retired_table = b"\xc0"
         self.packing = ExitStack()
 
     @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, writer_table.UNPACKED_MAX]))
@@ -226,8 +226,8 @@ class Compared(RuleBasedStateMachine):
 
     def compare_encoded(self, effects: StreamEffects, stored: StreamState) -> None:
         """What Postgres has of the state by parts, each written when it changed, is the whole."""
-        self.apart = self.apart if effects.retired_table is None else effects.retired_table
-        assert codec.encode(stored) == self.shard.states[effects.stream] == effects.state[:-1] + self.apart
+        self.retired_table = self.retired_table if effects.retired_table is None else effects.retired_table
+        assert codec.encode(stored) == self.shard.states[effects.stream] == effects.state[:-1] + self.retired_table
 
     def compare_moves(self, effects: StreamEffects) -> None:
         """Each advance begins where the last one ended, and its evidence is that of its IDs."""

@@ -43,7 +43,7 @@ from tidemark.app.connections import (
 )
 from tidemark.common.environment import default_home, is_trusted
 from tidemark.common.errors import BadSetting
-from tidemark.streaming.values.limits import POLICY_SETTINGS
+from tidemark.streaming.values.limits import MAX_DAYS, POLICY_SETTINGS
 
 _FOR_SHELLS = "# Only for shells: unset variables of other servers, bypass proxies, and extend PATH."
 """The line in `stack.env` that separates the settings from the commands that only a shell executes."""
@@ -179,7 +179,7 @@ StoreUri = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*:/.+", description="a
 MemorySize = Annotated[
     str, Meta(pattern=r"^[1-9][0-9]*[kmgt]\Z", description="an integer with the unit k, m, g or t, such as 512m or 2g")
 ]
-Days = Annotated[int, Meta(ge=1, le=36_500)]
+Days = Annotated[int, Meta(ge=1, le=MAX_DAYS)]
 
 
 class Settings(SidecarSettings, frozen=True, kw_only=True):
@@ -478,13 +478,6 @@ def origin_of(name: str, stack: Mapping[str, str] | None = None) -> str:
     return "default"
 
 
-def unknown_variables() -> list[str]:
-    """The `TIDEMARK_...` variables in the environment that are not settings: misspelled, or for another program."""
-    known = USER_VARIABLES | {variable_of(name) for name in FIELDS}
-    known |= {f"{variable_of(name)}_FILE" for name, field in FIELDS.items() if field.is_secret}
-    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
-
-
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
     """A setting: its environment variable, its value with masked secrets (None: not set), and the value's source."""
@@ -511,10 +504,14 @@ def effective_settings(settings: Settings) -> list[EffectiveSetting]:
 
 
 def unknown_settings() -> list[UnknownVariable]:
-    known = {variable_of(name).removeprefix(PREFIX): variable_of(name) for name in FIELDS}
+    """The `TIDEMARK_...` variables in the environment that are not settings: misspelled, or for another program."""
+    similar = {variable_of(name).removeprefix(PREFIX): variable_of(name) for name in FIELDS}
+    known = {*USER_VARIABLES, *similar.values()}
+    known |= {f"{variable_of(name)}_FILE" for name, field in FIELDS.items() if field.is_secret}
     return [
-        UnknownVariable(name, next(map(known.get, get_close_matches(name.removeprefix(PREFIX), known, n=1)), None))
-        for name in unknown_variables()
+        UnknownVariable(name, next(map(similar.get, get_close_matches(name.removeprefix(PREFIX), similar, n=1)), None))
+        for name in sorted(os.environ)
+        if name.startswith(PREFIX) and name not in known
     ]
 
 

@@ -38,14 +38,16 @@ def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.lists(st.integers(1, 5)))
-def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: int, steps: list[int]) -> None:
+def test_nobody_misses_anything_and_positions_never_go_back(dead: int, position: int, steps: list[int]) -> None:
     """Wherever both sidecars stood: a client that follows the rules has fetched or heard every ID, in order."""
     announced = AnnouncedPositions({W: dead})
     client, has = dead, set(range(1, dead + 1))
-    said: list[PositionCommand | RdataCommand] = [*announced.reannounce([PositionCommand("s", "w", stands, stands)])]
+    said: list[PositionCommand | RdataCommand] = [
+        *announced.reannounce([PositionCommand("s", "w", position, position)])
+    ]
     for step in steps:
-        said.extend(announced.announce(moved(stands, stands + step)))
-        stands += step
+        said.extend(announced.announce(moved(position, position + step)))
+        position += step
     for command in said:
         assert command.id is not None
         assert command.id >= client
@@ -54,4 +56,4 @@ def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: i
         elif client < command.prev:
             has |= set(range(client + 1, command.id + 1))  # fetched
         client = command.id
-    assert has == set(range(1, max(dead, stands) + 1))
+    assert has == set(range(1, max(dead, position) + 1))

@@ -171,8 +171,8 @@ def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connectio
 def test_writer_that_stands_beyond_is_told_with_where(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Also where nothing of it was written; the others of its stream come out as the batch says."""
     store.apply(batch(1, stream("s", advance("w", 0, 9)), token=token))
-    told = [WriterRow(name, 1, id_, is_retired=False) for name, id_ in (("v", 3), ("w", 5))]
-    committed = store.apply(batch(2, stream("s", advance("v", 0, 3), writers=told), token=token))
+    writer_rows = [WriterRow(name, 1, id_, is_retired=False) for name, id_ in (("v", 3), ("w", 5))]
+    committed = store.apply(batch(2, stream("s", advance("v", 0, 3), writers=writer_rows), token=token))
     assert (committed.corrected_advances, committed.higher_positions) == ({}, {("s", "w"): 9})
     assert positions(sql) == {("s", "v"): 3, ("s", "w"): 9}
     assert history(sql, "writer, prev, id") == [("v", 0, 3), ("w", 0, 9)]

@@ -259,8 +259,8 @@ def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch:
     evidence.trim(sql, "events", published)
     assert (len(published), published.since_id) == (10, 89)
     assert sql.execute("select min(id), count(*) from tidemark.synapse_facts").fetchone() == (8, 10 + 82)
-    anew, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
-    assert (anew.sent_upto["event1"], published.since_id) == (57, 57)
+    restored, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
+    assert (restored.sent_upto["event1"], published.since_id) == (57, 57)
 
 
 def test_a_sequence_that_was_seen_higher_went_back(sql: psycopg.Connection) -> None:
@@ -291,8 +291,8 @@ def test_rows_that_others_had_the_ids_of_begin_a_timeline(sql: psycopg.Connectio
     known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
     known = state.advance_stream(sql, known, published, [advance("event1", 7, 15, 8, 15)], "0/200", 20)
     assert begun(sql, LATER, 30, [fact(8, "event1"), fact(15, "event1")]) == known
-    anew = begun(sql, LATER, 30, [fact(8, "event1"), other(15, "event1")])
-    assert (anew.timeline.after, anew.sent_upto["event1"]) == (known.timeline.start, 8)
+    restored = begun(sql, LATER, 30, [fact(8, "event1"), other(15, "event1")])
+    assert (restored.timeline.after, restored.sent_upto["event1"]) == (known.timeline.start, 8)
 
 
 DAY = 86_400_000

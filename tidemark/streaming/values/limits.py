@@ -182,6 +182,8 @@ def shard_of(stream: str, shards: int) -> int:
 
 
 DAY_MS = 24 * 3600 * 1000
+MAX_DAYS: Final = 36_500
+"""The largest value of a setting in days: a hundred years."""
 
 
 class PolicySetting(NamedTuple):
@@ -206,8 +208,8 @@ POLICY_SETTINGS: Final = {
         "intervals of completed IDs stored above the linear position; the highest of more intervals are forgotten",
     ),
     "retired_bound": PolicySetting(10_000, 10**6, "retired writers of a stream in the state; older ones leave it"),
-    "retirement_days": PolicySetting(7, 36_500, "days after which a retired writer leaves the state"),
-    "history_days": PolicySetting(7, 36_500, "days that Postgres keeps the history of advances and of gaps"),
+    "retirement_days": PolicySetting(7, MAX_DAYS, "days after which a retired writer leaves the state"),
+    "history_days": PolicySetting(7, MAX_DAYS, "days that Postgres keeps the history of advances and of gaps"),
     "gap_seconds": PolicySetting(
         120, 10**9, "age at which a gap, or a linear position that does not move, is an alert"
     ),
