@@ -23,7 +23,7 @@ from tidemark.app.output import CLEAR_LINE, progress
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.processes import CHAT_PREFIX, DEMO_BANNER, ServerProcess, StartFailed
+from tidemark.app.stack.processes import CHAT_DATABASE, DEMO_BANNER, ServerProcess, StartFailed
 from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
@@ -37,6 +37,7 @@ from tidemark.common.environment import (
 from tidemark.common.errors import BadSetting, TidemarkError, Unavailable
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sources.relay.queries import session_of
 
 T = TypeVar("T")
 
@@ -68,11 +69,11 @@ def run(settings: Settings, *, demo: bool) -> None:
         # The only request to the internet. The inherited variables have the user's proxy and certificates.
         for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
             fetch_jars(home.jars, java, lambda text: _echo(f"downloads: {text}"), jars, inherited)
-        with _run_processes(stack, demo=demo) as running:
+        with _run_processes(stack, demo=demo) as (running, earlier_streams):
             if demo:
                 _wait_for_first_position(stack)
-            elif notice := _earlier_demo_notice(stack):
-                _echo(notice)
+            elif earlier_streams:
+                _echo(_earlier_demo_notice(stack, earlier_streams))
             _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _echo)
             with _create_class_archive(java):
@@ -129,10 +130,12 @@ def _end_leftovers(stack: LocalStack) -> None:
 
 
 @contextmanager
-def _run_processes(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
+def _run_processes(stack: LocalStack, *, demo: bool) -> Iterator[tuple[Sequence[ServerProcess], Sequence[str]]]:
     """Start all processes in order, run the block, and end the processes in reverse order, also after an error.
 
     Also migrates the database, and writes the file `stack.env`. The file exists while the block runs.
+
+    Yields the processes, and the streams of an earlier demo if the demo does not run now.
     """
     running: list[ServerProcess] = [*stack.servers]
     try:
@@ -143,24 +146,31 @@ def _run_processes(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[Server
         migrating = partial(progress, "migrating", unit="migration")
         _retry_while_running(lambda: migrate(dsn, migrating), stack.postgres)
         _retry_while_running(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), stack.postgres)
-        processes: list[ServerProcess] = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
-        if demo:
-            processes += stack.demo()
-        elif _chat_streams(stack):
-            processes.append(stack.demo_relay())
+        earlier_streams = [] if demo else _chat_streams(stack)
+        processes = _tidemark_processes(stack, earlier_streams, demo=demo)
         with progress("starting Tidemark", len(processes), "process") as advance:
             for process in processes:
                 running.append(process)
                 _start(process)
                 advance(1)
         stack.write_stack_env()
-        yield running
+        yield running, earlier_streams
     finally:
         stack.home.stack_env.unlink(missing_ok=True)
         for server in reversed(running):
             if server.running:
                 _echo(f"ending {server.name}")
             server.stop()
+
+
+def _tidemark_processes(stack: LocalStack, earlier_streams: Sequence[str], *, demo: bool) -> list[ServerProcess]:
+    """The processes to start after the servers, in order. `earlier_streams`: the streams of an earlier demo."""
+    processes: list[ServerProcess] = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
+    if demo:
+        processes += stack.demo()
+    elif earlier_streams:
+        processes.append(stack.demo_relay())
+    return processes
 
 
 def _wait_for_first_position(stack: LocalStack) -> None:
@@ -184,23 +194,36 @@ def _stored_streams(stack: LocalStack) -> list[str]:
 
 
 def _chat_streams(stack: LocalStack) -> list[str]:
-    """The streams of the demo's chat server that have positions."""
-    return [stream for stream in _stored_streams(stack) if stream.startswith(CHAT_PREFIX)]
+    """The streams that the chat server of an earlier demo created, sorted.
+
+    Queries the chat server's database: a killed chat server may have open IDs before its streams have positions. Waits
+    while Postgres is unavailable. Raises `StartFailed` if Postgres has ended.
+    """
+
+    def query() -> list[str]:
+        with session_of(stack.postgres.dsn(), "tidemark up") as session:
+            if session.fetch_value("select 1 from pg_database where datname = %s", [CHAT_DATABASE]) is None:
+                return []
+        with session_of(stack.postgres.dsn(CHAT_DATABASE), "tidemark up") as session:
+            # The demo may have been killed before it created the table.
+            if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
+                return []
+            rows = session.fetch_tuples("select stream from tidemark.append_streams order by stream")
+            return [stream for (stream,) in rows]
+
+    return _retry_while_running(query, stack.postgres)
 
 
-def _earlier_demo_notice(stack: LocalStack) -> str | None:
-    """A notice if the database has streams of an earlier demo; otherwise None."""
-    streams = _chat_streams(stack)
-    if not streams:
-        return None
+def _earlier_demo_notice(stack: LocalStack, streams: Sequence[str]) -> str:
+    """The notice that the database has `streams`, which an earlier demo created."""
     return (
         f"{', '.join(streams)}: streams of an earlier `tidemark up --demo`. Nothing writes to them now.\n"
         f"To start empty, stop the stack and run: rm -r {shlex.quote(str(stack.home.root / 'data'))}"
     )
 
 
-def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T:
-    """Run a migration, and repeat it while the server is unavailable. Returns the result of the migration.
+def _retry_while_running(step: Callable[[], T], server: ServerProcess) -> T:
+    """Run `step`, and repeat it while the server is unavailable. Returns the result of `step`.
 
     Connections may time out on a busy machine. Raises `StartFailed` if the server has ended.
     """
@@ -209,7 +232,7 @@ def _retry_while_running(migration: Callable[[], T], server: ServerProcess) -> T
         if not server.running:
             raise StartFailed(server.name, f"it ended with code {server.returncode}", server.failure_cause())
 
-    return wait_out(migration, Event(), on_failure=require_running)
+    return wait_out(step, Event(), on_failure=require_running)
 
 
 @contextmanager
