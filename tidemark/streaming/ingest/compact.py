@@ -167,6 +167,9 @@ MAX_EDGES = 16_384
 memory for each copy of a larger packet.
 """
 
+MAX_UNPACKED_EDGES = 2_000_000
+MAX_FACTS = 20_000_000
+
 PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
 _FLUSH_BYTES = 1 << 20  # size of the packets that are passed to the JVM together
@@ -209,6 +212,7 @@ def compact(
             planned: Decoder(planned.topic, rejected_offsets.get(names[planned.topic], {}).get(planned.partition, ()))
             for planned in ranges
         }
+        packed: dict[PlannedRange, list[tuple[int, Packet]]] = defaultdict(list)
         is_cut_short = False
         for planned, batch in records:
             if is_cut_short := extra_facts >= max_facts:
@@ -217,10 +221,16 @@ def compact(
             before = decoder.size
             decoder.add(batch)
             extra_facts += max(0, decoder.size - before - batch.size)
+            while decoder.size >= MAX_UNPACKED_EDGES:
+                oldest = decoder.split(MAX_UNPACKED_EDGES)
+                packed[planned] += pack(names[planned.topic], planned.partition, oldest, len(keys))
         for planned, decoder in decoders.items():
-            decoder.next_offset = max(decoder.next_offset, planned.start) if is_cut_short else planned.end
-            packets = pack(names[planned.topic], planned.partition, decoder, len(keys), is_cut_short=is_cut_short)
-            yield from _encode((keys[shard], packet) for shard, packet in packets)
+            packets = packed.pop(planned, []) + pack(names[planned.topic], planned.partition, decoder, len(keys))
+            end = max(decoder.next_offset, planned.start) if is_cut_short else planned.end
+            yield from _encode(
+                (keys[shard], msgspec.structs.replace(packet, next_offset=end, is_cut_short=is_cut_short))
+                for shard, packet in packets
+            )
 
 
 def _encode(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
@@ -246,16 +256,13 @@ def _arrow_batch(keys: list[int], packets: list[bytes]) -> pa.RecordBatch:
 OFFSET_BITS = 32
 
 
-def pack(
-    topic: str, partition: int, decoder: Decoder, shards: int, *, is_cut_short: bool = False
-) -> list[tuple[int, Packet]]:
+def pack(topic: str, partition: int, decoder: Decoder, shards: int) -> list[tuple[int, Packet]]:
     """Pack the decoded records of one range.
 
     Args:
         topic: the name of the Kafka topic.
         decoder: the decoder that has decoded the records.
         shards: number of shards.
-        is_cut_short: True if the task stopped before the end of one of its ranges.
 
     Returns:
         Packets with their shards. At least one packet, because a packet has the next offset to read. The same records
@@ -265,7 +272,7 @@ def pack(
     first_packets: dict[int, Packet] = {}
 
     def put(shard: int, runs: PackedRuns) -> Packet:
-        packet = Packet(topic, partition, decoder.topic, decoder.next_offset, runs, [], [], [], [], is_cut_short)
+        packet = Packet(topic, partition, decoder.topic, decoder.next_offset, runs, [], [], [])
         packets.append((shard, packet))
         return first_packets.setdefault(shard, packet)
 

@@ -155,6 +155,34 @@ class Decoder:
             return edges.take(np.argsort(edges.offsets, kind="stable"))
         return edges
 
+    def split(self, min_edges: int) -> "Decoder":
+        """Move the oldest records to another decoder, as few as have `min_edges` edges and batch rows.
+
+        Which records are moved does not depend on their division into batches.
+
+        Args:
+            min_edges: at least 1 and at most `size`.
+
+        Returns:
+            A decoder with the moved records. It shares `writer_epochs` with this one. No batch can be added to it.
+        """
+        edges = self.edges()
+        end = int(edges.offsets[min_edges - 1]) + 1
+        count = int(np.searchsorted(edges.offsets, end))
+        oldest, rest = Decoder(self.topic), edges.take(slice(count, None))
+        oldest.writer_epochs, oldest.next_offset = self.writer_epochs, end
+        oldest._scanned_edges, oldest._scanned_edge_count = edges.take(slice(count)), count
+        self._scanned_edges, self._scanned_edge_count = rest.with_room(rest.size, count), rest.size
+        self._decoded_edges = []
+        oldest.markers = [marker for marker in self.markers if marker[1] < end]
+        self.markers = [marker for marker in self.markers if marker[1] >= end]
+        oldest.possible_facts = [facts for facts in self.possible_facts if facts.first_offset < end]
+        self.possible_facts = [facts for facts in self.possible_facts if facts.first_offset >= end]
+        for reason, offsets in self.rejected_offsets.items():
+            oldest.rejected_offsets[reason] = [offset for offset in offsets if offset < end]
+            self.rejected_offsets[reason] = [offset for offset in offsets if offset >= end]
+        return oldest
+
     def add(self, batch: RecordBatch) -> None:
         """Decode a batch of at least one record."""
         indexes: Iterable[int] = range(batch.size)
