@@ -52,14 +52,9 @@ class EdgeColumns:
     stream_firsts: Ids
     _non_facts: Ids = field(init=False)
     """Indexes of the edges that are not facts."""
-    _prevs: Ids = field(init=False)
-    """`prev` of each edge."""
 
     def __post_init__(self) -> None:
         self._non_facts = np.flatnonzero(self.kinds != RDATA)
-        self._prevs = np.empty_like(self.ids)
-        self._prevs[1:] = self.ids[:-1]
-        self._prevs[self.run_firsts] = self.run_prevs
 
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
         """Test for each stream whether its linear position reaches its head.
@@ -81,7 +76,7 @@ class EdgeColumns:
         counts = np.diff(self.stream_firsts, append=len(self.ids))
         above = self.ids > np.repeat(floors, counts)
         above[announced] = False
-        completed = np.bincount(self._streams_of(np.flatnonzero(above)), minlength=len(linears))
+        completed = np.add.reduceat(above, self.stream_firsts, dtype=np.int64)
         reached: Mask = completed == heads - floors
         if np.any(self.ids[self.run_firsts] <= linears[self._streams_of(self.run_firsts)]):
             passed = self.ids <= np.repeat(linears, counts)
@@ -97,7 +92,8 @@ class EdgeColumns:
         widths = heads - linears
         if widths.sum(dtype=np.float64) >= 2**62:
             return np.arange(len(widths))
-        numbers = self.ids + np.repeat(np.cumsum(widths) - widths - linears, counts)
+        numbers = np.repeat(np.cumsum(widths) - widths - linears, counts)
+        numbers += self.ids
         if len(announced):
             numbers = np.delete(numbers, announced)
         if are_distinct(numbers):
@@ -111,7 +107,7 @@ class EdgeColumns:
         """For each run the number of facts, and the number of IDs that were declared empty (`Evidence.empty`)."""
         others, runs = self._non_facts, self._runs_of(self._non_facts)
         facts = np.diff(self.run_firsts, append=len(self.ids)) - np.bincount(runs, minlength=len(self.run_firsts))
-        widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
+        widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs_of(others), 1)
         empty = np.zeros(len(self.run_firsts), np.int64)
         np.add.at(empty, runs, widths)
         return facts.tolist(), empty.tolist()
@@ -122,18 +118,52 @@ class EdgeColumns:
         Returns:
             For each run with such ranges: the index of the run, and its highest ranges, at most `count_max`.
         """
-        highs = self.ids - (self.kinds == RDATA)
-        edges = np.flatnonzero(self._prevs < highs)
-        if not len(edges):
+        runs, lows, highs = self._highest_empty_ranges(count_max)
+        if not len(runs):
             return []
-        runs, lows, highs = self._runs_of(edges), self._prevs[edges], highs[edges]
-        first = np.flatnonzero(np.concatenate(([True], (runs[1:] != runs[:-1]) | (lows[1:] > highs[:-1]))))
-        last = np.append(first[1:], len(runs)) - 1
-        runs, lows, highs = runs[first], lows[first], highs[last]  # merges touching ranges
-        newest = np.arange(len(runs)) >= np.searchsorted(runs, runs, side="right") - count_max
-        runs, lows, highs = runs[newest], lows[newest], highs[newest]
-        firsts = np.flatnonzero(np.concatenate(([True], runs[1:] != runs[:-1])))
+        firsts = np.flatnonzero(_differs_from_previous(runs))
         return list(zip(runs[firsts].tolist(), PackedSteps.split(lows, highs, firsts), strict=True))
+
+    def _highest_empty_ranges(self, count_max: int) -> tuple[Ids, Ids, Ids]:
+        """The highest ranges of each run that its writer declared empty, at most `count_max` of a run.
+
+        Returns:
+            For each range the index of its run, its lower and its upper bound.
+        """
+        lengths = np.diff(self.run_firsts, append=len(self.ids))
+        last_counts = np.minimum(lengths, 4 * count_max)
+        if 2 * last_counts.sum() < len(self.ids):
+            # In most batches the last edges of each run are enough. Their lowest range may begin below these edges.
+            ranges = self._last_edges(last_counts)._find_empty_ranges(count_max + 1)
+            is_complete = (last_counts == lengths) | (np.bincount(ranges[0], minlength=len(lengths)) > count_max)
+            if is_complete.all():
+                return _highest_ranges(*ranges, count_max)
+        return self._find_empty_ranges(count_max)
+
+    def _last_edges(self, counts: Ids) -> "EdgeColumns":
+        """The last edges of each run, for `empty_ranges`: the result has no streams. `counts`: how many of each run."""
+        firsts = np.append(self.run_firsts[1:], len(self.ids)) - counts
+        new_firsts = np.cumsum(counts) - counts
+        edges = np.arange(counts.sum()) + np.repeat(firsts - new_firsts, counts)
+        return EdgeColumns(self.ids[edges], self.kinds[edges], self._prevs_of(firsts), new_firsts, _NO_IDS)
+
+    def _find_empty_ranges(self, count_max: int) -> tuple[Ids, Ids, Ids]:
+        """`_highest_empty_ranges`, computed from all edges."""
+        widths = np.diff(self.ids, prepend=0)
+        widths[self.run_firsts] = self.ids[self.run_firsts] - self.run_prevs
+        edges = np.flatnonzero(widths > (self.kinds == RDATA))
+        runs, lows = self._runs_of(edges), self._prevs_of(edges)
+        highs = self.ids[edges] - (self.kinds[edges] == RDATA)
+        if len(edges):  # merge touching ranges
+            first = np.flatnonzero(_differs_from_previous(runs) | np.concatenate(([True], lows[1:] > highs[:-1])))
+            last = np.append(first[1:], len(runs)) - 1
+            runs, lows, highs = runs[first], lows[first], highs[last]
+        return _highest_ranges(runs, lows, highs, count_max)
+
+    def _prevs_of(self, edges: Ids) -> Ids:
+        """The `prev` of each edge of `edges`."""
+        runs = self._runs_of(edges)
+        return np.where(self.run_firsts[runs] == edges, self.run_prevs[runs], self.ids[edges - 1])
 
     def _runs_of(self, edges: Ids) -> Ids:
         """For each edge the index of its run."""
@@ -142,6 +172,12 @@ class EdgeColumns:
     def _streams_of(self, edges: Ids) -> Ids:
         """For each edge the index of its stream."""
         return np.searchsorted(self.stream_firsts, edges, side="right") - 1
+
+
+def _highest_ranges(runs: Ids, lows: Ids, highs: Ids, count_max: int) -> tuple[Ids, Ids, Ids]:
+    """Select the last `count_max` ranges of each run. `runs`: for each range the index of its run, ascending."""
+    selected = np.arange(len(runs)) >= np.searchsorted(runs, runs, side="right") - count_max
+    return runs[selected], lows[selected], highs[selected]
 
 
 class MergedRun(NamedTuple):

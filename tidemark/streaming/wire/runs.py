@@ -256,11 +256,13 @@ def _begins(rows: npt.NDArray[np.void]) -> Ids:
 
 
 def _ids(rows: npt.NDArray[np.void], steps: Ids) -> Ids:
-    """The ID of each edge, from the `steps` of `PackedRuns`."""
-    sums = np.cumsum(steps)
-    sums_before = np.concatenate(([0], sums))[_begins(rows)]
+    """The ID of each edge, from the `steps` of `PackedRuns`. The array `steps` itself becomes the result."""
+    begins = _begins(rows)
+    ids = np.cumsum(steps, out=steps)
+    sums_before = ids[begins - 1]
+    sums_before[:1] = 0
     # A sum over many runs may overflow. The difference of two sums is still right.
-    ids: Ids = sums + np.repeat(rows["start"] - sums_before, np.diff(rows["stop"], prepend=0))
+    ids += np.repeat(rows["start"] - sums_before, np.diff(rows["stop"], prepend=0))
     return ids
 
 
