@@ -61,7 +61,7 @@ BATCHES_PER_COLLECTION = 50
 """Number of batches between two garbage collections. pyspark creates reference cycles for each batch, which keep 40 KB
 of query plans in the JVM until a collection. Other collections are rare (`app.pipeline.supervisor`).
 """
-RETRY_DIVISOR = 4  # after a batch that is too large, the next query begins with batches of 1/4 of its records
+RETRY_DIVISOR = 2  # after a batch that is too large, the next query begins with batches of half of its records
 
 
 class BatchTrace(Protocol):

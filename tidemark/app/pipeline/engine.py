@@ -100,6 +100,7 @@ def make_packets(
     kafka: KafkaConnection,
     start: QueryStart,
     first_max_records: int,
+    too_many_records: int,
     not_storable: NotStorableOffsets,
     *,
     one_task: bool,
@@ -112,6 +113,7 @@ def make_packets(
         kafka: the connection to Kafka.
         start: the start of the query.
         first_max_records: the largest number of Kafka records in the first batch. Later batches may be larger.
+        too_many_records: see `KafkaConfig`.
         not_storable: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
@@ -124,6 +126,7 @@ def make_packets(
         start_offsets=start.offsets,
         first_max_records=min(first_max_records, limit),
         max_records=limit,
+        too_many_records=too_many_records,
         cpu_share=settings.batch_cpu_share,
         driver_pid=os.getpid(),
         shard_keys=shard_keys(settings.shards, int(spark.conf.get(TASKS_SETTING) or 1)),

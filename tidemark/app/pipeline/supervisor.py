@@ -153,13 +153,21 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     ):
         failures = highest_token = 0
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
-        max_records = settings.max_records_per_batch
+        max_records, too_many_records = settings.max_records_per_batch, 0
         not_storable: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
             pipeline_run = PipelineRun(
-                settings, spark_engine, collector, health, stopping, highest_token, max_records, not_storable
+                settings,
+                spark_engine,
+                collector,
+                health,
+                stopping,
+                highest_token,
+                max_records,
+                too_many_records,
+                not_storable,
             )
-            max_records = settings.max_records_per_batch
+            max_records, too_many_records = settings.max_records_per_batch, 0
             try:
                 pipeline_run.run(accept)
             except Refused as error:
@@ -178,6 +186,8 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     collector.forget()
                 if isinstance(error, BatchTooLarge | ContentRefused):
                     max_records = error.max_records
+                if isinstance(error, BatchTooLarge):
+                    too_many_records = error.records
                 if isinstance(error, RecordsRefused):
                     _add_offsets(error.offsets, not_storable)
                 if counts_as_failure(error) and failures >= MAX_FAILURES:
@@ -218,11 +228,13 @@ class PipelineRun:
         stopping: threading.Event,
         highest_token: int,
         max_records: int,
+        too_many_records: int,
         not_storable: NotStorableOffsets,
     ) -> None:
         self._settings = settings
         self._not_storable = not_storable
         self._max_records = max_records  # of the first batch
+        self._too_many_records = too_many_records
         self._spark_engine = spark_engine
         self._collector = collector
         self._health = health
@@ -369,7 +381,14 @@ class PipelineRun:
             if self._is_local:
                 set_tasks(spark, one_task=one_task)
             packets = engine.make_packets(
-                spark, self._settings, self._kafka, start, self._max_records, self._not_storable, one_task=one_task
+                spark,
+                self._settings,
+                self._kafka,
+                start,
+                self._max_records,
+                self._too_many_records,
+                self._not_storable,
+                one_task=one_task,
             )
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards

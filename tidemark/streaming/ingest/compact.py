@@ -159,16 +159,22 @@ def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_
     return overlapping
 
 
-MAX_FACTS = 2_000_000
-"""A task stops reading when it has this many facts beyond one for each record. A fact takes about 250 bytes."""
+MAX_FACTS = 4_000_000
+"""A task stops reading when it has this many facts beyond one for each record. A packed fact takes 1 to 13 bytes here,
+and up to 100 bytes in the state function. With larger batches, glibc does not reuse the memory of the arrays
+(`MALLOC_MMAP_THRESHOLD_` in `engine.spark`), and the page faults cost more than the smaller number of batches saves.
+"""
+
+MAX_UNPACKED_EDGES = 1 << 20
+"""A range is packed when this many edges have been read, and at its end. An edge that is not packed takes up to 150
+bytes. A smaller number divides the chains of streams with few records into more runs.
+"""
 
 MAX_EDGES = 16_384
 """The largest number of edges of a packet, about 80 KiB. The JVM copies each packet six times, and would allocate new
 memory for each copy of a larger packet.
 """
 
-MAX_UNPACKED_EDGES = 2_000_000
-MAX_FACTS = 20_000_000
 
 PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 

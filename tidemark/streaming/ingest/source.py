@@ -52,6 +52,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
         start_offsets: for each partition, the offset at which the query begins.
         first_max_records: the largest number of records of the first batch.
         max_records: the largest number of records of any batch.
+        too_many_records: the number of records of an earlier batch that had too many facts; 0 if there was none.
         cpu_share: the share of a core that batches may use at a low rate of records (`Pace`).
         driver_pid: the process whose CPU time is measured, together with its descendants.
         shard_keys: Spark's group-by key of each shard (`engine.query.shard_keys`).
@@ -70,6 +71,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     driver_pid: int
     shard_keys: list[int]
     max_facts: int
+    too_many_records: int = 0
     not_storable: dict[str, dict[int, list[int]]] = {}
     one_task: bool = False
 
@@ -140,7 +142,8 @@ class PacketReader(DataSourceStreamReader):
         if self._end_offsets is None:
             self._end_offsets = EndOffsets(self._config.client)
         if self._full_start not in (None, start):
-            self._max_records = grown_limit(self._max_records, self._config.max_records)
+            config = self._config
+            self._max_records = grown_limit(self._max_records, config.max_records, config.too_many_records)
             self._full_start = None
         known = _from_json(start)
         ends = self._end_offsets.fetch(known)
@@ -299,13 +302,20 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
     }
 
 
-def grown_limit(limit: int, highest_limit: int) -> int:
+def grown_limit(limit: int, highest_limit: int, too_many: int = 0) -> int:
     """The limit of records for the next batch, after a batch that reached `limit`: 1/64 more, up to `highest_limit`.
 
     The limit grows slowly, because a batch with too many facts for the memory ends the query. Then the next query
-    begins with a lower limit (`app.pipeline.batches`).
+    begins with a lower limit (`app.pipeline.batches`), and `too_many` is the number of records of that batch. Up to 7/8
+    of `too_many`, each batch covers at least 1/8 of the distance. From there to `too_many` the limit grows by 1/512.
     """
-    return min(highest_limit, limit + max(1, limit // 64))
+    if limit >= too_many:
+        step = limit // 64
+    elif limit < too_many - too_many // 8:
+        step = (too_many - limit) // 8
+    else:
+        step = limit // 512
+    return min(highest_limit, limit + max(1, step))
 
 
 def group_into_tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
