@@ -122,9 +122,9 @@ def test_facts_that_come_in_one_record_count_one_by_one(shared: Site) -> None:
 
 
 def test_a_backlog_of_more_facts_than_memory_has_room_for_is_read_in_parts(shared: Site) -> None:
-    """Rules 3 and 5: 2.7 million facts in 270 records, all there at once: a batch ends where a task holds enough, the
+    """Rules 3 and 5: 5.4 million facts in 540 records, all there at once: a batch ends where a task holds enough, the
     query begins anew behind it with fewer records a batch, and every fact counts once."""
-    together, count = 10_000, 270
+    together, count = 10_000, 540
     producer = Producer({**shared.kafka.producer_settings(), "transactional.id": "backlog"})
     producer.init_transactions(30)
     producer.begin_transaction()

@@ -41,7 +41,8 @@ class RacePlan:
     """`wanted`: competitor -> how many times its rate Tidemark should reach, None where nothing is wanted; of
     `against`, unless it is empty, are those that take part. The first `warm_batches` batches of a JVM do not count, or
     as many records; of another consumer loop, which has nothing to warm up but its buffers, the first 100 000 records.
-    `warm_seconds` and `paced_seconds` are of `pace`; with 0 of the latter it measures nothing.
+    `warm_seconds` and `paced_seconds` are of `pace`; with 0 of the latter it measures nothing. `max_records` is
+    Tidemark's setting of the largest batch; `batch` if it is None.
     """
 
     shape: Shape
@@ -55,6 +56,7 @@ class RacePlan:
     warm_seconds: float = 16.0
     paced_seconds: float = 10.0
     against: tuple[str, ...] = ()
+    max_records: int | None = None
 
     def limits(self, name: str, total: int) -> RateLimits:
         on_jvm = name in ON_SPARK or name in jvm.PROGRAMS
@@ -131,7 +133,7 @@ def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
     """The whole topic through a new pipeline; what it published in the end must be right for the rate to count. Its
     CPU is that of its Postgres and its Redis too.
     """
-    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
+    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.max_records or plan.batch)}
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:
         with sampled(running.pid, every=0.5, servers=site.sinks) as samples:
             running.await_records(loaded.records, seconds=600)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -236,6 +237,54 @@ def accepted(arrivals: Iterable[tuple[naive.Group, naive.Edge]]) -> set[tuple[na
 def test_compaction_is_deterministic(log: list[Message], one: int, other: int) -> None:
     """A replayed task gives the same bytes, even where Arrow cuts its batches elsewhere."""
     assert packets(log, one) == packets(log, other)
+
+
+@contextmanager
+def packed_after(edges: int) -> Iterator[None]:
+    """Ranges are packed whenever this many edges have been read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edge_chains, "MAX_UNPACKED_EDGES", edges)
+        yield
+
+
+@given(logs(), st.integers(1, 130), st.integers(1, 130), st.integers(1, 60))
+def test_compaction_in_pieces_is_deterministic(log: list[Message], one: int, other: int, edges: int) -> None:
+    """The pieces end at the same records, even where Arrow cuts its batches elsewhere. All packets of a range have the
+    same next offset."""
+    with packed_after(edges):
+        found = packets(log, one)
+        assert found == packets(log, other)
+    assert len({packet.next_offset for _, packet in found}) == 1
+
+
+@settings(max_examples=examples(100))
+@given(logs_with_acts(), st.integers(1, 130), st.integers(1, 60), st.integers(0, 4), st.integers(1, 10))
+def test_pieces_of_a_range_have_the_effects_of_the_whole(
+    log: list[Message], cut: int, edges: int, unjoined: int, completed: int
+) -> None:
+    """Batch by batch, and so have the states that they leave."""
+    whole, pieces = (Shard(bounds=Bounds(unjoined=unjoined, completed=completed)) for _ in range(2))
+    for first in range(0, len(log), cut):
+        batch = log[first : first + cut]
+        expected = whole.feed_packets(packed(map(as_taken, batch)))
+        with packed_after(edges):
+            assert pieces.feed_packets(packed(map(as_taken, batch))) == expected
+    assert pieces.states == whole.states
+
+
+def test_a_large_range_is_packed_in_pieces() -> None:
+    """Whole records, as few as have the wanted number of edges; the rest stays for the next piece."""
+    ids = [[2, 3, 4], [5, 6], [7], [8, 9]]
+    log = numbered(
+        records.FactRun(stream="events", writer="w", epoch=0, prev=part[0] - 1, ids=part, rows=[[records.encode_row({})]] * len(part))
+        for part in ids
+    )
+    with packed_after(4):
+        found = [[run.ids for run in packet.runs] for _, packet in packets(log)]
+    assert [[np.frombuffer(chain, np.int64).tolist() for chain in runs] for runs in found] == [
+        [[2, 3, 4, 5, 6]],
+        [[7, 8, 9]],
+    ]
 
 
 # -- odd records among others

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemark.streaming.core.fast_path import EdgeColumns
+from tidemark.streaming.values.intervals import Intervals
 from tidemark.streaming.wire.records import MAX_ID
 from tidemark.streaming.wire.runs import POSITION, RDATA, VOID, PackedColumn, PackedRun, PackedRuns, Run, RunColumns
 
@@ -51,6 +53,19 @@ def test_the_highest_empty_ranges_are_those_of_the_whole_run(packed: PackedRun, 
     """Although most of the run is not looked at."""
     run = Run.unpack(packed)
     assert run.highest_empty(count) == run.empty().highest(count)
+
+
+@given(st.lists(runs(), min_size=1, max_size=5), st.integers(1, 4))
+def test_the_fast_path_finds_the_highest_empty_ranges_of_each_run(packed: list[PackedRun], count: int) -> None:
+    """Although it reads only the last edges if the runs are long."""
+    columns = RunColumns.of([PackedRuns.of(packed)])
+    edges = EdgeColumns(columns.ids, columns.kinds, columns.rows["start"], columns.begins, np.array([0]))
+    found = {
+        number: Intervals.unpack(bytes([steps.step_bytes]) + steps.high.to_bytes(8, "little") + steps.steps)
+        for number, steps in edges.empty_ranges(count)
+    }
+    expected = {number: Run.unpack(run).empty().highest(count) for number, run in enumerate(packed)}
+    assert found == {number: ranges for number, ranges in expected.items() if len(ranges)}
 
 
 def test_sums_of_many_runs_may_overflow() -> None:

@@ -28,6 +28,7 @@ from tidemark.streaming.ingest.source import (
     bounded_ends,
     fetch_groups,
     group_into_tasks,
+    grown_limit,
     packets,
 )
 from tidemark.streaming.wire.records import Topic
@@ -83,6 +84,24 @@ def test_batches_grow_again_after_one_that_had_too_many_facts() -> None:
     assert sizes == sorted(sizes)
     assert CONFIG.max_records <= sizes[-1] <= CONFIG.max_records + 3
     assert all(after - before <= before // 64 + 4 for before, after in itertools.pairwise(sizes))
+
+
+def test_batches_return_to_nearly_the_size_that_was_too_large() -> None:
+    """Within some batches to 7/8 of it. The next 1/8 takes many batches, and beyond it they grow as ever."""
+    limit, limits = 50_000, [50_000]
+    while limit < 4_000_000:
+        limit = grown_limit(limit, 4_000_000, 100_000)
+        limits.append(limit)
+    assert limits == sorted({*limits})
+    assert sum(at < 87_500 for at in limits) <= 12
+    assert sum(87_500 <= at < 100_000 for at in limits) > 60
+    assert all(after - before <= before // 64 for before, after in itertools.pairwise(limits) if before >= 100_000)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
+def test_a_limit_always_grows(limit: int, highest: int, too_many: int) -> None:
+    """By at least one record, and never beyond the setting."""
+    assert grown_limit(limit, highest, too_many) == highest or limit < grown_limit(limit, highest, too_many) < highest
 
 
 def test_a_batch_that_is_not_full_is_no_reason_to_grow() -> None:

@@ -135,8 +135,8 @@ class ChainBroken(Retry):
     found: str  # the batch or the writer's position that Postgres has, as text for the message
 
 
-@message("""{records} records had more facts than fit into memory: the rest of the batch is read again, in batches of
-    at most {max_records} records""")
+@message("""{records} records had more facts than fit into memory: the rest of the batch is read again, at first in
+    batches of at most {max_records} records""")
 class BatchTooLarge(Retry):
     """The facts of a batch did not fit into memory."""
 

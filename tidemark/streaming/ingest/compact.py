@@ -343,7 +343,9 @@ def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Mark
     A cut is a JOIN, RETIRE or OPEN of the edge's stream. There is also a cut of all streams at every 2**32 offsets
     after the first edge.
     """
-    blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
+    blocks: Ids = np.broadcast_to(np.int64(0), len(edges.offsets))
+    if edges.offsets[-1] - edges.offsets[0] >> OFFSET_BITS:
+        blocks = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(writer_epochs)}
     cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP is on the other topic
     if not cutting:

@@ -178,9 +178,10 @@ class Decoder:
         self.markers = [marker for marker in self.markers if marker[1] >= end]
         oldest.possible_facts = [facts for facts in self.possible_facts if facts.first_offset < end]
         self.possible_facts = [facts for facts in self.possible_facts if facts.first_offset >= end]
-        for reason, offsets in self.rejected_offsets.items():
-            oldest.rejected_offsets[reason] = [offset for offset in offsets if offset < end]
-            self.rejected_offsets[reason] = [offset for offset in offsets if offset >= end]
+        rejected, self.rejected_offsets = self.rejected_offsets, defaultdict(list)
+        for reason, offsets in rejected.items():
+            for offset in offsets:
+                (oldest if offset < end else self).rejected_offsets[reason].append(offset)
         return oldest
 
     def add(self, batch: RecordBatch) -> None:

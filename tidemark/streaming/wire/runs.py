@@ -74,10 +74,10 @@ class PackedColumn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @classmethod
     def of(cls, numbers: npt.NDArray[np.unsignedinteger]) -> "PackedColumn":
         """Encode at least one number."""
-        firsts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        if _MIN_REPEATS * (len(firsts) + 1) > len(numbers):
+        is_change = numbers[1:] != numbers[:-1]
+        if _MIN_REPEATS * (int(np.count_nonzero(is_change)) + 1) > len(numbers):
             return cls(*_narrow(numbers))
-        firsts = np.concatenate(([0], firsts))
+        firsts = np.concatenate(([0], np.flatnonzero(is_change) + 1))
         _, repeats = _narrow(np.diff(firsts, append=len(numbers)).view(np.uint64))
         return cls(*_narrow(numbers[firsts]), repeats)
 
