@@ -276,7 +276,14 @@ def test_a_large_range_is_packed_in_pieces() -> None:
     """Whole records, as few as have the wanted number of edges; the rest stays for the next piece."""
     ids = [[2, 3, 4], [5, 6], [7], [8, 9]]
     log = numbered(
-        records.FactRun(stream="events", writer="w", epoch=0, prev=part[0] - 1, ids=part, rows=[[records.encode_row({})]] * len(part))
+        records.FactRun(
+            stream="events",
+            writer="w",
+            epoch=0,
+            prev=part[0] - 1,
+            ids=part,
+            rows=[[records.encode_row({})]] * len(part),
+        )
         for part in ids
     )
     with packed_after(4):
