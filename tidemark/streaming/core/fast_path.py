@@ -118,37 +118,37 @@ class EdgeColumns:
         Returns:
             For each run with such ranges: the index of the run, and its highest ranges, at most `count_max`.
         """
-        runs, lows, highs = self._highest_empty_ranges(count_max)
+        runs, lows, highs = self._last_empty_ranges(count_max)
+        selected = np.arange(len(runs)) >= np.searchsorted(runs, runs, side="right") - count_max
+        runs, lows, highs = runs[selected], lows[selected], highs[selected]
         if not len(runs):
             return []
         firsts = np.flatnonzero(_differs_from_previous(runs))
         return list(zip(runs[firsts].tolist(), PackedSteps.split(lows, highs, firsts), strict=True))
 
-    def _highest_empty_ranges(self, count_max: int) -> tuple[Ids, Ids, Ids]:
-        """The highest ranges of each run that its writer declared empty, at most `count_max` of a run.
+    def _last_empty_ranges(self, count: int) -> tuple[Ids, Ids, Ids]:
+        """Like `_all_empty_ranges`, but the result may lack lower ranges of a run: its highest `count` ones are right.
 
-        Returns:
-            For each range the index of its run, its lower and its upper bound.
+        In most batches, the last edges of each run are enough. Their lowest range may begin below these edges.
         """
         lengths = np.diff(self.run_firsts, append=len(self.ids))
-        last_counts = np.minimum(lengths, 4 * count_max)
+        last_counts = np.minimum(lengths, 4 * count)
         if 2 * last_counts.sum() < len(self.ids):
-            # In most batches the last edges of each run are enough. Their lowest range may begin below these edges.
-            ranges = self._last_edges(last_counts)._find_empty_ranges(count_max + 1)
-            is_complete = (last_counts == lengths) | (np.bincount(ranges[0], minlength=len(lengths)) > count_max)
+            ranges = self._last_edges(last_counts)._all_empty_ranges()
+            is_complete = (last_counts == lengths) | (np.bincount(ranges[0], minlength=len(lengths)) > count)
             if is_complete.all():
-                return _highest_ranges(*ranges, count_max)
-        return self._find_empty_ranges(count_max)
+                return ranges
+        return self._all_empty_ranges()
 
     def _last_edges(self, counts: Ids) -> "EdgeColumns":
-        """The last edges of each run, for `empty_ranges`: the result has no streams. `counts`: how many of each run."""
+        """The last `counts[i]` edges of each run `i`, at least one. The result has no streams, only runs."""
         firsts = np.append(self.run_firsts[1:], len(self.ids)) - counts
         new_firsts = np.cumsum(counts) - counts
         edges = np.arange(counts.sum()) + np.repeat(firsts - new_firsts, counts)
         return EdgeColumns(self.ids[edges], self.kinds[edges], self._prevs_of(firsts), new_firsts, _NO_IDS)
 
-    def _find_empty_ranges(self, count_max: int) -> tuple[Ids, Ids, Ids]:
-        """`_highest_empty_ranges`, computed from all edges."""
+    def _all_empty_ranges(self) -> tuple[Ids, Ids, Ids]:
+        """The ranges that writers declared empty: the index of the run, the lower and the upper bound of each."""
         widths = np.diff(self.ids, prepend=0)
         widths[self.run_firsts] = self.ids[self.run_firsts] - self.run_prevs
         edges = np.flatnonzero(widths > (self.kinds == RDATA))
@@ -157,8 +157,8 @@ class EdgeColumns:
         if len(edges):  # merge touching ranges
             first = np.flatnonzero(_differs_from_previous(runs) | np.concatenate(([True], lows[1:] > highs[:-1])))
             last = np.append(first[1:], len(runs)) - 1
-            runs, lows, highs = runs[first], lows[first], highs[last]
-        return _highest_ranges(runs, lows, highs, count_max)
+            return runs[first], lows[first], highs[last]
+        return runs, lows, highs
 
     def _prevs_of(self, edges: Ids) -> Ids:
         """The `prev` of each edge of `edges`."""
@@ -172,12 +172,6 @@ class EdgeColumns:
     def _streams_of(self, edges: Ids) -> Ids:
         """For each edge the index of its stream."""
         return np.searchsorted(self.stream_firsts, edges, side="right") - 1
-
-
-def _highest_ranges(runs: Ids, lows: Ids, highs: Ids, count_max: int) -> tuple[Ids, Ids, Ids]:
-    """Select the last `count_max` ranges of each run. `runs`: for each range the index of its run, ascending."""
-    selected = np.arange(len(runs)) >= np.searchsorted(runs, runs, side="right") - count_max
-    return runs[selected], lows[selected], highs[selected]
 
 
 class MergedRun(NamedTuple):

@@ -1,7 +1,8 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
 A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, some thousand at a time. When a
-range has been read, its edges are linked and packed: a record of 140 bytes becomes about 5 bytes (docs/design.md 5).
+range has been read, its edges are linked and packed: a record of 140 bytes becomes about 5 bytes (docs/design.md 5). A
+range with many edges is packed in several pieces (`MAX_UNPACKED_EDGES`), each with the records of consecutive offsets.
 Python loops run over runs, markers and writer epochs; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
@@ -166,15 +167,15 @@ and up to 100 bytes in the state function. With larger batches, glibc does not r
 """
 
 MAX_UNPACKED_EDGES = 1 << 20
-"""A range is packed when this many edges have been read, and at its end. An edge that is not packed takes up to 150
-bytes. A smaller number divides the chains of streams with few records into more runs.
+"""When a range has this many edges that are not packed, they are packed as one piece. The rest is packed at the end of
+the range. Packing takes up to 150 bytes for each edge of the piece. With a smaller number, the records of a stream are
+in more pieces, so the stream has more runs.
 """
 
 MAX_EDGES = 16_384
 """The largest number of edges of a packet, about 80 KiB. The JVM copies each packet six times, and would allocate new
 memory for each copy of a larger packet.
 """
-
 
 PACKETS_SCHEMA = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 

@@ -122,8 +122,7 @@ class Decoder:
         markers: the markers as `(record, offset, time)`, with the Kafka time in ms since 1970.
         rejected_offsets: reason -> offsets of rejected records.
         possible_facts: the facts that rejected records may contain.
-        next_offset: one more than the highest offset that was added; 0 before the first batch. `compact` sets this to
-            the end of the range.
+        next_offset: one more than the highest offset that was added; 0 before the first batch.
     """
 
     MIN_COMPILED_BYTES: ClassVar[int] = 64 << 10
@@ -156,15 +155,16 @@ class Decoder:
         return edges
 
     def split(self, min_edges: int) -> "Decoder":
-        """Move the oldest records to another decoder, as few as have `min_edges` edges and batch rows.
+        """Move the records with the lowest offsets to a new decoder.
 
-        Which records are moved does not depend on their division into batches.
+        If the same records were added in other batches, the same records are moved.
 
         Args:
-            min_edges: at least 1 and at most `size`.
+            min_edges: the number of edges and batch rows to move, at least 1 and at most `size`. More are moved if they
+                belong to the last record, because records are not divided.
 
         Returns:
-            A decoder with the moved records. It shares `writer_epochs` with this one. No batch can be added to it.
+            The new decoder. It shares `writer_epochs` with this decoder, so do not add batches to it.
         """
         edges = self.edges()
         end = int(edges.offsets[min_edges - 1]) + 1

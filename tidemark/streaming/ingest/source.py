@@ -303,11 +303,22 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 
 
 def grown_limit(limit: int, highest_limit: int, too_many: int = 0) -> int:
-    """The limit of records for the next batch, after a batch that reached `limit`: 1/64 more, up to `highest_limit`.
+    """The limit of records for the next batch, after a batch that reached `limit`.
 
-    The limit grows slowly, because a batch with too many facts for the memory ends the query. Then the next query
-    begins with a lower limit (`app.pipeline.batches`), and `too_many` is the number of records of that batch. Up to 7/8
-    of `too_many`, each batch covers at least 1/8 of the distance. From there to `too_many` the limit grows by 1/512.
+    A batch with too many facts for the memory ends the query, and the next query begins with a lower limit
+    (`app.pipeline.batches`). So the limit grows slowly near the size of that batch:
+
+    - below 7/8 of `too_many`: by 1/8 of the difference between `limit` and `too_many`
+    - from there to `too_many`: by 1/512 of `limit`
+    - from `too_many` on: by 1/64 of `limit`
+
+    Args:
+        limit: the limit of the last batch.
+        highest_limit: the limit never exceeds this number.
+        too_many: the number of records of an earlier batch that had too many facts; 0 if there was none.
+
+    Returns:
+        At least `limit + 1`, but at most `highest_limit`.
     """
     if limit >= too_many:
         step = limit // 64

@@ -256,7 +256,7 @@ def _begins(rows: npt.NDArray[np.void]) -> Ids:
 
 
 def _ids(rows: npt.NDArray[np.void], steps: Ids) -> Ids:
-    """The ID of each edge, from the `steps` of `PackedRuns`. The array `steps` itself becomes the result."""
+    """The ID of each edge, from the `steps` of `PackedRuns`. Writes the IDs into the array `steps` and returns it."""
     begins = _begins(rows)
     ids = np.cumsum(steps, out=steps)
     sums_before = ids[begins - 1]
