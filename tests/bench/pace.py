@@ -140,11 +140,10 @@ def explained(figures: Mapping[str, Any], besides: str = "") -> list[str]:
     if not how:
         return []
     return [
-        f"*{HEAD}*: what the same processes take while {RATE} facts a second come, at random moments, to a topic of the"
-        f" same shape; once, over {how['seconds']:g} s. Before that, from the start of the process, {_WARM_RATE:,} a"
-        f" second come for {how['warm_seconds']:g} s, so that a JVM soon compiles what would take it minutes, and"
-        f" {RATE} for {_SETTLE_SECONDS:g} s. Each has its own pace: Tidemark has its default"
-        " settings, the other two on Spark wait for nothing, a Python loop by hand takes what a second has brought, the"
-        f" others take records as they come. {besides}".rstrip(),
+        f"*{HEAD}*: the same processes at {RATE} facts a second, which come at random moments to a topic of the same"
+        f" shape, over {how['seconds']:g} s. Before that, {_WARM_RATE:,} a second come for {how['warm_seconds']:g} s,"
+        f" so that a JVM compiles its code, and {RATE} for {_SETTLE_SECONDS:g} s. Tidemark has its default settings,"
+        " the other two on Spark wait for nothing, a Python loop takes what a second has brought, the others take"
+        f" records as they come. {besides}".rstrip(),
         "",
     ]

@@ -161,9 +161,9 @@ def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_
 
 
 MAX_FACTS = 4_000_000
-"""A task stops reading when it has this many facts beyond one for each record. A packed fact takes 1 to 13 bytes here,
-and up to 100 bytes in the state function. With larger batches, glibc does not reuse the memory of the arrays
-(`MALLOC_MMAP_THRESHOLD_` in `engine.spark`), and the page faults cost more than the smaller number of batches saves.
+"""A task stops reading when it has this many facts beyond one for each record. The state function takes up to 100 bytes
+for each of them. With more facts, glibc does not reuse the memory of its arrays (`MALLOC_MMAP_THRESHOLD_` in
+`engine.spark`), and the page faults cost more than a smaller number of batches saves.
 """
 
 MAX_UNPACKED_EDGES = 1 << 20
@@ -264,7 +264,7 @@ OFFSET_BITS = 32
 
 
 def pack(topic: str, partition: int, decoder: Decoder, shards: int) -> list[tuple[int, Packet]]:
-    """Pack the decoded records of one range.
+    """Pack the decoded records of one range, or of a piece of it.
 
     Args:
         topic: the name of the Kafka topic.
@@ -345,7 +345,7 @@ def _segments(edges: Edges, writer_epochs: list[WriterEpoch], markers: list[Mark
     after the first edge.
     """
     blocks: Ids = np.broadcast_to(np.int64(0), len(edges.offsets))
-    if edges.offsets[-1] - edges.offsets[0] >> OFFSET_BITS:
+    if (edges.offsets[-1] - edges.offsets[0]) >> OFFSET_BITS:
         blocks = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(writer_epochs)}
     cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP is on the other topic
