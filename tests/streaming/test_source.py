@@ -98,6 +98,15 @@ def test_batches_return_to_nearly_the_size_that_was_too_large() -> None:
     assert all(after - before <= before // 64 for before, after in itertools.pairwise(limits) if before >= 100_000)
 
 
+def test_a_reader_grows_fast_below_the_size_that_was_too_large() -> None:
+    """The second batch after a batch of 200 records with too many facts has 23 records more: 1/8 of the difference."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, too_many_records=200))
+    reader._end_offsets = _Far(CONFIG.client)
+    first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(CONFIG.first_max_records))
+    reader.latestOffset(first, ReadMaxRows(CONFIG.first_max_records))
+    assert reader._max_records == CONFIG.first_max_records + (200 - CONFIG.first_max_records) // 8
+
+
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
 def test_a_limit_always_grows(limit: int, highest: int, too_many: int) -> None:
     """By at least one record, and never beyond the setting."""

@@ -141,7 +141,7 @@ class BatchTooLarge(Retry):
     """The facts of a batch did not fit into memory."""
 
     records: int  # the number of records of the batch
-    max_records: int  # the largest number of records of the next batches
+    max_records: int  # the largest number of records of the next query's first batch
 
 
 @message("stream {stream} did not reach {token} within {seconds:g} s: {it.progress}")
