@@ -1,5 +1,7 @@
 """Runs in packets: what is decoded is what was encoded, in columns that are as narrow as their numbers."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -66,6 +68,22 @@ def test_the_fast_path_finds_the_highest_empty_ranges_of_each_run(packed: list[P
     }
     expected = {number: Run.unpack(run).empty().highest(count) for number, run in enumerate(packed)}
     assert found == {number: ranges for number, ranges in expected.items() if len(ranges)}
+
+
+def test_void_edges_take_little_memory_in_the_fast_path() -> None:
+    """At most 24 bytes at a time for each edge, because a batch may have millions of edges without a fact."""
+    count = 100_000
+    ids, kinds = np.arange(1, count + 1), np.full(count, VOID, np.uint8)
+    edges = EdgeColumns(ids, kinds, np.array([0]), np.array([0]), np.array([0]))
+    tracemalloc.start()
+    try:
+        assert edges.count_facts_and_empty() == ([0], [count])
+        ((_, ranges),) = edges.empty_ranges(32)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (ranges.low, ranges.high) == (0, count)
+    assert peak < 24 * count
 
 
 def test_sums_of_many_runs_may_overflow() -> None:

@@ -105,11 +105,10 @@ class EdgeColumns:
 
     def count_facts_and_empty(self) -> tuple[list[int], list[int]]:
         """For each run the number of facts, and the number of IDs that were declared empty (`Evidence.empty`)."""
-        others, runs = self._non_facts, self._runs_of(self._non_facts)
-        facts = np.diff(self.run_firsts, append=len(self.ids)) - np.bincount(runs, minlength=len(self.run_firsts))
-        widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs_of(others), 1)
-        empty = np.zeros(len(self.run_firsts), np.int64)
-        np.add.at(empty, runs, widths)
+        empty = np.add.reduceat(self.kinds != RDATA, self.run_firsts, dtype=np.int64)
+        facts = np.diff(self.run_firsts, append=len(self.ids)) - empty
+        announced = self._non_facts[self.kinds[self._non_facts] == POSITION]
+        np.add.at(empty, self._runs_of(announced), self.ids[announced] - self._prevs_of(announced) - 1)
         return facts.tolist(), empty.tolist()
 
     def empty_ranges(self, count_max: int) -> list[tuple[int, PackedSteps]]:
@@ -149,16 +148,16 @@ class EdgeColumns:
 
     def _all_empty_ranges(self) -> tuple[Ids, Ids, Ids]:
         """The ranges that writers declared empty: the index of the run, the lower and the upper bound of each."""
-        widths = np.diff(self.ids, prepend=0)
+        # Masks take 1 byte for each edge, but indexes 8. There may be millions of edges, all of them void.
+        is_fact, widths = self.kinds == RDATA, np.diff(self.ids, prepend=0)
         widths[self.run_firsts] = self.ids[self.run_firsts] - self.run_prevs
-        edges = np.flatnonzero(widths > (self.kinds == RDATA))
-        runs, lows = self._runs_of(edges), self._prevs_of(edges)
-        highs = self.ids[edges] - (self.kinds[edges] == RDATA)
-        if len(edges):  # merge touching ranges
-            first = np.flatnonzero(_differs_from_previous(runs) | np.concatenate(([True], lows[1:] > highs[:-1])))
-            last = np.append(first[1:], len(runs)) - 1
-            return runs[first], lows[first], highs[last]
-        return runs, lows, highs
+        has_empty = widths > is_fact
+        touches_previous = has_empty.copy()
+        touches_previous[1:] &= ~is_fact[:-1]
+        touches_previous[self.run_firsts] = False
+        firsts = np.flatnonzero(has_empty & ~touches_previous)
+        lasts = np.flatnonzero(has_empty & ~np.append(touches_previous[1:], False))
+        return self._runs_of(firsts), self._prevs_of(firsts), self.ids[lasts] - is_fact[lasts]
 
     def _prevs_of(self, edges: Ids) -> Ids:
         """The `prev` of each edge of `edges`."""
