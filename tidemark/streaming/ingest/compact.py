@@ -161,7 +161,7 @@ def _find_overlapping(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_
 
 
 MAX_FACTS = 4_000_000
-"""A task stops reading when it has this many facts beyond one for each record. The state function takes up to 80 bytes
+"""A task stops reading when it has this many facts beyond one for each record. The state function takes 60 to 110 bytes
 for each of them. With more facts, glibc does not reuse the memory of its arrays (`MALLOC_MMAP_THRESHOLD_` in
 `engine.spark`), and the page faults cost more than a smaller number of batches saves.
 """
