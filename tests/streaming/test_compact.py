@@ -262,7 +262,11 @@ def test_compaction_in_pieces_is_deterministic(log: list[Message], one: int, oth
 def test_pieces_of_a_range_have_the_effects_of_the_whole(
     log: list[Message], cut: int, edges: int, unjoined: int, completed: int
 ) -> None:
-    """Batch by batch, and so have the states that they leave."""
+    """Batch by batch, and so have the states that they leave.
+
+    Rejected records are left out: a whole range joins their possible facts, so that it is uncertain about more IDs.
+    """
+    log = [it for it in log if not any(packet.rejected for packet in packed([as_taken(it)]))]
     whole, pieces = (Shard(bounds=Bounds(unjoined=unjoined, completed=completed)) for _ in range(2))
     for first in range(0, len(log), cut):
         batch = log[first : first + cut]
