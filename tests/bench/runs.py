@@ -19,7 +19,7 @@ from tests.bench.workload import Shape
 _WANTED = {20: 2.0e6, 100: 2.5e6}
 """Facts/s that Tidemark should reach with so many a record."""
 _RUN_FACTOR = 4
-"""Batches of RUN records have up to four times the facts, and Tidemark finds their size by and by."""
+"""A batch of RUN records has up to four times the facts. Tidemark reaches this size after about ten batches."""
 _SHAPE = Shape(streams=4, writers=8, slow_every=5000)  # few gaps: a backlog is told in the order of its IDs
 
 

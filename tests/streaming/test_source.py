@@ -87,7 +87,7 @@ def test_batches_grow_again_after_one_that_had_too_many_facts() -> None:
 
 
 def test_batches_return_to_nearly_the_size_that_was_too_large() -> None:
-    """Within some batches to 7/8 of it. The next 1/8 takes many batches, and beyond it they grow as ever."""
+    """Within twelve batches to 7/8 of it. The next 1/8 takes more than sixty batches. Beyond it they grow by 1/64."""
     limit, limits = 50_000, [50_000]
     while limit < 4_000_000:
         limit = grown_limit(limit, 4_000_000, 100_000)

@@ -139,7 +139,7 @@ def has_demo_relay(stack: LocalStack, streams: Sequence[str]) -> bool:
 
 
 def test_no_earlier_demo_needs_no_relay(real_stack: LocalStack) -> None:
-    """Without the chat server's database there is neither a relay nor a notice, whatever other streams there are."""
+    """Without the chat server's database there is neither a relay nor a notice, also if there are other streams."""
     assert _stored_streams(real_stack) == ["payments", "sales"]
     assert _chat_streams(real_stack) == []
     assert not has_demo_relay(real_stack, [])

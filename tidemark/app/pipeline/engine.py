@@ -113,7 +113,7 @@ def make_packets(
         kafka: the connection to Kafka.
         start: the start of the query.
         first_max_records: the largest number of Kafka records in the first batch. Later batches may be larger.
-        too_many_records: see `KafkaConfig`.
+        too_many_records: the number of records of an earlier batch that had too many facts; 0 if there was none.
         not_storable: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """

@@ -302,7 +302,7 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
     }
 
 
-def grown_limit(limit: int, highest_limit: int, too_many: int = 0) -> int:
+def grown_limit(limit: int, highest_limit: int, too_many: int) -> int:
     """The limit of records for the next batch, after a batch that reached `limit`.
 
     A batch with too many facts for the memory ends the query, and the next query begins with a lower limit
